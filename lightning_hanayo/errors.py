@@ -1,0 +1,36 @@
+"""The errors this package raises: a user's mistake is a `HanayoError`, always a `ValueError`."""
+
+from difflib import get_close_matches
+from typing import Iterable
+
+
+class HanayoError(ValueError):
+    """A mistake the user can mend. Its message says what, where, expected, got, and what to try."""
+
+
+class UnsupportedError(HanayoError):
+    """Something a pipeline can't play (manual optimization, a second pass through the stack, ...), refused by name."""
+
+
+class PeerFailed(SystemExit):
+    """Another rank failed first and has shown why; this rank ends quietly with exit code 1."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(1)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return self.cause
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt `name`: the nearest of `known` first, then all of them.
+
+    Example:
+        >>> nearest("hanyo", ["gpipe", "hanayo"])
+        "did you mean 'hanayo'? Known: gpipe, hanayo"
+    """
+    choices = list(known)
+    close = get_close_matches(name, choices, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(choices)}"

@@ -1,0 +1,117 @@
+"""Topology: where each rank of the world lies on the (data, pipe, x, y, z) axes, and which ranks form a group.
+
+    world = data x pipe x (x y z)          rank = (data * P + pipe) * xyz + cube
+
+    D = 2, P = 2, cube (1, 1, 1):          pipe 0   pipe 1
+                                  data 0      0        1
+                                  data 1      2        3
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from lightning_hanayo.errors import HanayoError
+
+AXES = ("data", "pipe", "x", "y", "z")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The sizes of the five axes. Values only: no process group, no rank of its own.
+
+    Example:
+        >>> Topology(data=2, pipe=2).group_of(3, "pipe")
+        (2, 3)
+    """
+
+    data: int = 1
+    pipe: int = 1
+    cube: tuple[int, int, int] = (1, 1, 1)
+
+    def __post_init__(self) -> None:
+        for name, size in (("data", self.data), ("pipe", self.pipe), *zip("xyz", self.cube, strict=True)):
+            if size < 1:
+                raise HanayoError(f"the {name} axis has size {size}; every axis has at least one rank")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes in the order of `AXES`."""
+        return (self.data, self.pipe, *self.cube)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are in all."""
+        return prod(self.sizes)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Where `rank` lies, one coordinate per axis in the order of `AXES`."""
+        places = []
+        for size in reversed(self.sizes):
+            rank, place = divmod(rank, size)
+            places.append(place)
+        return tuple(reversed(places))
+
+    def rank(self, coordinates: tuple[int, ...]) -> int:
+        """The rank that lies at `coordinates`."""
+        rank = 0
+        for size, place in zip(self.sizes, coordinates, strict=True):
+            rank = rank * size + place
+        return rank
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ only along `axes`, each in rank order."""
+        fixed = [range(size) if axis not in axes else range(1) for axis, size in zip(AXES, self.sizes, strict=True)]
+        moving = [range(size) if axis in axes else range(1) for axis, size in zip(AXES, self.sizes, strict=True)]
+        return tuple(
+            tuple(self.rank(tuple(a + b for a, b in zip(base, step, strict=True))) for step in product(*moving))
+            for base in product(*fixed)
+        )
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The group among `groups(*axes)` that holds `rank`."""
+        return next(group for group in self.groups(*axes) if rank in group)
+
+
+def resolve(
+    world_size: int,
+    *,
+    pipeline_parallel_size: int | str = "auto",
+    data_parallel_size: int | str = 1,
+    cube: int | tuple[int, int, int] = 1,
+) -> Topology:
+    """The topology of a world, with at most one of the two sizes left to `"auto"`: what the others leave over.
+
+    Raises:
+        HanayoError: the sizes don't multiply to `world_size`; the message names the nearest that do.
+    """
+    grid = (cube,) * 3 if isinstance(cube, int) else tuple(cube)
+    pipe, data = pipeline_parallel_size, data_parallel_size
+    if pipe == "auto" and data == "auto":
+        data = 1
+    known = prod(size for size in (pipe, data, *grid) if isinstance(size, int))
+    left, rest = divmod(world_size, known) if known > 0 else (0, 1)
+    if pipe == "auto":
+        pipe = left
+    elif data == "auto":
+        data = left
+    elif left != 1:
+        rest = 1
+    if rest or left < 1:
+        raise HanayoError(_mismatch(world_size, pipeline_parallel_size, data_parallel_size, grid))
+    return Topology(int(data), int(pipe), (grid[0], grid[1], grid[2]))
+
+
+def _mismatch(world_size: int, pipe: int | str, data: int | str, grid: tuple[int, ...]) -> str:
+    cube = prod(grid)
+    valid = [
+        (p, world_size // (cube * p)) for p in range(1, world_size + 1) if cube > 0 and world_size % (cube * p) == 0
+    ]
+    wanted = pipe if isinstance(pipe, int) else 1
+    valid.sort(key=lambda sizes: (abs(sizes[0] - wanted), sizes[0]))
+    choices = ", ".join(f"pipeline_parallel_size={p} with data_parallel_size={d}" for p, d in valid[:3])
+    return (
+        f"pipeline_parallel_size={pipe} x data_parallel_size={data} x cube={grid[0]}x{grid[1]}x{grid[2]} doesn't "
+        f"multiply to the {world_size} processes there are (devices x num_nodes). "
+        + (f"Nearest that do: {choices}." if choices else f"The cube alone needs a multiple of {cube} processes.")
+    )

@@ -1,7 +1,7 @@
 """The errors this package raises: a user's mistake is a `HanayoError`, always a `ValueError`."""
 
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Iterable
 
 
 class HanayoError(ValueError):

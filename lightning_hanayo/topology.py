@@ -1,10 +1,10 @@
 """Topology: where each rank of the world lies on the (data, pipe, x, y, z) axes, and which ranks form a group.
 
-    world = data x pipe x (x y z)          rank = (data * P + pipe) * xyz + cube
+world = data x pipe x (x y z)          rank = (data * P + pipe) * xyz + cube
 
-    D = 2, P = 2, cube (1, 1, 1):          pipe 0   pipe 1
-                                  data 0      0        1
-                                  data 1      2        3
+D = 2, P = 2, cube (1, 1, 1):          pipe 0   pipe 1
+                              data 0      0        1
+                              data 1      2        3
 """
 
 from dataclasses import dataclass

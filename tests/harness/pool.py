@@ -1,0 +1,247 @@
+"""The pool: up to eight live worker processes, which run a function as the ranks of a world, test after test.
+
+    pool.run(4, function, *arguments)   ->   [result of rank 0, ..., result of rank 3]
+
+A run costs milliseconds, as the workers have imported torch and Lightning already (see `zygote`). Inside, a Lightning
+`Trainer(devices=4)` finds `LOCAL_RANK` set and takes the processes as started from outside.
+"""
+
+import atexit
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+from tests.harness.worker import DUMP_STACKS, Failure, Task
+
+MAX_WORKERS = 8
+GRACE_S = 10.0  # what the other ranks get to end after the first failure
+SHOWN_OUTPUT = 4000  # bytes of a rank's output in an error
+ROOT = Path(__file__).parents[2]
+QUIET = ("PeerFailed",)  # a rank that ends because another one failed
+
+
+class RunFailed(Exception):
+    """At least one rank failed. `failures` holds every one, the first cause first."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        self.failures = sorted(failures, key=lambda failure: (failure.kind in QUIET, failure.when))
+        super().__init__("\n".join(str(failure) for failure in self.failures))
+
+    @property
+    def first(self) -> Failure:
+        """The failure that came before the others."""
+        return self.failures[0]
+
+
+@dataclass(frozen=True)
+class _Worker:
+    pid: int
+    connection: Connection
+    log: IO[bytes]
+
+    def printed(self) -> int:
+        return os.fstat(self.log.fileno()).st_size
+
+    def output(self, since: int) -> str:
+        size = self.printed()
+        start = max(since, size - SHOWN_OUTPUT)
+        return os.pread(self.log.fileno(), size - start, start).decode(errors="replace")
+
+    def signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+class Pool:
+    """The workers and their zygote, all started when first needed and ended with the pool, or with this process.
+
+    Example:
+        >>> Pool().run(2, os.getenv, "RANK")
+        ['0', '1']
+    """
+
+    def __init__(self) -> None:
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._workers: list[_Worker] = []
+        self._ports = _fresh_ports()
+        self._directory = tempfile.TemporaryDirectory(prefix="pool-")
+        atexit.register(self.close)
+
+    def start(self) -> None:
+        """Let the zygote begin to import; returns at once."""
+        if self._zygote is not None and self._zygote.poll() is None:
+            return
+        self._control, theirs = socket.socketpair()
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        # NVML tells how many GPUs there are without starting CUDA, which no fork survives
+        environment = os.environ | threads | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        command = [sys.executable, "-m", "tests.harness.zygote", str(theirs.fileno())]
+        self._zygote = subprocess.Popen(
+            command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+        """The results of `function(*arguments)`, a function of a module, on `world_size` ranks.
+
+        Each rank finds MASTER_ADDR, a fresh MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment.
+
+        Raises:
+            RunFailed: a rank raised, died, left a thread running, or took longer than `timeout` seconds.
+        """
+        requests = self._requests(world_size, function, arguments)
+        self._grow(world_size)
+        workers = self._workers[:world_size]
+        printed = [worker.printed() for worker in workers]
+        pending = {worker.connection: rank for rank, worker in enumerate(workers)}
+        results: list[Any] = [None] * world_size
+        failures: list[Failure] = []
+        deadline = time.monotonic() + timeout
+        try:
+            for worker, request in zip(workers, requests, strict=True):
+                worker.connection.send_bytes(request)
+            while pending:
+                ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    break
+                for connection in ready:
+                    assert isinstance(connection, Connection)
+                    rank = pending.pop(connection)
+                    status, value = self._receive(rank, workers[rank], printed[rank])
+                    if status == "ok":
+                        results[rank] = value
+                    else:
+                        failures.append(value)
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+            if pending:
+                failures += self._timed_out(workers, printed, pending, timeout)
+        finally:
+            for worker in [workers[rank] for rank in pending.values()]:
+                self._discard(worker)
+            for failure in failures:
+                if failure.kind == "RuntimeError" and failure.message.startswith("threads still run"):
+                    self._discard(workers[failure.rank])
+        if failures:
+            raise RunFailed(failures)
+        return results
+
+    def close(self) -> None:
+        """End all workers and the zygote."""
+        atexit.unregister(self.close)
+        for worker in list(self._workers):
+            self._discard(worker)
+        if self._control is not None:
+            self._control.close()
+        if self._zygote is not None:
+            try:
+                self._zygote.wait(5.0)
+            except subprocess.TimeoutExpired:
+                self._zygote.kill()
+                self._zygote.wait()
+        self._zygote = self._control = None
+        self._directory.cleanup()
+
+    def _requests(self, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[bytes]:
+        port = str(next(self._ports))
+        requests = []
+        for rank in range(world_size):
+            environment = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),  # this one tells Lightning that the processes exist already
+                "NODE_RANK": "0",
+                "WORLD_SIZE": str(world_size),
+            }
+            task = pickle.dumps(Task(function, arguments, environment, list(warnings.filters)))
+            requests.append(pickle.dumps((rank, sys.path, self._directory.name, task)))
+        return requests
+
+    def _receive(self, rank: int, worker: _Worker, printed: int) -> tuple[str, Any]:
+        try:
+            status, value = pickle.loads(worker.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            output, code = worker.output(printed), self._discard(worker)
+            reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            return "failed", Failure(rank, "died", f"the process ended {reason}", when=time.monotonic(), output=output)
+        if status == "failed":
+            value = replace(value, output=worker.output(printed))
+        return status, value
+
+    def _timed_out(
+        self, workers: list[_Worker], printed: list[int], pending: dict[Connection, int], timeout: float
+    ) -> list[Failure]:
+        for rank in pending.values():
+            workers[rank].signal(DUMP_STACKS)
+        time.sleep(0.3)
+        return [
+            Failure(
+                rank,
+                "timed out",
+                f"no answer within {timeout:g} s, or {GRACE_S:g} s after another rank's failure; its stacks:",
+                when=time.monotonic(),
+                output=workers[rank].output(printed[rank]),
+            )
+            for rank in sorted(pending.values())
+        ]
+
+    def _grow(self, size: int) -> None:
+        assert 1 <= size <= MAX_WORKERS, f"the pool has 1 to {MAX_WORKERS} workers, not {size}"
+        self.start()
+        while len(self._workers) < size:
+            self._workers.append(self._fork())
+
+    def _fork(self) -> _Worker:
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        log = tempfile.TemporaryFile(mode="ab+", buffering=0)  # noqa: SIM115
+        socket.send_fds(self._control, [b"fork"], [theirs.fileno(), log.fileno()])
+        theirs.close()
+        pid = self._answer()
+        worker = _Worker(pid, Connection(ours.detach()), log)
+        assert worker.connection.recv_bytes() == b"ready"
+        return worker
+
+    def _discard(self, worker: _Worker) -> int:
+        """End a worker of ours; its exit code (minus the signal's number, if one ended it)."""
+        if worker not in self._workers:
+            return 0
+        self._workers.remove(worker)
+        worker.connection.close()
+        worker.signal(signal.SIGKILL)
+        worker.log.close()
+        assert self._control is not None
+        self._control.sendall(b"reap %d" % worker.pid)
+        return self._answer()
+
+    def _answer(self) -> int:
+        assert self._control is not None
+        answer = self._control.recv(64)
+        assert answer, "the zygote is gone; its error is above"
+        return int(answer)
+
+
+def _fresh_ports() -> Iterator[int]:
+    """Free ports below the range from which the system serves outgoing connections, so that none is taken in between."""
+    port = 20000 + os.getpid() * 37 % 10000
+    while True:
+        port = 20000 + (port - 20000 + 1) % 12000
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        yield port

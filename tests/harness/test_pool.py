@@ -1,0 +1,108 @@
+"""The pool keeps its promises: ranks and environment, first cause first, no poison, nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.pool import Pool, RunFailed
+
+
+def total_of_ranks(start: int) -> tuple[int, int]:
+    dist.init_process_group("gloo")
+    total = torch.tensor(start + dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total)
+
+
+def fail_on(rank: int, how: str) -> str:
+    dist.init_process_group("gloo")
+    if dist.get_rank() != rank:
+        dist.barrier()  # never met
+    if how == "raises":
+        raise ArithmeticError(f"boom on {rank}")
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "hangs":
+        time.sleep(60)
+    return "unreachable"
+
+
+def soil() -> None:
+    os.environ["SOILED"] = "yes"
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo")
+
+
+def is_clean() -> bool:
+    return "SOILED" not in os.environ and torch.get_default_dtype() == torch.float32 and not dist.is_initialized()
+
+
+def leave_a_thread() -> None:
+    threading.Thread(target=time.sleep, args=(60,), name="forgotten", daemon=True).start()
+
+
+def warn() -> None:
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def start_a_child() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+
+
+def test_every_rank_answers(pool: Pool) -> None:
+    assert pool.run(2, total_of_ranks, 10) == [(0, 21), (1, 21)]
+    assert pool.run(4, total_of_ranks, 0) == [(rank, 6) for rank in range(4)]
+
+
+@pytest.mark.parametrize(("how", "kind"), [("raises", "ArithmeticError"), ("dies", "died"), ("hangs", "timed out")])
+def test_failure_names_its_rank_and_poisons_nothing(pool: Pool, how: str, kind: str) -> None:
+    with pytest.raises(RunFailed) as caught:
+        pool.run(3, fail_on, 1, how, timeout=2.0)
+    assert (1, kind) in [(failure.rank, failure.kind) for failure in caught.value.failures]
+    if how == "raises":
+        assert caught.value.first.rank == 1 and caught.value.first.message == "boom on 1"
+    if how == "hangs":
+        assert "in fail_on" in str(caught.value)  # the line it hangs in
+    assert pool.run(3, total_of_ranks, 0) == [(rank, 3) for rank in range(3)]
+
+
+def test_worker_is_as_good_as_new(pool: Pool) -> None:
+    pool.run(2, soil)
+    assert pool.run(2, is_clean) == [True, True]
+
+
+def test_forgotten_thread_is_reported(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match="forgotten"):
+        pool.run(1, leave_a_thread)
+    assert pool.run(1, is_clean) == [True]
+
+
+def test_warnings_are_errors_in_workers_too(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match="careful"):
+        pool.run(1, warn)
+
+
+def test_run_costs_milliseconds(pool: Pool) -> None:
+    pool.run(2, is_clean)
+    start = time.perf_counter()
+    for _ in range(10):
+        pool.run(2, is_clean)
+    assert (time.perf_counter() - start) / 10 < 0.05
+
+
+def test_nothing_is_left_at_the_end() -> None:
+    pool = Pool()
+    child, *_ = pool.run(2, start_a_child)
+    mine = [child, *(process.pid for process in psutil.Process(pool._zygote.pid).children())]
+    pool.close()
+    psutil.wait_procs([psutil.Process(pid) for pid in mine if psutil.pid_exists(pid)], timeout=5)
+    assert not [pid for pid in mine if psutil.pid_exists(pid)]

@@ -1,0 +1,65 @@
+"""The zygote: a process that imports torch and Lightning once, then forks the pool's workers from itself.
+
+    pytest ---socket---> zygote ---fork---> worker 0 ... worker 7
+       \\________________one socket each_____________/
+
+Importing costs seconds, forking a tenth of one. A fork is safe as long as the zygote itself never runs autograd, gloo or
+CUDA; it only imports. The worker's socket and log travel to it as file descriptors, so nothing is written on the disk.
+"""
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+
+from tests.harness.worker import die_with_parent, serve
+
+FORK, REAP = b"fork", b"reap"
+PRELOAD = ("torch", "torch.distributed", "lightning.pytorch")
+
+
+def main(descriptor: int) -> None:
+    """Obey pytest until it closes the socket, then leave with all workers."""
+    die_with_parent()
+    control = socket.socket(fileno=descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.freeze()  # the imported modules: never collected again, nor copied by a collection in a worker
+    children: set[int] = set()
+    try:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(control, 64, 2)
+            if not message:
+                return
+            command, _, argument = message.partition(b" ")
+            if command == FORK:
+                pid = _fork(control, *descriptors)
+                children.add(pid)
+                control.sendall(b"%d\n" % pid)
+            elif command == REAP:
+                pid = int(argument)
+                children.discard(pid)
+                control.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    finally:
+        for pid in children:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _fork(control: socket.socket, connection: int, log: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            control.close()
+            serve(connection, log)
+        finally:
+            os._exit(1)
+    os.close(connection)
+    os.close(log)
+    return pid
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,27 @@
+"""Schedules: what happens when on which pipeline rank. Standard library only."""
+
+from lightning_hanayo.schedule import gpipe, hanayo, interleaved, one_f_one_b  # noqa: F401 - they register themselves
+from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.communication import complete
+from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.dependency import waits_for
+from lightning_hanayo.schedule.loss_stage import forward_only, with_loss_stage
+from lightning_hanayo.schedule.registry import Request, build, register_schedule, schedule_names
+from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.validation import validate
+
+__all__ = [
+    "Action",
+    "CostModel",
+    "Kind",
+    "Request",
+    "Schedule",
+    "build",
+    "complete",
+    "forward_only",
+    "register_schedule",
+    "schedule_names",
+    "validate",
+    "waits_for",
+    "with_loss_stage",
+]

@@ -1,0 +1,84 @@
+"""The communication pass: a compute-only table completed with sends, receives and gradient reductions.
+
+Between two compute actions of a rank stands one run of communication, which the engine hands to the transport as one
+call:
+
+    ... 1F2 | 1SEND_F2  1RECV_F4  (1REDUCE_GRAD) | 1F3 | ... 1F4
+          sent right after      posted one compute ahead of its consumer, or earlier
+
+A message needs a send and a receive only between different ranks. A pair of ranks matches messages by order alone (NCCL), so
+receives from one rank stand in the order of its sends: one that would come too late moves to an earlier place.
+"""
+
+from collections import defaultdict
+
+from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.dependency import waits_in
+from lightning_hanayo.schedule.table import Schedule
+
+
+def complete(schedule: Schedule, ahead: int = 1) -> tuple[tuple[Action, ...], ...]:
+    """The schedule's actions with communication inserted, one tuple per pipeline rank.
+
+    Args:
+        schedule: a valid schedule.
+        ahead: how many compute actions before its consumer a receive is posted at the latest.
+
+    Sends and receives must not block: a receive may be posted before the send it matches can even run, so the transport
+    needs an independent channel per ordered pair of ranks (no receive may hold up a send).
+    """
+    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches)
+    rank_of = schedule.stage_ranks
+    place = {action: place for row in schedule.actions for place, action in enumerate(row)}
+    sends: dict[Action, list[Action]] = defaultdict(list)
+    pairs: dict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
+    for row in schedule.actions:
+        for action in row:
+            for source in waits[action]:
+                if rank_of[source.stage] != rank_of[action.stage]:
+                    send, receive = _message(source, action)
+                    sends[source].append(send)
+                    pair = rank_of[source.stage], rank_of[action.stage]
+                    pairs[pair].append((place[source], max(0, place[action] - ahead), receive))
+    receives = _in_order_of_sends(pairs)
+    reduces = _last_weight_gradients(schedule)
+    return tuple(
+        tuple(
+            entry
+            for place, action in enumerate(row)
+            for entry in (
+                *receives[rank, place],
+                *reduces.get(row[place - 1] if place else None, ()),
+                action,
+                *sends[action],
+            )
+        )
+        + reduces.get(row[-1] if row else None, ())
+        for rank, row in enumerate(schedule.actions)
+    )
+
+
+def _message(source: Action, consumer: Action) -> tuple[Action, Action]:
+    forward = consumer.kind is Kind.F
+    send = Action(source.stage, Kind.SEND_F if forward else Kind.SEND_B, source.microbatch)
+    return send, Action(consumer.stage, Kind.RECV_F if forward else Kind.RECV_B, consumer.microbatch)
+
+
+def _in_order_of_sends(
+    pairs: dict[tuple[int, int], list[tuple[int, int, Action]]],
+) -> dict[tuple[int, int], list[Action]]:
+    """The receives by (rank, place before which they are posted), none after a later-sent one of the same pair."""
+    receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for (_, rank), messages in sorted(pairs.items()):
+        placed, latest = [], None
+        for _, place, receive in sorted(messages, key=lambda message: message[0], reverse=True):
+            latest = place if latest is None else min(place, latest)
+            placed.append((latest, receive))
+        for place, receive in reversed(placed):
+            receives[rank, place].append(receive)
+    return receives
+
+
+def _last_weight_gradients(schedule: Schedule) -> dict[Action | None, tuple[Action, ...]]:
+    last = {action.stage: action for row in schedule.actions for action in row if action.kind in (Kind.B, Kind.W)}
+    return {action: (Action(stage, Kind.REDUCE_GRAD, None),) for stage, action in last.items()}

@@ -1,0 +1,108 @@
+"""Dependency: who waits for whom. The one rule that builders, passes, validation and simulation share.
+
+    F(s-1) -> F(s) -> F(s+1)            within one micro-batch, down the stages
+                |
+    B(s-1) <- B(s) <- B(s+1)            and back; B may be cut into I (hands on) and W (waits for its own I)
+
+Between two ranks a message stands in between: F(s-1) -> SEND_F(s-1) -> RECV_F(s) -> F(s).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from lightning_hanayo.schedule.action import Action, Kind
+
+Lists = Sequence[Sequence[Action]]
+"""One list of actions per pipeline rank."""
+
+
+def waits_for(action: Action, num_stages: int, num_microbatches: int = 1) -> tuple[tuple[Action, ...], ...]:
+    """All of these must be done before `action`; of each inner tuple, the first that its table holds.
+
+    So a stage's input counts as arrived with its receive where the table has one, else with the previous stage's
+    forward. `num_microbatches` matters for `REDUCE_GRAD` only, which waits for every weight gradient of its stage.
+
+    Example:
+        >>> [[str(a) for a in one_of] for one_of in waits_for(Action(1, Kind.B, 0), num_stages=3)]
+        [['1F0'], ['1RECV_B0', '2B0', '2I0']]
+    """
+    stage, microbatch = action.stage, action.microbatch
+    match action.kind:
+        case Kind.F:
+            if stage == 0:
+                return ()
+            return ((Action(stage, Kind.RECV_F, microbatch), Action(stage - 1, Kind.F, microbatch)),)
+        case Kind.B | Kind.I:
+            own = (Action(stage, Kind.F, microbatch),)
+            if stage == num_stages - 1:
+                return (own,)
+            return (own, (Action(stage, Kind.RECV_B, microbatch), *_hands_on_gradient(stage + 1, microbatch)))
+        case Kind.W:
+            return ((Action(stage, Kind.I, microbatch),),)
+        case Kind.SEND_F:
+            return ((Action(stage, Kind.F, microbatch),),)
+        case Kind.RECV_F:
+            return ((Action(stage - 1, Kind.SEND_F, microbatch),),)
+        case Kind.SEND_B:
+            return (_hands_on_gradient(stage, microbatch),)
+        case Kind.RECV_B:
+            return ((Action(stage + 1, Kind.SEND_B, microbatch),),)
+        case Kind.REDUCE_GRAD:
+            return tuple((Action(stage, Kind.B, m), Action(stage, Kind.W, m)) for m in range(num_microbatches))
+
+
+def _hands_on_gradient(stage: int, microbatch: int | None) -> tuple[Action, ...]:
+    return (Action(stage, Kind.B, microbatch), Action(stage, Kind.I, microbatch))
+
+
+Waits = Mapping[Action, tuple[Action, ...]]
+"""For each action of a table, the actions of the same table that it waits for."""
+
+
+def waits_in(lists: Lists, num_stages: int, num_microbatches: int) -> dict[Action, tuple[Action, ...]]:
+    """The rule applied to one table. What the table doesn't hold isn't waited for (validation reports it)."""
+    present = {action for row in lists for action in row}
+    return {
+        action: tuple(
+            held
+            for one_of in waits_for(action, num_stages, num_microbatches)
+            if (held := next((other for other in one_of if other in present), None)) is not None
+        )
+        for action in present
+    }
+
+
+def play(lists: Lists, waits: Waits) -> Iterator[Action]:
+    """The actions in an order in which they can be done, each rank in its own list's order; ends early where all wait.
+
+    Compute holds its rank until what it waits for is done. Communication doesn't: it is posted when reached and is done
+    once what it waits for is. Linear in the number of actions: a rank that waits is woken by the action it waits for.
+    """
+    done: set[Action] = set()
+    place = [0] * len(lists)
+    wakes_rank: dict[Action, list[int]] = defaultdict(list)
+    wakes_posted: dict[Action, list[Action]] = defaultdict(list)
+    awake = list(range(len(lists)))[::-1]
+    while awake:
+        rank = awake.pop()
+        while place[rank] < len(lists[rank]):
+            action = lists[rank][place[rank]]
+            missing = next((other for other in waits[action] if other not in done), None)
+            if missing is not None and action.kind.is_compute:
+                wakes_rank[missing].append(rank)
+                break
+            place[rank] += 1
+            finished = [action] if missing is None else []
+            if missing is not None:
+                wakes_posted[missing].append(action)
+            while finished:
+                last = finished.pop()
+                done.add(last)
+                yield last
+                awake.extend(wakes_rank.pop(last, ()))
+                for posted in wakes_posted.pop(last, ()):
+                    missing = next((other for other in waits[posted] if other not in done), None)
+                    if missing is None:
+                        finished.append(posted)
+                    else:
+                        wakes_posted[missing].append(posted)

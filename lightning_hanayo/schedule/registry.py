@@ -1,0 +1,124 @@
+"""Registry: the schedules by name, and `build`, which makes one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.table import Schedule
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `build` was asked for, as a builder sees it: sizes checked, nothing filled in."""
+
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    num_waves: int = 1
+    num_stages_per_rank: int | None = None
+    costs: CostModel | None = None
+    activation_budget: float | None = None
+
+    def stages_per_rank(self, expected: int | None, *, default: int) -> int:
+        """How many stages a rank holds; a schedule that `expected` a fixed number refuses any other.
+
+        Raises:
+            HanayoError: `num_stages_per_rank` isn't what the schedule can do.
+        """
+        asked = self.num_stages_per_rank
+        if asked is not None and expected is not None and asked != expected:
+            raise HanayoError(
+                f"schedule {self.name!r} has {expected} stages per rank here, got num_stages_per_rank={asked}; "
+                "leave it out, or use 'interleaved' (any number) or more num_waves (2 stages each)"
+            )
+        return default if asked is None else asked
+
+    def refuse_waves(self) -> None:
+        """For schedules whose stages don't lie in a zig-zag.
+
+        Raises:
+            HanayoError: several waves were asked for.
+        """
+        if self.num_waves != 1:
+            raise HanayoError(
+                f"schedule {self.name!r} has no waves, got num_waves={self.num_waves}; "
+                "leave it out, use num_stages_per_rank with 'interleaved', or the schedule 'hanayo'"
+            )
+
+
+Builder = Callable[[Request], Schedule]
+
+_BUILDERS: dict[str, Builder] = {}
+
+
+def register_schedule(name: str) -> Callable[[Builder], Builder]:
+    """Make a builder known to `build` under `name`.
+
+    Example:
+        >>> @register_schedule("serial")
+        ... def serial(request: Request) -> Schedule: ...
+
+    Raises:
+        HanayoError: the name is taken.
+    """
+
+    def register(builder: Builder) -> Builder:
+        if name in _BUILDERS:
+            raise HanayoError(f"a schedule named {name!r} is registered already; choose another name")
+        _BUILDERS[name] = builder
+        return builder
+
+    return register
+
+
+def schedule_names() -> tuple[str, ...]:
+    """The names `build` knows, sorted."""
+    return tuple(sorted(_BUILDERS))
+
+
+def build(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_waves: int = 1,
+    num_stages_per_rank: int | None = None,
+    costs: CostModel | None = None,
+    activation_budget: float | None = None,
+) -> Schedule:
+    """The schedule `name` for these sizes, validated. The same arguments always give the same table.
+
+    Args:
+        name: one of `schedule_names()`.
+        num_ranks: P, pipeline ranks.
+        num_microbatches: B, micro-batches per step; any number of at least 1.
+        num_waves: W, for schedules in waves; a rank then holds 2W stages.
+        num_stages_per_rank: V, for `interleaved` (default 2).
+        costs: what a schedule that chooses its order optimizes for; default T_F = 1, T_B = 2, messages free.
+        activation_budget: the most activations a rank may hold, in M_a (one micro-batch's activations of one rank's whole
+            share); default P for schedules that choose their order, no limit for the others.
+
+    Raises:
+        HanayoError: an unknown name, a size below 1, or a budget the schedule can't keep.
+
+    Example:
+        >>> build("hanayo", num_ranks=4, num_microbatches=4).stage_ranks
+        (0, 1, 2, 3, 3, 2, 1, 0)
+    """
+    from lightning_hanayo.schedule.validation import check_budget, validate
+
+    if name not in _BUILDERS:
+        raise HanayoError(f"there is no schedule {name!r}: {nearest(name, schedule_names())}")
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_waves": num_waves}
+    if num_stages_per_rank is not None:
+        sizes["num_stages_per_rank"] = num_stages_per_rank
+    for what, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise HanayoError(f"schedule {name!r}: {what} must be a whole number of at least 1, got {size!r}")
+    request = Request(name, num_ranks, num_microbatches, num_waves, num_stages_per_rank, costs, activation_budget)
+    schedule = _BUILDERS[name](request)
+    validate(schedule)
+    if activation_budget is not None:
+        check_budget(schedule, activation_budget)
+    return schedule

@@ -1,0 +1,1 @@
+"""Recipes: models, data and YAML configurations to run and to copy from."""

@@ -1,0 +1,1 @@
+"""A small GPT on real text."""

@@ -1,0 +1,106 @@
+"""Text data: blocks of tokens for a language model, as an ordinary LightningDataModule."""
+
+import lightning as L
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.gpt.text import documents
+from recipes.gpt.tokens import tokens
+
+Batch = dict[str, Tensor]
+
+
+class TokenBlocks(Dataset[Batch]):
+    """Every `context` tokens in a row, each with the token that follows it.
+
+    tokens   0 1 2 3 4 5 6 7 8        context = 4
+    block 0  0 1 2 3 -> 1 2 3 4
+    block 1          4 5 6 7 -> 5 6 7 8
+    """
+
+    def __init__(self, tokens: Tensor, context: int) -> None:
+        self.tokens = tokens
+        self.context = context
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.context)
+
+    def __getitem__(self, index: int) -> Batch:
+        start = index * self.context
+        block = self.tokens[start : start + self.context + 1]
+        return {"input_ids": block[:-1], "labels": block[1:]}
+
+
+class TextData(L.LightningDataModule):
+    """Text from this machine, encoded with a byte-pair encoding that is trained on it and cached.
+
+    Args:
+        path: A text file, a folder or a list of these; without one, the source of Python's own standard library.
+        pattern: Which files of a folder to read.
+        max_bytes: How much text to read at most, in bytes.
+        vocab_size: How many tokens the encoding has.
+        context: Tokens per sample.
+        batch_size: Samples per batch and data-parallel rank.
+        val_fraction: The share of the tokens, at the end of the text, that is kept for validation.
+        cache_dir: Where the encoded text is kept for the next run.
+    """
+
+    def __init__(
+        self,
+        path: str | list[str] | None = None,
+        pattern: str = "**/*.txt",
+        max_bytes: int = 5_000_000,
+        vocab_size: int = 2048,
+        context: int = 128,
+        batch_size: int = 16,
+        val_fraction: float = 0.05,
+        cache_dir: str = "runs/cache",
+    ) -> None:
+        super().__init__()
+        if not 0.0 < val_fraction < 1.0:
+            raise ValueError(f"val_fraction={val_fraction} must lie between 0 and 1")
+        self.path = path
+        self.pattern = pattern
+        self.max_bytes = max_bytes
+        self.vocab_size = vocab_size
+        self.context = context
+        self.batch_size = batch_size
+        self.val_fraction = val_fraction
+        self.cache_dir = cache_dir
+        self.train: TokenBlocks | None = None
+        self.val: TokenBlocks | None = None
+
+    def prepare_data(self) -> None:
+        """Fill the cache. Lightning calls this in one process per machine."""
+        self._tokens()
+
+    def setup(self, stage: str) -> None:
+        """Read the cache, and split it by position: validation is text that training never sees."""
+        if self.train is not None:
+            return
+        row = self._tokens()
+        cut = len(row) - max(self.context + 1, round(len(row) * self.val_fraction))
+        if cut <= self.context:
+            raise ValueError(f"{len(row)} tokens of text are too few for samples of context={self.context} tokens")
+        self.train, self.val = TokenBlocks(row[:cut], self.context), TokenBlocks(row[cut:], self.context)
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """The blocks of the text's beginning, in a new order each epoch."""
+        assert self.train is not None
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """The blocks of the text's end, in the order of the text."""
+        assert self.val is not None
+        return DataLoader(self.val, batch_size=self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """The same blocks as for validation: there is no third part."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        """The same blocks as for validation."""
+        return self.val_dataloader()
+
+    def _tokens(self) -> Tensor:
+        return tokens(documents(self.path, self.pattern, self.max_bytes), self.vocab_size, self.cache_dir)

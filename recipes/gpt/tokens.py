@@ -1,0 +1,75 @@
+"""Tokens: texts turned into numbers by a byte-pair encoding that is trained on them, kept in a cache.
+
+    <cache_dir>/<key>/tokenizer.json    the encoding, for `tokenizers.Tokenizer.from_file`
+    <cache_dir>/<key>/tokens.npy        every document's tokens in a row, an end-of-text token after each
+
+The key is made of the texts and the vocabulary's size, and a folder appears only when it is whole. So any number of
+processes may ask at once: at worst several do the same work, and one result stays.
+"""
+
+import os
+import shutil
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def tokens(texts: list[str], vocab_size: int, cache_dir: str) -> Tensor:
+    """The tokens of `texts` in a row, int64 [tokens]; trained and encoded only if the cache doesn't hold them."""
+    folder = Path(cache_dir) / key(texts, vocab_size)
+    if not folder.is_dir():
+        _fill(folder, texts, vocab_size)
+    return torch.from_numpy(np.load(folder / "tokens.npy").astype(np.int64))
+
+
+def key(texts: list[str], vocab_size: int) -> str:
+    """The name under which the cache keeps `texts` encoded in `vocab_size` tokens."""
+    digest = sha256(f"byte-level bpe {vocab_size}".encode())
+    for text in texts:
+        content = text.encode()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()[:16]
+
+
+def _fill(folder: Path, texts: list[str], vocab_size: int) -> None:
+    """Encode into a folder beside the wanted one, then give it its name; who comes second throws its own away."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+    try:
+        tokenizer = _train(texts, vocab_size)
+        tokenizer.save(str(draft / "tokenizer.json"))
+        encodings = tokenizer.encode_batch_fast([text + END_OF_TEXT for text in texts])
+        np.save(
+            draft / "tokens.npy", np.concatenate([np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings])
+        )
+        os.rename(draft, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _train(texts: list[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

@@ -7,7 +7,10 @@ from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
 from lightning_hanayo.schedule.loss_stage import forward_only, with_loss_stage
 from lightning_hanayo.schedule.registry import Request, build, register_schedule, schedule_names
+from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.text import draw, draw_timeline
+from lightning_hanayo.schedule.timeline import Span, Timeline
 from lightning_hanayo.schedule.validation import validate
 
 __all__ = [
@@ -16,11 +19,16 @@ __all__ = [
     "Kind",
     "Request",
     "Schedule",
+    "Span",
+    "Timeline",
     "build",
     "complete",
+    "draw",
+    "draw_timeline",
     "forward_only",
     "register_schedule",
     "schedule_names",
+    "simulate",
     "validate",
     "waits_for",
     "with_loss_stage",

@@ -1,12 +1,10 @@
 """interleaved: 1f1b over V stages per rank in a loop (Megatron-LM, arXiv 2104.04473, section 2.2), for any B.
 
-Micro-batches run in groups of at most P: a rank runs its first stage for the whole group, then its second, and so on.
+Micro-batches run in groups of P: a rank runs its first stage for the whole group, then its second, and so on.
 
     P = 2, V = 2     rank 0   0F0 0F1 2F0 2F1 ...
                      rank 1       1F0 1F1 3F0 ...
 """
-
-from collections.abc import Iterable
 
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.one_f_one_b import alternate
@@ -25,16 +23,12 @@ def interleaved(request: Request) -> Schedule:
 
 
 def _row(rank: int, request: Request, stages_per_rank: int) -> tuple[Action, ...]:
-    num_ranks = request.num_ranks
-    groups = group(request.num_microbatches, num_ranks)
+    """The order for whole groups of P, without the micro-batches beyond the last: what is left still can't deadlock."""
+    num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
+    groups = [range(start, start + num_ranks) for start in range(0, num_microbatches, num_ranks)]
     chunks = range(stages_per_rank)
     forward = [Action(c * num_ranks + rank, Kind.F, m) for g in groups for c in chunks for m in g]
     backward = [Action(c * num_ranks + rank, Kind.B, m) for g in groups for c in chunks[::-1] for m in g]
-    warm_up = 2 * (num_ranks - 1 - rank) + (stages_per_rank - 1) * len(groups[0]) + 1
-    return alternate(forward, backward, warm_up)
-
-
-def group(num_microbatches: int, size: int) -> list[Iterable[int]]:
-    """0..B-1 in consecutive groups of `size`, the last one perhaps smaller."""
-    starts = range(0, num_microbatches, size)
-    return [range(start, min(start + size, num_microbatches)) for start in starts]
+    warm_up = 2 * (num_ranks - 1 - rank) + (stages_per_rank - 1) * num_ranks + 1
+    whole = alternate(forward, backward, warm_up)
+    return tuple(action for action in whole if action.microbatch in range(num_microbatches))

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.validation import validate
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,6 @@ def build(
         >>> build("hanayo", num_ranks=4, num_microbatches=4).stage_ranks
         (0, 1, 2, 3, 3, 2, 1, 0)
     """
-    from lightning_hanayo.schedule.validation import check_budget, validate
-
     if name not in _BUILDERS:
         raise HanayoError(f"there is no schedule {name!r}: {nearest(name, schedule_names())}")
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_waves": num_waves}
@@ -120,5 +120,15 @@ def build(
     schedule = _BUILDERS[name](request)
     validate(schedule)
     if activation_budget is not None:
-        check_budget(schedule, activation_budget)
+        _check_budget(schedule, activation_budget)
     return schedule
+
+
+def _check_budget(schedule: Schedule, budget: float) -> None:
+    peak = simulate(schedule).peak_activations
+    worst = max(range(schedule.num_ranks), key=peak.__getitem__)
+    if peak[worst] > budget + 1e-9:
+        raise HanayoError(
+            f"schedule {schedule.name!r} holds {peak[worst]:g} M_a of activations on rank {worst}, more than "
+            f"activation_budget={budget:g}; allow {max(peak):g}, or use a schedule that fits itself to a budget ('hanayo')"
+        )

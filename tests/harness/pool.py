@@ -102,6 +102,7 @@ class Pool:
         Raises:
             RunFailed: a rank raised, died, left a thread running, or took longer than `timeout` seconds.
         """
+        __tracebackhide__ = True  # pytest shows the test's line and the rank's trace
         requests = self._requests(world_size, function, arguments)
         self._grow(world_size)
         workers = self._workers[:world_size]
@@ -235,7 +236,7 @@ class Pool:
 
 
 def _fresh_ports() -> Iterator[int]:
-    """Free ports below the range from which the system serves outgoing connections, so that none is taken in between."""
+    """Free ports, below the range that outgoing connections are served from: nobody takes one in between."""
     port = 20000 + os.getpid() * 37 % 10000
     while True:
         port = 20000 + (port - 20000 + 1) % 12000

@@ -3,8 +3,8 @@
     pytest ---socket---> zygote ---fork---> worker 0 ... worker 7
        \\________________one socket each_____________/
 
-Importing costs seconds, forking a tenth of one. A fork is safe as long as the zygote itself never runs autograd, gloo or
-CUDA; it only imports. The worker's socket and log travel to it as file descriptors, so nothing is written on the disk.
+Importing costs seconds, forking a tenth of one. A fork is safe as long as the zygote itself never runs autograd, gloo
+or CUDA; it only imports. The worker's socket and log travel to it as file descriptors: no file is left on the disk.
 """
 
 import gc

@@ -1,0 +1,56 @@
+"""Models that were written without a pipeline in mind: transformers' own, unmodified, and a stack in Gemma's manner."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.harness import models
+from tests.harness.oracle import by_hand, plain
+from tests.harness.pool import Pool
+from tests.harness.running import Layout, Training, assert_close, assert_same_training, run
+
+MODELS = {
+    "gpt2": (models.gpt2, models.padded),
+    "llama": (models.llama, models.padded),
+    "bert": (models.bert, models.padded),
+    "masked": (models.Masked, models.texts),
+}
+LAYOUTS = [
+    Layout(2, 1, 1, "hanayo"),
+    Layout(2, 2, 1, "hanayo"),
+    Layout(4, 1, 1, "1f1b"),
+    Layout(2, 1, 1, "interleaved"),
+    Layout(2, 1, 1, "gpipe"),
+]
+PAIRS = [(kind, layout) for kind in MODELS for layout in LAYOUTS[: 3 if kind != "masked" else 5]]
+
+
+def training(kind: str, dtype: torch.dtype) -> Training:
+    model, batches = MODELS[kind]
+    return TRAININGS.setdefault(
+        (kind, dtype),
+        Training(model, partial(batches, (8, 8, 8, 8)), dtype, accumulate=2, clip=0.1, loss_weight="tokens"),
+    )
+
+
+TRAININGS: dict[tuple[str, torch.dtype], Training] = {}
+
+
+@pytest.mark.parametrize(("kind", "layout"), PAIRS, ids=str)
+def test_trains_as_one_process_does(pool: Pool, kind: str, layout: Layout) -> None:
+    single = training(kind, torch.float32)
+    assert_same_training(run(pool, single, layout), plain(pool, single))
+
+
+@pytest.mark.parametrize(("kind", "layout"), PAIRS, ids=str)
+def test_in_double_precision(pool: Pool, kind: str, layout: Layout) -> None:
+    """Against the same micro-batches: transformers computes its losses in fp32 even here, so cutting a batch shows."""
+    double = training(kind, torch.float64)
+    assert_close(run(pool, double, layout).weights, by_hand(pool, double).weights, 1e-10)
+
+
+def test_data_parallel(pool: Pool) -> None:
+    double = training("gpt2", torch.float64)
+    layout = Layout(2, 1, 2, "hanayo")
+    assert_close(run(pool, double, layout).weights, by_hand(pool, double, data=2).weights, 1e-10)

@@ -1,0 +1,44 @@
+"""The oracles agree with each other, so that a difference from them is ours."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.harness import models
+from tests.harness.oracle import by_hand, plain
+from tests.harness.pool import Pool
+from tests.harness.running import Training, assert_close, assert_same_training
+
+KINDS = {
+    "mlp": (models.MLP, models.vectors, "samples"),
+    "frozen": (models.Frozen, models.vectors, "samples"),
+    "skip": (models.Skip, models.vectors, "samples"),
+    "regularised": (models.Regularised, models.vectors, "samples"),
+    "gpt": (models.gpt, models.windows, "samples"),
+    "masked": (models.Masked, models.texts, "tokens"),
+    "gpt2": (models.gpt2, models.padded, "tokens"),
+    "llama": (models.llama, models.padded, "tokens"),
+    "bert": (models.bert, models.padded, "tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_batches_and_microbatches_agree(pool: Pool, kind: str) -> None:
+    model, batches, weight = KINDS[kind]
+    training = Training(model, partial(batches, (8, 8, 8, 11)), accumulate=2, clip=0.1, loss_weight=weight)
+    assert_same_training(by_hand(pool, training), plain(pool, training))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt", "masked"])
+def test_they_agree_in_double_precision(pool: Pool, kind: str) -> None:
+    model, batches, weight = KINDS[kind]
+    training = Training(
+        model, partial(batches, (8, 8, 8, 11)), torch.float64, accumulate=2, clip=0.1, loss_weight=weight
+    )
+    assert_close(by_hand(pool, training).weights, plain(pool, training).weights, 1e-10)
+
+
+def test_they_agree_over_data_ranks(pool: Pool) -> None:
+    training = Training(models.MLP, partial(models.vectors, (8, 8, 8)), torch.float64, accumulate=2, clip=0.1)
+    assert_close(by_hand(pool, training, data=2).weights, plain(pool, training).weights, 1e-10)

@@ -1,0 +1,125 @@
+"""The oracle: the same training in one process, in two forms.
+
+plain     an ordinary Trainer on the whole batch: what the user would get without us          (compared with a tolerance)
+by_hand   a loop over the same micro-batches in the same order: the same sums                 (compared to the last bit)
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.harness.models import IGNORED, Batch, build
+from tests.harness.pool import Pool
+from tests.harness.running import Layout, Outcome, Training, fit, own_weights
+
+Gradients = dict[nn.Parameter, Tensor]
+
+
+@cache
+def plain(pool: Pool, training: Training) -> Outcome:
+    """The run of a Trainer that has never heard of us."""
+    (outcome,) = pool.run(1, fit, training, Layout())
+    return outcome
+
+
+@cache
+def by_hand(pool: Pool, training: Training, data: int = 1, num_microbatches: int = 4) -> Outcome:
+    """The run of a hand-written loop, in a worker: the same kernels with the same number of threads."""
+    (outcome,) = pool.run(1, loop, training, data, num_microbatches)
+    return outcome
+
+
+def loop(training: Training, data: int, num_microbatches: int) -> Outcome:
+    """Train `training.steps` optimizer steps.
+
+    Order of sums:  ((m0 + m1) + m2) + m3  in a batch,  batch 0 + batch 1  while accumulating,  data rank 0 + data rank 1.
+    """
+    module = build(training.model, training.dtype)
+    module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+    optimizer = module.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    outcome = Outcome()
+    windows: list[Gradients] = [{} for _ in range(data)]
+    for step, steps_now, shares in _timetable(training, data):
+        losses = []
+        for window, batch in zip(windows, shares, strict=True):
+            loss, fresh = _batch(module, batch, training, num_microbatches, 1 / (training.accumulate * data))
+            losses.append(loss)
+            for parameter, gradient in fresh.items():
+                window[parameter] = window[parameter] + gradient if parameter in window else gradient
+        outcome.losses.append(sum(losses) / data)
+        if steps_now:
+            _reduce(windows)
+            if step == 0:
+                outcome.gradients = {names[p]: p.grad.clone() for p in parameters if p.grad is not None}
+            if training.clip is not None:
+                nn.utils.clip_grad_norm_(parameters, training.clip)
+            optimizer.step()
+    outcome.weights = own_weights(module)
+    return outcome
+
+
+def _timetable(training: Training, data: int) -> Iterator[tuple[int, bool, list[Batch]]]:
+    """(optimizer step, whether it happens after this batch, each data rank's batch). An epoch's end steps too."""
+    shares = list(zip(*(training.share(rank, data) for rank in range(data)), strict=True))
+    step = 0
+    while True:
+        for index, share in enumerate(shares):
+            steps_now = (index + 1) % training.accumulate == 0 or index + 1 == len(shares)
+            yield step, steps_now, list(share)
+            step += steps_now
+            if step == training.steps:
+                return
+
+
+def _batch(
+    module: Any, batch: Batch, training: Training, num_microbatches: int, scale: float
+) -> tuple[float, Gradients]:
+    """A batch's mean loss, and the gradients of `scale` times it."""
+    micro_batches = split(batch, num_microbatches)
+    weights = [_weight(micro_batch, training.loss_weight) for micro_batch in micro_batches]
+    module.zero_grad(set_to_none=True)
+    total = 0.0
+    for micro_batch, weight in zip(micro_batches, weights, strict=True):
+        share = weight / sum(weights)
+        loss = module.training_step(micro_batch, 0)
+        (loss * (share * scale)).backward()
+        total += loss.item() * share
+    fresh = {parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return total, fresh
+
+
+def _reduce(windows: list[Gradients]) -> None:
+    """Put the sum over data ranks where the optimizer looks for it, and begin a new window."""
+    for parameter, gradient in windows[0].items():
+        for other in windows[1:]:
+            gradient = gradient + other[parameter]
+        parameter.grad = gradient
+    for window in windows:
+        window.clear()
+
+
+def split(batch: Batch, num_microbatches: int) -> list[Batch]:
+    """At most `num_microbatches` micro-batches, as equal as can be, the larger ones first.
+
+    Example:
+        >>> [len(micro_batch["x"]) for micro_batch in split({"x": torch.zeros(11)}, 4)]
+        [3, 3, 3, 2]
+    """
+    size = len(next(iter(batch.values())))
+    columns = {name: value.tensor_split(min(num_microbatches, size)) for name, value in batch.items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _weight(micro_batch: Batch, loss_weight: Any) -> float:
+    if loss_weight == "samples":
+        return len(next(iter(micro_batch.values())))
+    if loss_weight == "tokens":
+        return int((micro_batch["labels"] != IGNORED).sum())
+    return loss_weight(micro_batch)

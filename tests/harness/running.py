@@ -1,0 +1,224 @@
+"""A run: one training on one layout, in the pool's workers, and what comes back of it."""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_hanayo.topology import Topology
+from tests.harness.models import Batch, build
+from tests.harness.pool import Pool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a run takes place. The default is one process without our strategy.
+
+    data rank 0:  pipeline rank 0 .. P-1
+    data rank 1:  pipeline rank 0 .. P-1
+    """
+
+    pipe: int = 1
+    waves: int = 1
+    data: int = 1
+    schedule: str = "hanayo"
+    num_microbatches: int = 4
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(data=self.data, pipe=self.pipe)
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+    def __str__(self) -> str:
+        return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, wherever it takes place. `batches()` are those of all data ranks together."""
+
+    model: Callable[[], LightningModule]
+    batches: Callable[[], list[Batch]]
+    dtype: torch.dtype = torch.float32
+    steps: int = 5
+    accumulate: int = 1
+    clip: float | None = None
+    loss_weight: Literal["samples", "tokens"] | Callable[[Batch], Any] = "samples"
+
+    def share(self, data_rank: int, data_size: int) -> list[Batch]:
+        """The batches of one data rank: every `data_size`-th sample of each."""
+        cut = slice(data_rank, None, data_size)
+        return [
+            {
+                name: value[cut].to(self.dtype) if value.is_floating_point() else value[cut]
+                for name, value in batch.items()
+            }
+            for batch in self.batches()
+        ]
+
+
+@dataclass
+class Outcome:
+    """What a run leads to: by single-process names on one rank, or merged over all."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first optimizer step, before clipping
+    losses: list[float] = field(default_factory=list)  # one per batch, on pipeline rank 0
+
+
+class Recorder(Callback):
+    """Keeps copies of what this rank owns: the parameters of other ranks are on `meta`."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == 0:
+            self.outcome.gradients = {
+                name: parameter.grad.clone()
+                for name, parameter in pl_module.named_parameters()
+                if not parameter.is_meta and parameter.grad is not None
+            }
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        loss = trainer.callback_metrics.get("train_loss")
+        if loss is not None:
+            self.outcome.losses.append(float(loss))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.outcome.weights = own_weights(pl_module)
+
+
+def own_weights(module: LightningModule) -> dict[str, Tensor]:
+    """Copies of the parameters that this rank owns."""
+    return {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+
+
+def make_trainer(layout: Layout, loss_weight: Any = "samples", **options: Any) -> Trainer:
+    """A quiet Trainer for the layout; its loaders are shared out already."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    strategy = make_strategy(layout, loss_weight=loss_weight) if layout.world_size > 1 else "auto"
+    return Trainer(
+        **{"accelerator": "cpu", "devices": layout.world_size, "strategy": strategy, "use_distributed_sampler": False}
+        | quiet
+        | options
+    )
+
+
+def make_strategy(layout: Layout, **options: Any) -> Any:
+    """The strategy under test."""
+    from lightning_hanayo import HanayoStrategy
+
+    return HanayoStrategy(
+        pipeline_parallel_size=layout.pipe,
+        num_waves=layout.waves,
+        data_parallel_size=layout.data,
+        num_microbatches=layout.num_microbatches,
+        schedule=layout.schedule,
+        **options,
+    )
+
+
+def make_loader(batches: list[Any]) -> DataLoader:
+    """Hands out whole batches as they are."""
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def data_rank(layout: Layout) -> int:
+    """This process's place on the data axis."""
+    return layout.topology.coordinates(int(os.environ.get("RANK", 0)))[0]
+
+
+def fit(training: Training, layout: Layout) -> Outcome:
+    """One rank's part of a run."""
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model could validate
+    recorder = Recorder()
+    trainer = make_trainer(
+        layout,
+        training.loss_weight,
+        max_steps=training.steps,
+        accumulate_grad_batches=training.accumulate,
+        gradient_clip_val=training.clip,
+        callbacks=[recorder],
+    )
+    module = build(training.model, training.dtype)
+    trainer.fit(module, make_loader(training.share(data_rank(layout), layout.data)))
+    return recorder.outcome
+
+
+def run(pool: Pool, training: Training, layout: Layout) -> Outcome:
+    """The whole run, merged over its ranks."""
+    return merge(pool.run(layout.world_size, fit, training, layout), layout)
+
+
+def merge(ranks: list[Outcome], layout: Layout) -> Outcome:
+    """One outcome of all ranks': each name belongs to one pipeline rank, and all data ranks agree on it."""
+    replicas = [
+        Outcome(
+            merge_owned([ranks[rank].weights for rank in group]),
+            merge_owned([ranks[rank].gradients for rank in group]),
+            ranks[group[0]].losses,
+        )
+        for group in layout.topology.groups("pipe")
+    ]
+    for replica in replicas[1:]:
+        assert_bit_equal(replica.weights, replicas[0].weights)
+        assert_bit_equal(replica.gradients, replicas[0].gradients)
+    means = [sum(losses) / len(losses) for losses in zip(*(replica.losses for replica in replicas), strict=True)]
+    return Outcome(replicas[0].weights, replicas[0].gradients, means)
+
+
+def merge_owned(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The union of what the pipeline ranks own, which must not overlap."""
+    whole: dict[str, Tensor] = {}
+    for rank, part in enumerate(parts):
+        twice = sorted(part.keys() & whole.keys())
+        assert not twice, f"pipeline rank {rank} owns what another one owns too: {twice}"
+        whole |= part
+    return whole
+
+
+def assert_bit_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Every name is there and equal to the last bit."""
+    assert sorted(actual) == sorted(expected)
+    different = {
+        name: (actual[name] - value).abs().max().item()
+        for name, value in expected.items()
+        if not torch.equal(actual[name], value)
+    }
+    assert not different, f"not bit-equal, by at most: {different}"
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Every name is there and no value is off by more than `tolerance`."""
+    assert sorted(actual) == sorted(expected)
+    far = {name: gap for name, value in expected.items() if not (gap := _gap(actual[name], value)) <= tolerance}
+    assert not far, f"off by more than {tolerance:g}: {far}"
+
+
+def assert_same_training(actual: Outcome, expected: Outcome) -> None:
+    """In fp32: losses to 1e-5 of each, the first step's gradients to 1e-5 of the largest one."""
+    assert len(actual.losses) == len(expected.losses)
+    for step, (loss, wanted) in enumerate(zip(actual.losses, expected.losses, strict=True)):
+        assert abs(loss - wanted) <= 1e-5 * abs(wanted), f"batch {step}: loss {loss}, expected {wanted}"
+    largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
+    assert_close(actual.gradients, expected.gradients, 1e-5 * largest)
+
+
+def _gap(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    return (actual - expected).abs().max().item()

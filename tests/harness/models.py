@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class MLP(Trained):
-    """embedding -> eight blocks -> head: nothing shared, so gradients are bit-equal whatever the order of the stages."""
+    """embedding -> eight blocks -> head: nothing shared, so each gradient has one order of sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Regularised(MLP):
 
 
 class Metrics(MLP):
-    """Logs a step value, an epoch mean, and in validation a loss and a torchmetrics metric; its schedule is a plateau's."""
+    """Logs step values and epoch means; validates a loss, which a plateau schedule reads, and a torchmetrics metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,20 +116,20 @@ class Metrics(MLP):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        self.log("x_max", batch["x"].max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", batch["x"].max(), on_step=True, on_epoch=True, reduce_fx="max", sync_dist=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         logits = self(batch["x"])
         self.accuracy(logits, batch["y"])
-        self.log("val_loss", functional.cross_entropy(logits, batch["y"]), prog_bar=True)
+        self.log("val_loss", functional.cross_entropy(logits, batch["y"]), sync_dist=True)
         self.log("val_accuracy", self.accuracy)
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+        never_better = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": never_better, "monitor": "val_loss"}}
 
 
 class MaskedBlock(nn.Module):
@@ -188,8 +188,8 @@ def gpt2() -> LightningModule:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=VOCABULARY, n_positions=32, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_head=2,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return HuggingFace(GPT2LMHeadModel(config))
 

@@ -1,7 +1,7 @@
 """The oracle: the same training in one process, in two forms.
 
-plain     an ordinary Trainer on the whole batch: what the user would get without us          (compared with a tolerance)
-by_hand   a loop over the same micro-batches in the same order: the same sums                 (compared to the last bit)
+plain     an ordinary Trainer on the whole batch: what the user would get without us       (compared with a tolerance)
+by_hand   a loop over the same micro-batches in the same order: the same sums              (compared to the last bit)
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,10 @@ def by_hand(pool: Pool, training: Training, data: int = 1, num_microbatches: int
 def loop(training: Training, data: int, num_microbatches: int) -> Outcome:
     """Train `training.steps` optimizer steps.
 
-    Order of sums:  ((m0 + m1) + m2) + m3  in a batch,  batch 0 + batch 1  while accumulating,  data rank 0 + data rank 1.
+    Order of sums:
+        ((micro-batch 0 + 1) + 2) + 3    in a batch
+        batch 0 + batch 1                while accumulating
+        data rank 0 + data rank 1        at the optimizer step
     """
     module = build(training.model, training.dtype)
     module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]

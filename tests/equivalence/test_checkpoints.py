@@ -1,0 +1,101 @@
+"""A checkpoint of any layout is a single process's: same names, shapes and values; every other layout reads it.
+
+written by            read by
+one process   ----->  one process     the oracle
+one process   ----->  ours
+ours          ----->  one process
+ours          ----->  ours, another layout
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import models
+from tests.harness.pool import Pool
+from tests.harness.running import (
+    Layout,
+    Outcome,
+    Recorder,
+    Training,
+    assert_close,
+    data_rank,
+    make_loader,
+    make_trainer,
+    merge,
+)
+
+TRAININGS = {
+    "mlp": Training(models.MLP, partial(models.vectors, (8, 8, 8)), torch.float64),
+    "tied gpt2": Training(models.gpt2, partial(models.texts, (8, 8, 8)), torch.float64, loss_weight="tokens"),
+}
+ALONE = Layout()
+WAVE = Layout(2, 2, 1)
+READERS = [(ALONE, WAVE), (WAVE, ALONE), (WAVE, Layout(4, 1, 1, "1f1b")), (WAVE, Layout(2, 1, 2))]
+# transformers computes its loss in fp32, where another cut into micro-batches shows
+TOLERANCES = {"mlp": 1e-10, "tied gpt2": 1e-5}
+
+
+class Saver(Recorder):
+    """Saves at the end of the training, on all ranks as Lightning asks for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        trainer.save_checkpoint(self.path)
+
+
+def train(training: Training, layout: Layout, epochs: int, path: Path, start: Path | None = None) -> Outcome:
+    """Train up to the end of an epoch and save there."""
+    saver = Saver(path)
+    trainer = make_trainer(layout, training.loss_weight, max_epochs=epochs, callbacks=[saver])
+    loader = make_loader(training.share(data_rank(layout), layout.data))
+    trainer.fit(models.build(training.model, training.dtype), loader, ckpt_path=start)
+    return saver.outcome
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float, where: str = "checkpoint") -> None:
+    """The same structure, and the same numbers within the tolerance."""
+    assert type(actual) is type(expected), where
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected), where
+        for key, value in expected.items():
+            assert_same(actual[key], value, tolerance, f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_same(actual[index], value, tolerance, f"{where}[{index}]")
+    elif isinstance(expected, Tensor):
+        assert (actual.shape, actual.dtype, actual.device) == (expected.shape, expected.dtype, expected.device), where
+        assert torch.allclose(actual, expected, rtol=0, atol=tolerance), where
+    else:
+        assert actual == expected, where
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_file_is_a_single_process_file(pool: Pool, tmp_path: Path, kind: str) -> None:
+    training = TRAININGS[kind]
+    pool.run(1, train, training, ALONE, 1, tmp_path / "alone.ckpt")
+    pool.run(WAVE.world_size, train, training, WAVE, 1, tmp_path / "ours.ckpt")
+    alone, ours = (torch.load(tmp_path / name, weights_only=True) for name in ("alone.ckpt", "ours.ckpt"))
+    assert alone.keys() <= ours.keys()
+    for part in alone:
+        assert_same(ours[part], alone[part], TOLERANCES[kind], part)
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.parametrize(("writer", "reader"), READERS, ids=str)
+def test_every_layout_reads_every_other(pool: Pool, tmp_path: Path, kind: str, writer: Layout, reader: Layout) -> None:
+    training, half, full = TRAININGS[kind], tmp_path / "half.ckpt", tmp_path / "full.ckpt"
+    pool.run(writer.world_size, train, training, writer, 1, half)
+    outcome = merge(pool.run(reader.world_size, train, training, reader, 2, full, half), reader)
+    pool.run(1, train, training, ALONE, 1, tmp_path / "oracle-half.ckpt")
+    (expected,) = pool.run(1, train, training, ALONE, 2, tmp_path / "oracle-full.ckpt", tmp_path / "oracle-half.ckpt")
+    assert_close(outcome.weights, expected.weights, TOLERANCES[kind])

@@ -1,13 +1,18 @@
 """Text data: blocks of tokens for a language model, as an ordinary LightningDataModule."""
 
+import warnings
+
 import lightning as L
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.gpt.text import documents
+from recipes.gpt.text import documents, places
 from recipes.gpt.tokens import tokens
 
 Batch = dict[str, Tensor]
+
+# The samples lie in memory: a worker process would only copy them.
+warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
 class TokenBlocks(Dataset[Batch]):
@@ -59,7 +64,7 @@ class TextData(L.LightningDataModule):
         super().__init__()
         if not 0.0 < val_fraction < 1.0:
             raise ValueError(f"val_fraction={val_fraction} must lie between 0 and 1")
-        self.path = path
+        self.places = places(path)
         self.pattern = pattern
         self.max_bytes = max_bytes
         self.vocab_size = vocab_size
@@ -103,4 +108,4 @@ class TextData(L.LightningDataModule):
         return self.val_dataloader()
 
     def _tokens(self) -> Tensor:
-        return tokens(documents(self.path, self.pattern, self.max_bytes), self.vocab_size, self.cache_dir)
+        return tokens(documents(self.places, self.pattern, self.max_bytes), self.vocab_size, self.cache_dir)

@@ -7,22 +7,38 @@ from pathlib import Path
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo"}
 
 
-def documents(path: str | list[str] | None, pattern: str, max_bytes: int) -> list[str]:
-    """The documents under `path`, in name order, until `max_bytes` are read; without a path, Python's own library.
+def places(path: str | list[str] | None) -> list[Path] | None:
+    """The files and folders that `path` names; None for Python's own library.
 
     Raises:
-        ValueError: a path doesn't exist, or no document is found.
+        ValueError: one of them doesn't exist.
+    """
+    if path is None:
+        return None
+    named = [Path(path)] if isinstance(path, str) else [Path(part) for part in path]
+    for place in named:
+        if not place.exists():
+            raise ValueError(f"there is no file or folder {str(place)!r} to read text from")
+    return named
+
+
+def documents(places: list[Path] | None, pattern: str, max_bytes: int) -> list[str]:
+    """The documents in `places`, in name order, until `max_bytes` are read.
+
+    Raises:
+        ValueError: there is no text in them.
     """
     texts: list[str] = []
     left = max_bytes
-    for file in _library() if path is None else _files(path, pattern):
+    for file in _library() if places is None else _files(places, pattern):
         content = file.read_bytes()[:left]
         left -= len(content)
         texts.append(content.decode("utf-8", errors="ignore"))
         if left <= 0:
             break
     if not any(texts):
-        raise ValueError(f"no text found in {path}: give files, or a folder with files that match pattern={pattern!r}")
+        where = ", ".join(map(str, places or []))
+        raise ValueError(f"no text found in {where}: give files, or a folder with files that match pattern={pattern!r}")
     return texts
 
 
@@ -34,12 +50,10 @@ def _library() -> Iterator[Path]:
         yield root / name
 
 
-def _files(path: str | list[str], pattern: str) -> Iterator[Path]:
-    """The files that `path` names, and those in the folders that it names."""
-    for place in [Path(path)] if isinstance(path, str) else [Path(part) for part in path]:
+def _files(places: list[Path], pattern: str) -> Iterator[Path]:
+    """The files in `places`, and those in its folders."""
+    for place in places:
         if place.is_dir():
             yield from sorted(file for file in place.glob(pattern) if file.is_file())
-        elif place.is_file():
-            yield place
         else:
-            raise ValueError(f"there is no file or folder {str(place)!r} to read text from")
+            yield place

@@ -1,0 +1,67 @@
+"""The commands that run a Trainer: `fit`, `validate`, `test` and `predict`, from YAML and options."""
+
+import os
+import sys
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+from lightning_hanayo.cli.parser import Parser, condense
+from lightning_hanayo.cli.wandb_mode import default_to_offline
+from lightning_hanayo.errors import HanayoError
+
+
+def run(argv: list[str]) -> int:
+    """Play one of the four commands; a class path may name anything that lies in the current directory."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    default_to_offline(os.environ)
+    try:
+        WaveCLI(argv)
+    except MisconfigurationException as error:
+        raise HanayoError(str(error)) from error
+    return 0
+
+
+class WaveCLI(LightningCLI):
+    """A LightningCLI for any model and data, whose pipeline runs end with a report.
+
+    A rerun overwrites the saved configuration of the last one in the same place.
+    """
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(
+            parser_class=Parser,
+            parser_kwargs={"prog": "hanayo"},
+            save_config_kwargs={"overwrite": True},
+            args=args,
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse `args` alone: the parent warns of a command line beside them, which here is the same one."""
+        assert isinstance(args, list)
+        self.config = parser.parse_args(args)
+
+    def instantiate_classes(self) -> None:
+        """Build data, model and Trainer. A value that one of them refuses is a mistake in the configuration."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise HanayoError(condense(str(error))) from error
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        if self.subcommand == "fit" and _is_hanayo(config.get("strategy")):
+            from lightning_hanayo.strategy.report import WaveReport
+
+            callbacks = [*callbacks, WaveReport()]
+        return super()._instantiate_trainer(config, callbacks)
+
+
+def _is_hanayo(strategy: object) -> bool:
+    if isinstance(strategy, str):
+        return strategy == "hanayo"
+    from lightning_hanayo import HanayoStrategy
+
+    return isinstance(strategy, HanayoStrategy)

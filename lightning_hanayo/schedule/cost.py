@@ -32,7 +32,9 @@ class CostModel:
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
             if not values or any(not one >= 0 for one in values):
-                raise HanayoError(f"CostModel: {field.name}={value!r}; a cost is a number of at least 0, or one per stage")
+                raise HanayoError(
+                    f"CostModel: {field.name}={value!r}; a cost is a number of at least 0, or one per stage"
+                )
 
     def of(self, schedule: Schedule, action: Action) -> float:
         """How long `action` takes in `schedule`."""

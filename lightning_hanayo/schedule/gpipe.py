@@ -1,7 +1,7 @@
 """gpipe: every forward, then every backward (GPipe, arXiv 1811.06965).
 
-    rank 0   F0 F1 F2 F3 .  .  .  .     .     .     B0    B1    B2    B3
-    rank 1      F0 F1 F2 F3 .  .     .        B0    B1    B2    B3
+rank 0   F0 F1 F2 F3 .  .  .  .     .     .     B0    B1    B2    B3
+rank 1      F0 F1 F2 F3 .  .     .        B0    B1    B2    B3
 """
 
 from lightning_hanayo.schedule.action import Action, Kind

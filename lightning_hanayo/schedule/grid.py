@@ -28,5 +28,7 @@ def grid(lists: Sequence[Sequence[Action]], mark: tuple[int, int] | None = None)
             for place, cell in enumerate(row)
         ]
         head = f"{f'rank {rank}':<{len(f'rank {len(lists) - 1}')}}"
-        lines.append(f"{head} {'...' if first else ''}{' '.join(drawn)}{'...' if last < len(lists[rank]) else ''}".rstrip())
+        lines.append(
+            f"{head} {'...' if first else ''}{' '.join(drawn)}{'...' if last < len(lists[rank]) else ''}".rstrip()
+        )
     return "\n".join(lines)

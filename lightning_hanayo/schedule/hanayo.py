@@ -18,6 +18,8 @@ paper's single group has.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
@@ -46,31 +48,53 @@ def hanayo(request: Request) -> Schedule:
     if fits and request.num_microbatches == request.num_ranks:
         return paper
     best, makespan = (paper, played.makespan) if fits else (None, 0.0)
-    for candidate, time in _candidates(paper, costs, budget, request):
+    for candidate in _candidates(paper, costs, budget, request):
+        time = simulate(candidate, costs).makespan
         if best is None or time < makespan * (1 - 1e-9):
             best, makespan = candidate, time
     assert best is not None
     return best
 
 
-def _candidates(
-    table: Schedule, costs: CostModel, budget: float, request: Request
-) -> Iterator[tuple[Schedule, float]]:
-    soon = _paper_times(request.num_ranks, request.num_waves, costs)
-    for kinds in ((Kind.F, Kind.B), (Kind.B, Kind.F)):
-        yield list_schedule(table, costs, budget, kinds, soon)
+def _candidates(table: Schedule, costs: CostModel, budget: float, request: Request) -> Iterator[Schedule]:
+    """Orders made as if messages took no time (a tight order bears them best), and one that counts them."""
+    no_messages = replace(costs, message=0.0)
+    groupings = _groupings(request.num_microbatches, request.num_ranks)
+    for sizes in groupings:
+        soon = _soon(request.num_ranks, request.num_waves, no_messages, sizes)
+        yield list_schedule(table, no_messages, budget, (Kind.F, Kind.B), soon)
+    soon = _soon(request.num_ranks, request.num_waves, no_messages, groupings[0])
+    yield list_schedule(table, no_messages, budget, (Kind.B, Kind.F), soon)
+    if costs != no_messages:
+        soon = _soon(request.num_ranks, request.num_waves, costs, groupings[0])
+        yield list_schedule(table, costs, budget, (Kind.F, Kind.B), soon)
 
 
-def _paper_times(num_ranks: int, num_waves: int, costs: CostModel) -> Key:
-    """When an action would start were the paper's groups shifted against each other by one rank's work for a group."""
-    timeline = simulate(paper_order("group", num_ranks, num_waves, num_ranks), costs)
-    work = max(timeline.busy)
-    unit = 1e-6 * work or 1.0
-    start = {(span.action.stage, span.action.kind, span.action.microbatch): span.start for span in timeline.spans}
+def _groupings(num_microbatches: int, num_ranks: int) -> list[tuple[int, ...]]:
+    """Ways to cut 0..B-1 into groups of at most P: the last one smaller, the first one, all even, and each alone."""
+    full, rest = divmod(num_microbatches, num_ranks)
+    small = (rest,) if rest else ()
+    count = full + len(small)
+    even = tuple(num_microbatches // count + (group < num_microbatches % count) for group in range(count))
+    ways = [(num_ranks,) * full + small, small + (num_ranks,) * full, even, (1,) * num_microbatches]
+    return list(dict.fromkeys(ways))
+
+
+def _soon(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ...]) -> Key:
+    """When an action would start if each group ran the paper's order, later by a rank's work for the groups before it."""
+    timelines = {size: simulate(paper_order("group", num_ranks, num_waves, size), costs) for size in {*sizes, num_ranks}}
+    work = max(timelines[num_ranks].busy) / num_ranks
+    tick = 1e-6 * work or 1.0
+    starts = {
+        size: {(span.action.stage, span.action.kind, span.action.microbatch): span.start for span in timeline.spans}
+        for size, timeline in timelines.items()
+    }
+    begins = accumulate(sizes, initial=0)
+    places = [(begin, starts[size], item) for begin, size in zip(begins, sizes, strict=False) for item in range(size)]
 
     def soon(stage: int, kind: Kind, microbatch: int) -> float:
-        group, item = divmod(microbatch, num_ranks)
-        return round((start[stage, kind, item] + group * work) / unit)
+        begin, start, item = places[microbatch]
+        return round((start[stage, kind, item] + begin * work) / tick)
 
     return soon
 

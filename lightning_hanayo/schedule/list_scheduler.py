@@ -24,8 +24,8 @@ def list_schedule(
     activation_budget: float,
     kinds: Sequence[Kind],
     key: Key,
-) -> tuple[Schedule, float]:
-    """`table` with its ranks' lists filled, and the makespan.
+) -> Schedule:
+    """`table` with its ranks' lists filled.
 
     Whenever a rank is free it starts an action that is ready and fits the budget: of the first of `kinds` that has one,
     the one with the smallest `key`. A rank never idles on purpose. Micro-batches enter in order.
@@ -61,9 +61,10 @@ class _Run:
         self._rows: list[list[Action]] = [[] for _ in range(table.num_ranks)]
         self._free = [0.0] * table.num_ranks
         self._arrivals: list[tuple[float, int, Node | None, int]] = []
+        self._posted = 0
         self._waiting: dict[tuple[Node, int], int] = {}
 
-    def play(self) -> tuple[Schedule, float]:
+    def play(self) -> Schedule:
         self._post(0.0, (0, Kind.F), 0)
         while self._arrivals:
             now = self._arrivals[0][0]
@@ -74,11 +75,11 @@ class _Run:
             for rank, free in enumerate(self._free):
                 if free <= now + self._tick and (chosen := self._choose(rank)) is not None:
                     self._start(rank, chosen, max(now, free))
-        return replace(self._table, actions=tuple(map(tuple, self._rows))), max(self._free)
+        return replace(self._table, actions=tuple(map(tuple, self._rows)))
 
     def _post(self, time: float, node: Node | None, microbatch: int) -> None:
         """At `time` one of the things that `node` waits for is there (None: a rank is free, look again)."""
-        self._posted = getattr(self, "_posted", 0) + 1
+        self._posted += 1
         heapq.heappush(self._arrivals, (time, self._posted, node, microbatch))
 
     def _arrive(self, node: Node, microbatch: int) -> None:

@@ -1,7 +1,7 @@
 """The loss stage: one more stage on rank 0 for schedules that end elsewhere, and the forward-only schedule.
 
-    1f1b, P = 2     rank 0   0F0 0F1 2F0 2B0 .   ...        2 = head and loss, where `training_step` lives
-                    rank 1       1F0 1F1     1B0 ...
+1f1b, P = 2     rank 0   0F0 0F1 2F0 2B0 .   ...        2 = head and loss, where `training_step` lives
+                rank 1       1F0 1F1     1B0 ...
 """
 
 import heapq

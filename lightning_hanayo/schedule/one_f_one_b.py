@@ -1,8 +1,8 @@
 """1f1b: one forward, one backward in turn, after a warm-up (DAPPLE, PipeDream-flush).
 
-    P = 3     rank 0   F0 F1 F2 .  .     .     B0    F3 B1    ...      warm-up of P - rank forwards
-              rank 1      F0 F1 .     B0    F2 B1    F3 B2    ...
-              rank 2         F0 B0    F1 B1    F2 B2    F3 B3
+P = 3     rank 0   F0 F1 F2 .  .     .     B0    F3 B1    ...      warm-up of P - rank forwards
+          rank 1      F0 F1 .     B0    F2 B1    F3 B2    ...
+          rank 2         F0 B0    F1 B1    F2 B2    F3 B3
 """
 
 from lightning_hanayo.schedule.action import Action, Kind

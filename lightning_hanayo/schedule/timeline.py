@@ -89,7 +89,8 @@ class Timeline:
         rank_of = {span.action.stage: span.rank for span in self.spans}
         ranks = list(rank_of.values())
         return tuple(
-            1 / ranks.count(rank_of[stage]) if stage in rank_of else 0.0 for stage in range(max(rank_of, default=-1) + 1)
+            1 / ranks.count(rank_of[stage]) if stage in rank_of else 0.0
+            for stage in range(max(rank_of, default=-1) + 1)
         )
 
     def to_json(self) -> str:

@@ -28,7 +28,9 @@ def validate(schedule: Schedule) -> None:
 
 def _check_shape(schedule: Schedule) -> None:
     if schedule.num_microbatches < 1:
-        raise HanayoError(f"schedule {schedule.name!r}: num_microbatches={schedule.num_microbatches}, expected at least 1")
+        raise HanayoError(
+            f"schedule {schedule.name!r}: num_microbatches={schedule.num_microbatches}, expected at least 1"
+        )
     for stage, rank in enumerate(schedule.stage_ranks):
         if rank not in range(schedule.num_ranks):
             raise HanayoError(
@@ -48,15 +50,23 @@ def _check_cells(schedule: Schedule) -> None:
             if not action.kind.is_compute:
                 _refuse(schedule, here, f"{action} is communication; a schedule holds compute only (F, B, I, W)")
             if action.stage not in range(schedule.num_stages):
-                _refuse(schedule, here, f"{action}: there is no stage {action.stage}, stages are {_span(schedule.num_stages)}")
+                _refuse(
+                    schedule,
+                    here,
+                    f"{action}: there is no stage {action.stage}, stages are {_span(schedule.num_stages)}",
+                )
             if action.microbatch not in range(schedule.num_microbatches):
                 which = f"micro-batches are {_span(schedule.num_microbatches)}"
                 _refuse(schedule, here, f"{action}: there is no micro-batch {action.microbatch}, {which}")
             owner = schedule.stage_ranks[action.stage]
             if owner != rank:
-                _refuse(schedule, here, f"ranks {owner} and {rank} both claim stage {action.stage}; one rank holds a stage")
+                _refuse(
+                    schedule, here, f"ranks {owner} and {rank} both claim stage {action.stage}; one rank holds a stage"
+                )
             if action in seen:
-                _refuse(schedule, here, f"{action} stands twice on rank {rank}, at places {seen[action][1]} and {place}")
+                _refuse(
+                    schedule, here, f"{action} stands twice on rank {rank}, at places {seen[action][1]} and {place}"
+                )
             seen[action] = here
 
 

@@ -1,0 +1,103 @@
+"""The ownership: which pipeline rank holds which parameters, and placeholders for those of the others.
+
+rank 0    embedding, head   block 0  .  .  block 3  block 4  .  .  block 7          a dot is a block of
+rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .          `meta` parameters
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partition.stack import Stack
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The blocks of each stage and the rank of each stage; what lies outside the stack belongs to stage 0."""
+
+    stack: Stack
+    stages: tuple[range, ...]
+    stage_ranks: tuple[int, ...]
+
+    def blocks(self, stage: int) -> list[nn.Module]:
+        """The blocks of `stage`; none for a loss stage."""
+        return [self.stack.blocks[i] for i in self.stages[stage]]
+
+    def stage_parameters(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
+        """The parameters of `stage`, each once, in the model's order."""
+        inside = self.stack.parameters
+        own = {parameter for block in self.blocks(stage) for parameter in block.parameters()}
+        return [p for p in model.parameters() if p in own or (stage == 0 and p not in inside)]
+
+    def rank_of_names(self, model: nn.Module) -> dict[str, int]:
+        """The pipeline rank that holds each entry of `model.state_dict()`."""
+        rank_of_block = {i: self.stage_ranks[stage] for stage, run in enumerate(self.stages) for i in run}
+        prefix = f"{self.stack.name}."
+        keys = [name for name, _ in self.stack_children(model)]
+        ranks = {f"{prefix}{key}.": rank_of_block[i] for i, key in enumerate(keys)}
+        return {
+            name: next((rank for start, rank in ranks.items() if name.startswith(start)), 0)
+            for name in model.state_dict()
+        }
+
+    def stack_children(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The stack's blocks with their names in it."""
+        return list(model.get_submodule(self.stack.name).named_children())
+
+    def check(self, model: nn.Module) -> None:
+        """See that no parameter lies on two ranks.
+
+        Raises:
+            UnsupportedError: blocks on different ranks share a parameter, or a block shares one with the code outside
+                and lies on another rank than 0.
+        """
+        owners: dict[nn.Parameter, tuple[str, int]] = {}
+        ranks = self.rank_of_names(model)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            other, rank = owners.setdefault(parameter, (name, ranks.get(name, 0)))
+            if rank != ranks.get(name, 0):
+                raise UnsupportedError(
+                    f"{other} and {name} are one parameter, but lie on pipeline ranks {rank} and {ranks.get(name, 0)}. "
+                    f"A tied embedding and head is fine (both lie on rank 0); blocks can't share weights across ranks."
+                )
+
+
+def leave_out(model: nn.Module, modules: Iterable[nn.Module], keep: set[nn.Parameter]) -> None:
+    """Replace the parameters and buffers of `modules` by `meta` placeholders, but for those in `keep`.
+
+    Placeholders are new Parameters with the same shape, dtype, requires_grad and ties; optimizers, parameter groups and
+    state dicts keep their single-process indices and names.
+    """
+    known: dict[torch.Tensor, torch.Tensor] = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in keep:
+                module._parameters[name] = _placeholder(parameter, known)  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+
+
+def _placeholder(parameter: nn.Parameter, known: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    if parameter.is_meta:
+        return parameter
+    if parameter not in known:
+        empty = torch.empty_like(parameter, device="meta")
+        placeholder = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        placeholder.__dict__.update(parameter.__dict__)  # marks that users and optimizers put on parameters
+        known[parameter] = placeholder
+    return known[parameter]
+
+
+def outside_modules(model: nn.Module, stack: Stack) -> Sequence[nn.Module]:
+    """The modules that aren't blocks, nor parts of one."""
+    inside = {part for block in stack.blocks for part in block.modules()}
+    return [module for module in model.modules() if module not in inside]
+
+
+def stage_costs(costs: Mapping[int, float], stages: Sequence[range]) -> list[float]:
+    """The cost of each stage, from the cost of each block."""
+    return [sum(costs[i] for i in run) for run in stages]

@@ -1,0 +1,159 @@
+"""The bridge: the blocks' own `forward`, replaced on the instances, so that a step meets its recorder at the stack.
+
+    user code    block 0   block 1   block 2   block 3                     stage 0 = {0, 1}
+    recorder     run       run       record,   record, suspend with the
+                                     hole      cargo, return the output
+
+Stage 0's blocks run where they are called, in the step's thread; the calls of the others are recorded until the last
+one suspends the step. What user code does with their outputs in between is an error (`Hole`).
+"""
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.cargo import NOTHING, Cargo
+from lightning_hanayo.runtime.hole import pattern
+from lightning_hanayo.runtime.graph import sequence_number
+from lightning_hanayo.runtime.packet import Packet
+from lightning_hanayo.runtime.suspension import current_visitor, suspend
+from lightning_hanayo.runtime.tree import Flattener, Skeleton
+
+_INNER = "_forward_behind_bridge"
+
+
+def install(blocks: Sequence[nn.Module]) -> None:
+    """Put the bridge over each block's `forward`. A bound method, so that deepcopy and pickle bind it to the copy."""
+    for block in blocks:
+        if _INNER not in vars(block):
+            object.__setattr__(block, _INNER, vars(block).get("forward"))
+            block.forward = MethodType(_bridged, block)
+
+
+def remove(blocks: Sequence[nn.Module]) -> None:
+    """Give the blocks their own `forward` back."""
+    for block in blocks:
+        if _INNER in vars(block):
+            inner = vars(block).pop(_INNER)
+            del block.forward
+            if inner is not None:
+                block.forward = inner
+
+
+def _bridged(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    visitor = current_visitor()
+    if visitor is None:
+        return run(block, *args, **kwargs)
+    return visitor.visit(block, args, kwargs)
+
+
+def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The block's own forward.
+
+    Raises:
+        UnsupportedError: the block lies on another pipeline rank.
+    """
+    if any(parameter.is_meta for parameter in block.parameters()):
+        raise UnsupportedError(
+            f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but it "
+            f"lies on another pipeline rank; only the steps (training_step, validation_step, ...) see the whole model."
+        )
+    inner = vars(block)[_INNER]
+    return inner(*args, **kwargs) if inner is not None else type(block).forward(block, *args, **kwargs)
+
+
+class Recorder:
+    """What one step does at the stack: run the first blocks, record the calls of the others, suspend at the last.
+
+    Args:
+        blocks: all blocks of the stack, in order.
+        num_local: how many of them stage 0 holds.
+        name: the stack's qualified name, for errors.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], num_local: int, name: str) -> None:
+        self._order = {id(block): i for i, block in enumerate(blocks)}
+        self._num_local = num_local
+        self._name = name
+        self._next = 0
+        self.mark = 0
+        """autograd's clock at the suspension: older nodes in the loss's graph belong to the code before the stack"""
+        self._output: Any = None
+        self._flattener = Flattener()
+        self._calls: dict[Skeleton, int] = {}
+        self._which: list[int] = []
+
+    @property
+    def num_visited(self) -> int:
+        """How many blocks the step has called."""
+        return self._next
+
+    @property
+    def packet(self) -> Packet:
+        """The recorded calls, with stage 0's output in them, when the step is suspended."""
+        carry = NOTHING if self._which else self._flattener.flatten(self._output, "the output of a block")
+        return Cargo(carry, tuple(self._calls), tuple(self._which), tuple(self._flattener.tensors)).packet
+
+    def visit(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One block's call by user code; returns its output, or a hole, or the output of the stack.
+
+        Raises:
+            UnsupportedError: a second pass, blocks out of order, or an argument that can't cross.
+        """
+        index = self._order[id(block)]
+        if index != self._next:
+            raise UnsupportedError(self._disorder(index))
+        self._next += 1
+        if index < self._num_local:
+            output = self._output = run(block, *args, **kwargs)
+        else:
+            self._record(index, args, kwargs)
+            output = pattern(self._output, index)
+        if self._next < len(self._order):
+            return output
+        self.mark = sequence_number()
+        return suspend()
+
+    def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        where = f"{self._name}[{index}]"
+        call = (
+            "tuple",
+            ("tuple", *(self._argument(index, arg, f"argument {i} of {where}") for i, arg in enumerate(args))),
+            ("dict", *((("plain", "str", name), self._argument(index, arg, f"argument {name!r} of {where}"))
+                       for name, arg in kwargs.items())),
+        )  # fmt: skip
+        self._which.append(self._calls.setdefault(call, len(self._calls)))
+
+    def _argument(self, index: int, value: Any, what: str) -> Skeleton:
+        skeleton = self._flattener.flatten(None if _is_cache(value) else value, what)
+        return _relative(skeleton, index, what)
+
+    def _disorder(self, index: int) -> str:
+        if self._next == len(self._order):
+            return (
+                f"{self._name} is passed a second time in one step; a pipeline plays one pass for each micro-batch. "
+                f"Call the model once per step, on the concatenated inputs."
+            )
+        return f"{self._name}[{index}] is called where {self._name}[{self._next}] is next; the stack runs in order."
+
+
+def _is_cache(value: Any) -> bool:
+    """A Hugging Face key/value cache, passed also in training, where it holds nothing that is used again."""
+    return any(k.__name__ == "Cache" and k.__module__.startswith("transformers") for k in type(value).__mro__)
+
+
+def _relative(skeleton: Skeleton, index: int, what: str) -> Skeleton:
+    """Holes stand for the output of the block just before; one of an earlier block would be a skip connection."""
+    kind, *parts = skeleton
+    if kind == "hole":
+        if parts[0] != index - 1:
+            raise UnsupportedError(f"{what} is the output of block {parts[0]}: a skip connection between blocks.")
+        return ("hole", 0, parts[1])
+    if kind in ("tuple", "list"):
+        return (kind, *(_relative(part, index, what) for part in parts))
+    if kind == "dict":
+        return ("dict", *((key, _relative(value, index, what)) for key, value in parts))
+    return skeleton

@@ -1,0 +1,70 @@
+"""The graph: where a stage's autograd graph begins, and what a loss's graph reaches."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lightning_hanayo.runtime.packet import Packet
+
+
+class Entrance:
+    """The tensors of an arriving packet as the beginning of a graph of their own, and the gradients that reach them.
+
+    They aren't leaves, so blocks may work on them in place.
+    """
+
+    def __init__(self, packet: Packet) -> None:
+        self.gradients: list[Tensor | None] = [None] * len(packet.differentiable)
+        entered = iter(_Enter.apply(self, packet.differentiable, _ANCHOR) if self.gradients else ())
+        self.packet = Packet(packet.skeleton, tuple(next(entered) if t.requires_grad else t for t in packet.tensors))
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, entrance: Entrance, tensors: Sequence[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.entrance = entrance
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.entrance.gradients = list(gradients)
+        return None, None, None
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run autograd from those `outputs` that have a gradient."""
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+
+
+def reach(roots: Iterable[Tensor], stop: Iterable[Tensor] = ()) -> tuple[set[Node], set[Tensor]]:
+    """The nodes and the leaves that the graph of `roots` reaches without passing through `stop`."""
+    seen: set[Node] = {t.grad_fn for t in stop if t.grad_fn is not None}
+    nodes: set[Node] = set()
+    leaves: set[Tensor] = {t for t in roots if t.requires_grad and t.grad_fn is None}
+    waiting = [t.grad_fn for t in roots if t.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(leaf)
+        else:
+            nodes.add(node)
+        waiting.extend(child for child, _ in node.next_functions if child is not None)
+    return nodes, leaves
+
+
+def sequence_number() -> int:
+    """The calling thread's autograd clock: nodes made before have smaller `_sequence_nr`. 0 without grad mode."""
+    node = _ANCHOR.view(0).grad_fn
+    return node._sequence_nr() if node is not None else 0

@@ -1,0 +1,69 @@
+"""The hand-over: gradients made during the training step, given to the parameters when Lightning runs backward.
+
+    Lightning    training_step -> zero_grad -> backward -> clip -> step
+    the schedule  F F B B ...                  hand over
+
+Lightning zeroes gradients after the training step, so the step takes its gradients away again and leaves what it found.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Handover:
+    """The gradients of one batch, between `training_step` and `backward`.
+
+    Args:
+        parameters: all that this rank trains.
+        continues: whether the batch adds to the gradients that are there, as all but the first of accumulated ones do.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, continues: bool) -> None:
+        self._parameters = list(parameters)
+        self._found = [parameter.grad for parameter in self._parameters]
+        self._fresh: list[Tensor | None] = []
+        if not continues:
+            self._put([None] * len(self._parameters))
+
+    def take(self) -> None:
+        """Take the batch's gradients away, and put back what was found."""
+        self._fresh = [parameter.grad for parameter in self._parameters]
+        self._put(self._found)
+
+    def loss(self, value: Tensor, scale: float) -> Tensor:
+        """A loss of that `value`, whose backward gives the gradients to the parameters.
+
+        Args:
+            value: what Lightning shall see.
+            scale: the gradient that Lightning's backward is expected to send, already in the gradients.
+        """
+        return _HandOver.apply(self, scale, value.detach(), torch.ones((), requires_grad=True))  # type: ignore[no-any-return]
+
+    def give(self, factor: float) -> None:
+        """Give the gradients to the parameters, times `factor`."""
+        if factor != 1.0:
+            for gradient in self._fresh:
+                if gradient is not None:
+                    gradient.mul_(factor)
+        self._put(self._fresh)
+        self._fresh = self._found = []
+
+    def _put(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handover: Handover, scale: float, value: Tensor, anchor: Tensor) -> Tensor:
+        ctx.handover, ctx.scale = handover, scale
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        expected = torch.tensor(ctx.scale, dtype=gradient.dtype, device=gradient.device)
+        ctx.handover.give(1.0 if bool(gradient == expected) else float(gradient) / ctx.scale)
+        return None, None, None, None

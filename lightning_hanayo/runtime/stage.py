@@ -1,0 +1,168 @@
+"""The stage: one piece of the stack on one pipeline rank, and what forward and backward of a micro-batch mean there.
+
+FirstStage    user code up to the stack, and the first blocks        runs in the step's thread, suspends
+MiddleStage   blocks
+LastStage     blocks (none, if the schedule has a loss stage), and user code behind the stack, up to the loss
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime import graph
+from lightning_hanayo.runtime.cargo import Cargo
+from lightning_hanayo.runtime.graph import Entrance
+from lightning_hanayo.runtime.packet import Packet, gradients, spread
+from lightning_hanayo.runtime.shared_gradients import SharedGradients
+from lightning_hanayo.runtime.user_step import UserStep
+
+
+class Stage(ABC):
+    """What the engine plays. Packets are cargo forward, and the gradients of its differentiable tensors backward."""
+
+    @abstractmethod
+    def forward(self, microbatch: int, arrived: Packet | None) -> Packet | None:
+        """Run the stage; `arrived` is None in the first one, and the last one returns None."""
+
+    @abstractmethod
+    def backward(self, microbatch: int, arrived: Packet | None) -> Packet | None:
+        """Run the stage's whole backward; `arrived` is None in the last one, and the first one returns None."""
+
+    def clear(self) -> None:
+        """Forget the micro-batches of the batch before: an evaluated or failed one has left some."""
+
+
+class MiddleStage(Stage):
+    """Blocks alone."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = list(blocks)
+        self._under_way: dict[int, tuple[Entrance, list[Tensor]]] = {}
+
+    @override
+    def forward(self, microbatch: int, arrived: Packet | None) -> Packet:
+        assert arrived is not None
+        entrance = Entrance(arrived)
+        leaving = Cargo.of(entrance.packet).through(self._blocks).packet
+        self._under_way[microbatch] = (entrance, leaving.differentiable)
+        return leaving
+
+    @override
+    def backward(self, microbatch: int, arrived: Packet | None) -> Packet:
+        assert arrived is not None
+        entrance, exits = self._under_way.pop(microbatch)
+        graph.backward(exits, spread(arrived))
+        return gradients(entrance.gradients)
+
+    @override
+    def clear(self) -> None:
+        self._under_way.clear()
+
+
+class FirstStage(Stage):
+    """User code up to the stack, and the first blocks."""
+
+    def __init__(self, user: UserStep, shared: SharedGradients) -> None:
+        self._user = user
+        self._shared = shared
+        self._exits: dict[int, list[Tensor]] = {}
+
+    @override
+    def forward(self, microbatch: int, arrived: Packet | None) -> Packet:
+        leaving = self._user.open(microbatch)
+        self._exits[microbatch] = leaving.differentiable
+        return leaving
+
+    @override
+    def backward(self, microbatch: int, arrived: Packet | None) -> None:
+        assert arrived is not None
+        exits = self._exits.pop(microbatch)
+        self._shared.second(microbatch, lambda: graph.backward(exits, spread(arrived)))
+
+    def leaves(self, microbatch: int) -> set[Tensor]:
+        """The parameters that the code before the stack, and the first blocks, use."""
+        return graph.reach(self._exits[microbatch])[1]
+
+    @override
+    def clear(self) -> None:
+        self._exits.clear()
+
+
+class LastStage(Stage):
+    """Blocks, and user code behind the stack. `weights` are the micro-batches' shares in the batch's loss."""
+
+    def __init__(self, blocks: Sequence[nn.Module], user: UserStep, first: FirstStage, shared: SharedGradients) -> None:
+        self._blocks = list(blocks)
+        self._user = user
+        self._first = first
+        self._shared = shared
+        self._under_way: dict[int, tuple[Entrance, list[Tensor], Any]] = {}
+        self._known_shared: dict[frozenset[int], set[Tensor]] = {}
+        self.weights: Sequence[float] = ()
+        self.results: dict[int, Any] = {}
+
+    @override
+    def forward(self, microbatch: int, arrived: Packet | None) -> None:
+        assert arrived is not None
+        entrance = Entrance(arrived)
+        cargo = Cargo.of(entrance.packet).through(self._blocks)
+        result, mark = self._user.close(microbatch, cargo.output)
+        self.results[microbatch] = result
+        self._under_way[microbatch] = (entrance, cargo.packet.differentiable, mark)
+
+    @override
+    def backward(self, microbatch: int, arrived: Packet | None) -> Packet:
+        entrance, outputs, mark = self._under_way.pop(microbatch)
+        loss = loss_of(self.results[microbatch])
+        nodes, leaves = graph.reach([loss], stop=outputs)
+        early = any(node._sequence_nr() < mark for node in nodes)  # a skip connection past the stack, a penalty
+        weighted = loss * self.weights[microbatch]
+        shared = self._shared_among(leaves, microbatch)
+        self._shared.first(microbatch, shared, lambda: weighted.backward(retain_graph=early))
+        self.results[microbatch] = detached(self.results[microbatch])
+        return gradients(entrance.gradients)
+
+    @override
+    def clear(self) -> None:
+        self._under_way.clear()
+        self.results = {}
+
+    def _shared_among(self, leaves: set[Tensor], microbatch: int) -> set[Tensor]:
+        """Those of the loss's leaves that stage 0 uses too: found once, for its graph is the larger one."""
+        key = frozenset(map(id, leaves))
+        if key not in self._known_shared:
+            self._known_shared[key] = leaves & self._first.leaves(microbatch)
+        return self._known_shared[key]
+
+
+def loss_of(result: Any) -> Tensor:
+    """The loss in what a training_step returned.
+
+    Raises:
+        UnsupportedError: there is none, or it depends on parameters of other pipeline ranks.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise UnsupportedError(
+            f"training_step returned {type(result).__name__}; a pipeline needs a loss from every micro-batch: a tensor, "
+            f"or a dictionary with the key 'loss'. Skipping a batch by returning None isn't possible."
+        )
+    if loss.is_meta:
+        raise UnsupportedError(
+            "the loss depends on parameters of blocks that lie on other pipeline ranks (a penalty over "
+            "self.parameters()?). Use the optimizer's weight_decay, or compute it inside the block."
+        )
+    return loss
+
+
+def detached(tree: Any) -> Any:
+    """`tree` without its graph."""
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    if type(tree) in (tuple, list):
+        return type(tree)(map(detached, tree))
+    return {key: detached(value) for key, value in tree.items()} if type(tree) is dict else tree

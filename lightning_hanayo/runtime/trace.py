@@ -1,0 +1,39 @@
+"""The trace: when each action of the last batches really ran, and how long it waited for its message."""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from lightning_hanayo.schedule import Action
+
+
+@dataclass(frozen=True)
+class Event:
+    """One action on this rank. Times in seconds of `time.perf_counter`."""
+
+    action: Action
+    asked: float
+    """when the engine reached it"""
+    start: float
+    """when its message had come"""
+    end: float
+
+
+@dataclass
+class Trace:
+    """The events of the last `keep` batches, oldest first."""
+
+    keep: int = 16
+    batches: deque[list[Event]] = field(default_factory=deque)
+
+    clock = staticmethod(time.perf_counter)
+
+    def begin(self) -> None:
+        """Start a batch."""
+        self.batches.append([])
+        while len(self.batches) > self.keep:
+            self.batches.popleft()
+
+    def add(self, action: Action, asked: float, start: float) -> None:
+        """Note an action that ends now."""
+        self.batches[-1].append(Event(action, asked, start, self.clock()))

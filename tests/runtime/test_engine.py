@@ -1,0 +1,212 @@
+"""The engine plays every schedule over the loopback transport, bit-equal to one process that adds in the same order."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.schedule import Schedule, build
+from tests.runtime.loopback_pipeline import LoopbackPipeline
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, bias: float = 0.0) -> Tensor:
+        y = torch.tanh(self.linear(self.norm(x)))
+        return x + (y if scale is None else y * scale) + bias
+
+
+class Model(nn.Module):
+    """Tied embedding and head around a stack of blocks."""
+
+    def __init__(self, num_blocks: int, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x, scale=self.scale if i % 2 else None, bias=0.1 * (i % 3))
+        return x @ self.embedding.weight.T
+
+    def step(self, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self(tokens).flatten(0, 1), tokens.flatten())
+
+
+@contextmanager
+def pipeline(model: Any, schedule: Schedule) -> Iterator[LoopbackPipeline]:
+    playing = LoopbackPipeline(model.blocks, schedule)
+    try:
+        yield playing
+    finally:
+        playing.close()
+
+
+def batches(count: int, sizes: tuple[int, ...] = (2, 2, 2, 2), length: int = 5) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randint(0, 11, (size, length), generator=generator) for size in sizes] for _ in range(count)]
+
+
+def expected(model: Any, batch: list[Tensor]) -> list[Tensor]:
+    losses = []
+    for tokens in batch:
+        loss = model.step(tokens)
+        (loss * (1 / len(batch))).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+SCHEDULES = [
+    ("hanayo", {"num_ranks": 2}),
+    ("hanayo", {"num_ranks": 2, "num_waves": 2}),
+    ("hanayo", {"num_ranks": 4}),
+    ("hanayo", {"num_ranks": 1, "num_waves": 2}),
+    ("gpipe", {"num_ranks": 2}),
+    ("gpipe", {"num_ranks": 1}),
+    ("1f1b", {"num_ranks": 4}),
+    ("interleaved", {"num_ranks": 2, "num_stages_per_rank": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), SCHEDULES, ids=lambda value: str(value))
+def test_bit_equal_to_one_process(name: str, sizes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = Model(8)
+    reference = copy.deepcopy(model)
+    with pipeline(model, build(name, num_microbatches=4, **sizes)) as playing:
+        for batch in batches(3):
+            losses = playing.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4)
+            assert torch.equal(torch.stack(losses), torch.stack(expected(reference, batch)))
+            for (parameter_name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert torch.equal(ours.grad, theirs.grad), parameter_name
+
+
+def test_shapes_may_change_from_batch_to_batch_and_within_one() -> None:
+    torch.manual_seed(0)
+    model = Model(4)
+    reference = copy.deepcopy(model)
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing:
+        for signature, batch in enumerate(
+            [*batches(2), *batches(2, (3, 3, 3, 2)), *batches(1, length=7), *batches(1, (1, 2, 3, 4))]
+        ):
+            playing.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4, signature=signature // 2)
+            expected(reference, batch)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_evaluation_plays_forward_only() -> None:
+    model = Model(4)
+    (batch,) = batches(1)
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing, torch.no_grad():
+        # grad mode belongs to a thread: the ranks here are threads of their own, so each step turns it off itself
+        losses = playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4, train=False)
+        assert torch.equal(torch.stack([loss.detach() for loss in losses]), torch.stack([model.step(t) for t in batch]))
+
+
+def test_reduction_comes_once_per_stage() -> None:
+    model = Model(4)
+    (batch,) = batches(1)
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing:
+        playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
+        assert sorted(playing.reduced) == [0, 1, 2, 3]
+
+
+class Skip(Model):
+    """The head sees the embedding too: the loss's graph reaches past the stack."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.embedding(tokens).tanh() @ self.embedding.weight.T
+
+
+class SkipInside(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = start = self.embedding(tokens).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return (x + start) @ self.embedding.weight.T
+
+
+@pytest.mark.parametrize("kind", [Skip, SkipInside])
+def test_a_skip_connection_past_the_stack_is_exact(kind: type[Model]) -> None:
+    torch.manual_seed(0)
+    model = kind(4).double()
+    reference = copy.deepcopy(model)
+    (batch,) = batches(1)
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing:
+        playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
+    expected(reference, batch)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-14)
+
+
+class Between(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x) * 2
+        return x @ self.embedding.weight.T
+
+
+class Twice(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + super().forward(tokens)
+
+
+class NoGrad(Model):
+    def step(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().step(tokens)
+
+
+class Half(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks[:1]:
+            x = block(x)
+        return x @ self.embedding.weight.T
+
+
+class Odd(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, scale=object())
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Between, r"test_engine.py:\d+ \(x = block\(x\) \* 2\) uses the output of a block between two blocks"),
+        (Twice, "passed a second time in one step"),
+        (NoGrad, "grad mode is False, was True"),
+        (Half, "ended after 1 of the 4 blocks"),
+        (Odd, r"argument 'scale' of blocks\[1\] is a builtins.object"),
+    ],
+)
+def test_what_a_pipeline_cant_play_is_refused_by_name(kind: type[Model], message: str) -> None:
+    if kind is Odd:
+        Block.forward, inner = (lambda self, x, scale=None, bias=0.0: inner(self, x)), Block.forward
+    model = kind(4)
+    (batch,) = batches(1)
+    try:
+        with (
+            pipeline(model, build("hanayo", num_ranks=1, num_microbatches=4, num_waves=2)) as playing,
+            pytest.raises(UnsupportedError, match=message),
+        ):
+            playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
+    finally:
+        if kind is Odd:
+            Block.forward = inner

@@ -6,8 +6,8 @@ call:
     ... 1F2 | 1SEND_F2  1RECV_F4  (1REDUCE_GRAD) | 1F3 | ... 1F4
           sent right after      posted one compute ahead of its consumer, or earlier
 
-A message needs a send and a receive only between different ranks. A pair of ranks matches messages by order alone (NCCL), so
-receives from one rank stand in the order of its sends: one that would come too late moves to an earlier place.
+A message needs a send and a receive only between different ranks. A pair of ranks matches messages by order alone
+(NCCL), so receives from one rank stand in the order of its sends: one that would come too late moves ahead.
 """
 
 from collections import defaultdict

@@ -1,20 +1,19 @@
 """hanayo: waves with the backward in one piece (SC'23, doi 10.1145/3581784.3607073), extended to any B.
 
-B = P is the paper's order, op for op. Its 4W legs are numbered forward 0..2W-1, backward 2W..4W-1; even legs run down the
-ranks, odd ones up:
+B = P is the paper's order, op for op. Its 4W legs are numbered forward 0..2W-1, backward 2W..4W-1; even legs run down
+the ranks, odd ones up:
 
     P = 4, W = 1     rank 1   F0 F1 F2 F0 F3 F1 B0 F2 B1 F3 B2 B0 B3 B1 B2 B3
                      leg      0  0  0  1  0  1  2  1  2  1  2  3  2  3  3  3
 
 Other B are ours. Micro-batches form groups of P; the paper's start times, each group later by the time a rank works for
-one group, say how soon an action should run:
+one group, say how soon an action should run, and a list scheduler inside the activation budget follows them:
 
-    group 0   /\\/\\/\\      soon = start in the paper's order + group * P (T_F + T_B)
-    group 1       /\\/\\/\\
+    group 0   v v v         soon = start in the paper's order + group * P (T_F + T_B)
+    group 1         v v v
 
-and a list scheduler inside the activation budget follows them. The tail of one group then fills the head of the next: at
-T_C = 0 the makespan is B (T_F + T_B) + (P-1) max(T_F, T_B) / W for every multiple of P, so the idle time stays what the
-paper's single group has.
+The tail of one group then fills the head of the next. At T_C = 0 the makespan is B (T_F + T_B) + (P-1) max(T_F, T_B)/W
+for every multiple of P: the idle time stays what the paper's single group has.
 """
 
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from lightning_hanayo.schedule.table import Schedule
 
 @register_schedule("hanayo")
 def hanayo(request: Request) -> Schedule:
-    """The paper's order at B = P; elsewhere the best of a few candidates under the costs, within the budget (default P)."""
+    """The paper's order at B = P, elsewhere the best of a few candidates; always within the budget (default P)."""
     request.stages_per_rank(2 * request.num_waves, default=2 * request.num_waves)
     budget = request.num_ranks if request.activation_budget is None else request.activation_budget
     if budget < 1:
@@ -81,8 +80,9 @@ def _groupings(num_microbatches: int, num_ranks: int) -> list[tuple[int, ...]]:
 
 
 def _soon(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ...]) -> Key:
-    """When an action would start if each group ran the paper's order, later by a rank's work for the groups before it."""
-    timelines = {size: simulate(paper_order("group", num_ranks, num_waves, size), costs) for size in {*sizes, num_ranks}}
+    """When an action would start if each group ran the paper's order, later by a rank's work for those before it."""
+    used = {*sizes, num_ranks}
+    timelines = {size: simulate(paper_order("group", num_ranks, num_waves, size), costs) for size in used}
     work = max(timelines[num_ranks].busy) / num_ranks
     tick = 1e-6 * work or 1.0
     starts = {

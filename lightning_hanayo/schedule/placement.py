@@ -7,7 +7,7 @@
     rank 2       2           5               rank 2       2        6
     rank 3         3       4                 rank 3         3        7
 
-A zig-zag turns at the ends, so stages 3 and 4 hand over on one rank, and it begins and ends on rank 0. A loop jumps back.
+A zig-zag turns at the ends, so stages 3 and 4 hand over on one rank, and begins and ends on rank 0. A loop jumps back.
 """
 
 

@@ -98,8 +98,8 @@ def build(
         num_waves: W, for schedules in waves; a rank then holds 2W stages.
         num_stages_per_rank: V, for `interleaved` (default 2).
         costs: what a schedule that chooses its order optimizes for; default T_F = 1, T_B = 2, messages free.
-        activation_budget: the most activations a rank may hold, in M_a (one micro-batch's activations of one rank's whole
-            share); default P for schedules that choose their order, no limit for the others.
+        activation_budget: the most activations a rank may hold, in M_a (one micro-batch's activations of one rank's
+            whole share); default P for schedules that choose their order, no limit for the others.
 
     Raises:
         HanayoError: an unknown name, a size below 1, or a budget the schedule can't keep.
@@ -114,7 +114,7 @@ def build(
     if num_stages_per_rank is not None:
         sizes["num_stages_per_rank"] = num_stages_per_rank
     for what, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if size != int(size) or size < 1:
             raise HanayoError(f"schedule {name!r}: {what} must be a whole number of at least 1, got {size!r}")
     request = Request(name, num_ranks, num_microbatches, num_waves, num_stages_per_rank, costs, activation_budget)
     schedule = _BUILDERS[name](request)
@@ -130,5 +130,5 @@ def _check_budget(schedule: Schedule, budget: float) -> None:
     if peak[worst] > budget + 1e-9:
         raise HanayoError(
             f"schedule {schedule.name!r} holds {peak[worst]:g} M_a of activations on rank {worst}, more than "
-            f"activation_budget={budget:g}; allow {max(peak):g}, or use a schedule that fits itself to a budget ('hanayo')"
+            f"activation_budget={budget:g}; allow {max(peak):g}, or use a schedule that keeps to a budget ('hanayo')"
         )

@@ -1,4 +1,4 @@
-"""Validation: is a table a schedule? Every action once, on its stage's rank, and no ring of ranks waiting for each other."""
+"""Validation: is a table a schedule? Every action once, on its stage's rank, and no ring of ranks that wait."""
 
 from collections import defaultdict
 from typing import NoReturn

@@ -1,0 +1,70 @@
+"""What shows only while a step runs: refused by name on the rank that sees it, and no rank waits for it in vain.
+
+for block in blocks: x = block(x)         once, in order, nothing in between, no context around
+"""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import models
+from tests.harness.pool import Pool, RunFailed
+from tests.harness.running import Layout, Training, fit
+
+
+class SecondPass(models.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+class NoPass(models.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+class NoGrad(models.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        with torch.no_grad():
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+class Between(models.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x) * 2
+        return self.head(x)
+
+
+REFUSED = {
+    "a second pass": (SecondPass, "second|twice|once"),
+    "no pass": (NoPass, "never|zero|no pass|not called|didn't"),
+    "no_grad around the stack": (NoGrad, "no_grad|grad mode|gradients"),
+    "code between the blocks": (Between, "between"),
+}
+
+
+def batches() -> list[models.Batch]:
+    return models.vectors((8, 8))
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 1, "1f1b")], ids=str)
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name_on_all_ranks(pool: Pool, case: str, layout: Layout) -> None:
+    model, named = REFUSED[case]
+    with pytest.raises(RunFailed) as caught:
+        pool.run(layout.world_size, fit, Training(model, batches), layout, timeout=30.0)
+    failures = caught.value.failures
+    assert "UnsupportedError" in failures[0].bases, str(caught.value)
+    assert re.search(named, failures[0].message, re.IGNORECASE), failures[0].message
+    assert [failure.rank for failure in failures if failure.kind == "timed out"] == []
+    assert len(failures) == layout.world_size

@@ -1,0 +1,69 @@
+"""A launch: a user's command as a process of its own, watched until it and all it started have ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+MARKER = "TEST_LAUNCH"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a launch."""
+
+    code: int
+    output: str  # of all processes together
+    num_started: int  # processes that got as far as `main`
+    seconds_after_fault: float  # until the last of them was gone
+    leftover: list[int]  # processes that had to be ended
+
+
+def launch(folder: Path, *arguments: str, timeout: float = 90.0, limit: float = 10.0) -> Ended:
+    """Run `python *arguments`; `limit` is what all processes get to end, in seconds after the fault.
+
+    The command finds START_FILE, a line per process that started, and FAULT_FILE, for the time it breaks.
+    """
+    mark = uuid.uuid4().hex
+    started, fault, log = (folder / name for name in ("started", "fault", "log"))
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
+    }
+    environment |= {MARKER: mark, "START_FILE": str(started), "FAULT_FILE": str(fault), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    started.touch()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+    broke = float(fault.read_text()) if fault.exists() else time.time()
+    while (alive := _marked(mark)) and time.time() < broke + limit:
+        time.sleep(0.05)
+    ended = time.time()
+    for pid in alive:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    text = log.read_text(errors="replace")
+    return Ended(process.wait(), text, len(started.read_text().split()), ended - broke, alive)
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes of this launch that still run: they carry its mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARKER) == mark:
+                found.append(process.pid)
+    return found

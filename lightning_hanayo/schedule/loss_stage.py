@@ -32,7 +32,7 @@ def with_loss_stage(schedule: Schedule) -> Schedule:
     kinds = (Kind.F, Kind.B) if trains else (Kind.F,)
     losses = [[Action(schedule.num_stages, kind, m) for kind in kinds] for m in range(schedule.num_microbatches)]
     start = _starts(extended, losses)
-    # Ties go to the loss (it stands first, the sort is stable): who waits for it starts no earlier, who feeds it earlier
+    # Ties go to the loss (it stands first, the sort is stable): who waits for it starts no earlier, who feeds it does
     first = sorted([*(action for row in losses for action in row), *schedule.actions[0]], key=start.__getitem__)
     return replace(extended, actions=(tuple(first), *schedule.actions[1:]))
 

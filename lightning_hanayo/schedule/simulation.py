@@ -16,8 +16,8 @@ def simulate(schedule: Schedule, costs: CostModel | None = None, steps: int = 1)
     this meaning the closed forms of Hanayo, GPipe, 1F1B and interleaved 1F1B hold exactly, see docs/design/facts.md.)
 
     With a cost for it, a stage's gradient reduction starts after its last weight gradient, one at a time per rank,
-    beside the compute. With `steps` > 1 a rank starts the next step as soon as its own actions of the last are done, its
-    reductions included.
+    beside the compute. With `steps` > 1 a rank starts the next step as soon as its own actions of the last are done,
+    its reductions included.
 
     Raises:
         HanayoError: the schedule isn't valid, or a tuple in `costs` has the wrong length.

@@ -1,0 +1,121 @@
+"""Normal and editable installs, in fresh virtual environments that borrow everything but this package."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Install:
+    """A virtual environment, and where the package lies that it imports."""
+
+    python: Path
+    package: Path
+    folder: Path
+
+    def play(self, code: str, **environment: str) -> str:
+        """What `code` prints in a process of this environment, started outside any checkout."""
+        code = "import sys, warnings\nwarnings.simplefilter('ignore')\n" + code
+        settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+        done = subprocess.run(
+            [self.python, "-c", code], capture_output=True, text=True, timeout=100, cwd=self.folder, env=settings
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """The same with a package that can't be imported."""
+        source = self.package / "__init__.py"
+        text = source.read_text()
+        source.write_text("def broken(:\n")
+        try:
+            yield
+        finally:
+            source.write_text(text)
+
+
+@pytest.fixture(scope="module", params=["normal", "editable"])
+def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Install:
+    folder = tmp_path_factory.mktemp(request.param)
+    checkout = folder / "checkout"
+    shutil.copytree(ROOT / "lightning_hanayo", checkout / "lightning_hanayo", ignore=lambda *_: ["__pycache__"])
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, checkout / name)
+    (checkout / "README.md").write_text("what is installed doesn't depend on it\n")
+
+    environment = folder / "environment"
+    venv.create(environment, with_pip=False, symlinks=True)
+    python = environment / "bin" / "python"
+    paths = sysconfig.get_paths(vars={"base": str(environment), "platbase": str(environment)}, scheme="venv")
+    borrowed = [path for path in sys.path if Path(path).name == "site-packages"]
+    Path(paths["purelib"], "zz_borrowed.pth").write_text("\n".join(borrowed) + "\n")
+
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index"]
+    how = ["--no-deps", "--no-build-isolation", "--ignore-installed"]
+    target = ["--editable", str(checkout)] if request.param == "editable" else [str(checkout)]
+    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
+    done = subprocess.run([*pip, *how, *target], capture_output=True, text=True, timeout=100, env=settings)
+    assert done.returncode == 0, done.stderr
+    home = checkout if request.param == "editable" else Path(paths["purelib"])
+    return Install(python, home / "lightning_hanayo", folder)
+
+
+def test_the_trainer_knows_the_strategy_without_an_import(install: Install) -> None:
+    said = install.play("""
+import lightning as L
+from lightning.pytorch.strategies import StrategyRegistry
+print("hanayo" in StrategyRegistry, "lightning_hanayo" in sys.modules)
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy="hanayo", logger=False, enable_checkpointing=False)
+print(type(trainer.strategy).__name__)
+import lightning_hanayo
+print(lightning_hanayo.__file__)
+""")
+    assert said.splitlines()[-3:] == ["True False", "HanayoStrategy", str(install.package / "__init__.py")]
+
+
+def test_a_broken_package_leaves_torch_and_lightning_alone(install: Install) -> None:
+    with install.broken():
+        said = install.play("""
+import torch
+import lightning as L
+L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+try:
+    import lightning_hanayo
+except SyntaxError:
+    print("torch", torch.ones(2).sum().item())
+""")
+    assert said.splitlines()[-1] == "torch 2.0"
+
+
+def test_the_autoload_can_be_switched_off(install: Install) -> None:
+    said = install.play(
+        """
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+print("hanayo" in StrategyRegistry)
+import lightning_hanayo.strategy
+print("hanayo" in StrategyRegistry)
+""",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert said.splitlines()[-2:] == ["False", "True"]
+
+
+def test_the_console_script_answers(install: Install) -> None:
+    script = install.python.parent / "hanayo"
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=100, cwd=install.folder)
+    assert done.returncode == 0 and "fit" in done.stdout

@@ -14,8 +14,8 @@ from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
 from tests.harness.running import Layout, Training, assert_bit_equal, assert_close, run
 
-WAVE = Layout(2, 1, 1, "hanayo")
-LAYOUTS = [WAVE, Layout(2, 2, 1, "hanayo"), Layout(2, 1, 1, "1f1b")]
+WAVE = Layout(2, 1, 1)
+LAYOUTS = [WAVE, Layout(2, 2, 1), Layout(2, 1, 1, "1f1b")]
 DOUBLE = torch.float64
 EVEN = partial(models.vectors, (8, 8, 8))
 LONGER = partial(models.texts, (8, 8, 8), lengths=(8, 12, 8))

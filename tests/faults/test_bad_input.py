@@ -60,6 +60,7 @@ BAD = {  # options of the strategy, devices, model -> what the message names: th
     "no stack": ({}, 2, NoStack, ["NoStack", "blocks="]),
     "a stack of another name": ({"blocks": "blcks"}, 2, models.MLP, ["'blcks'", "blocks"]),
     "unknown schedule": ({"schedule": "hanyo"}, 2, models.MLP, ["'hanyo'", "did you mean 'hanayo'"]),
+    "waves without a wave": ({"schedule": "1f1b", "num_waves": 2}, 2, models.MLP, ["'1f1b' has no waves", "=2"]),
     "unknown weight": ({"loss_weight": "token"}, 2, models.MLP, ["'token'", "'tokens'"]),
     "no waves": ({"num_waves": 0}, 2, models.MLP, ["num_waves", "0"]),
     "no micro-batches": ({"num_microbatches": 0}, 2, models.MLP, ["num_microbatches", "0"]),
@@ -67,8 +68,8 @@ BAD = {  # options of the strategy, devices, model -> what the message names: th
 
 REFUSED = {
     "manual optimization": ({}, Manual, ["manual optimization"]),
-    "a repeated block": ({}, Repeated, ["blocks", "6", "7"]),
-    "a hook on a block": ({}, Hooked, ["hook", "blocks.3"]),
+    "a repeated block": ({}, Repeated, ["blocks[6]", "blocks[7]", "used twice"]),
+    "a hook on a block": ({}, Hooked, ["blocks[3] has hooks"]),
     "chimera": ({"schedule": "chimera"}, models.MLP, ["chimera"]),
 }
 

@@ -45,11 +45,23 @@ class Between(models.MLP):
         return self.head(x)
 
 
+class Penalty(models.MLP):
+    def loss(self, batch: models.Batch) -> Tensor:
+        return super().loss(batch) + sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class Skipped(models.MLP):
+    def training_step(self, batch: models.Batch, batch_idx: int) -> None:
+        self.loss(batch)
+
+
 REFUSED = {
-    "a second pass": (SecondPass, "second|twice|once"),
-    "no pass": (NoPass, "never|zero|no pass|not called|didn't"),
-    "no_grad around the stack": (NoGrad, "no_grad|grad mode|gradients"),
-    "code between the blocks": (Between, "between"),
+    "a second pass": (SecondPass, "second|twice|again|once"),
+    "no pass": (NoPass, "0 of the 8 blocks"),
+    "no_grad around the stack": (NoGrad, "context"),
+    "code between the blocks": (Between, "between two blocks"),
+    "a penalty on the blocks": (Penalty, "weight_decay"),
+    "a batch without a loss": (Skipped, "loss"),
 }
 
 

@@ -1,7 +1,7 @@
 """Palette: the colour of an action, by kind and, for waves, by leg, so that the zig-zag can be seen.
 
-Forward is blue and backward orange, legs 0, 2, ... (down the ranks in a wave) darker than 1, 3, ... (up); a split backward
-has green input gradients and grey weight gradients; head and loss are red, gradient reductions violet.
+Forward is blue and backward orange, legs 0, 2, ... (down the ranks in a wave) darker than 1, 3, ... (up); a split
+backward has green input gradients and grey weight gradients; head and loss are red, gradient reductions violet.
 """
 
 from lightning_hanayo.schedule import Action, Kind

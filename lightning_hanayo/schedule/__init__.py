@@ -9,7 +9,7 @@ from lightning_hanayo.schedule.loss_stage import forward_only, with_loss_stage
 from lightning_hanayo.schedule.registry import Request, build, register_schedule, schedule_names
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
-from lightning_hanayo.schedule.text import draw, draw_timeline
+from lightning_hanayo.schedule.text import schedule_text, timeline_text
 from lightning_hanayo.schedule.timeline import Span, Timeline
 from lightning_hanayo.schedule.validation import validate
 
@@ -23,12 +23,12 @@ __all__ = [
     "Timeline",
     "build",
     "complete",
-    "draw",
-    "draw_timeline",
     "forward_only",
     "register_schedule",
     "schedule_names",
+    "schedule_text",
     "simulate",
+    "timeline_text",
     "validate",
     "waits_for",
     "with_loss_stage",

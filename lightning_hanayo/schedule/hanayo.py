@@ -19,6 +19,7 @@ for every multiple of P: the idle time stays what the paper's single group has.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
+from math import inf
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
@@ -46,13 +47,23 @@ def hanayo(request: Request) -> Schedule:
     fits = max(played.peak_activations) <= budget + 1e-9
     if fits and request.num_microbatches == request.num_ranks:
         return paper
-    best, makespan = (paper, played.makespan) if fits else (None, 0.0)
-    for candidate in _candidates(paper, costs, budget, request):
+    best, makespan = (paper, played.makespan) if fits else (None, inf)
+    enough = _paper_idle(request, costs) + max(played.busy)
+    rooms = dict.fromkeys((min(budget, request.num_ranks), budget))  # more than P only if P isn't enough
+    for candidate in (found for room in rooms for found in _candidates(paper, costs, room, request)):
         time = simulate(candidate, costs).makespan
-        if best is None or time < makespan * (1 - 1e-9):
+        if time < makespan * (1 - 1e-9):
             best, makespan = candidate, time
+        if makespan <= enough * (1 + 1e-9):
+            break
     assert best is not None
     return best
+
+
+def _paper_idle(request: Request, costs: CostModel) -> float:
+    """How long the busiest rank idles in one group of P; an order that idles no longer ends the search."""
+    group = simulate(paper_order("group", request.num_ranks, request.num_waves, request.num_ranks), costs)
+    return group.makespan - max(group.busy)
 
 
 def _candidates(table: Schedule, costs: CostModel, budget: float, request: Request) -> Iterator[Schedule]:

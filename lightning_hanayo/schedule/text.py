@@ -8,18 +8,18 @@ from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.timeline import Span, Timeline
 
 
-def draw(schedule: Schedule, costs: CostModel | None = None, columns: int | None = None) -> str:
+def schedule_text(schedule: Schedule, costs: CostModel | None = None, columns: int | None = None) -> str:
     """The schedule over time under `costs`, a row per rank.
 
     Example:
-        >>> print(draw(build("1f1b", num_ranks=2, num_microbatches=2)))
+        >>> print(schedule_text(build("1f1b", num_ranks=2, num_microbatches=2)))
         rank 0  F0 F1 .. .. B0    B1
         rank 1  .. F0 B0    F1 B1 ...
     """
-    return draw_timeline(simulate(schedule, costs), columns)
+    return timeline_text(simulate(schedule, costs), columns)
 
 
-def draw_timeline(timeline: Timeline, columns: int | None = None) -> str:
+def timeline_text(timeline: Timeline, columns: int | None = None) -> str:
     """The timeline, a row per rank: kind and micro-batch at each action's start, dots where the rank is idle.
 
     Args:

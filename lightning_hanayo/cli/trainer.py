@@ -36,6 +36,7 @@ class WaveCLI(LightningCLI):
             parser_class=Parser,
             parser_kwargs={"prog": "hanayo"},
             save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
             args=args,
         )
 

@@ -1,0 +1,88 @@
+"""The outermost command line: help without heavy imports, exit codes, one message for a mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_hanayo import cli
+from lightning_hanayo.cli import failure
+from lightning_hanayo.errors import HanayoError
+
+HEAVY = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"""
+import sys
+from lightning_hanayo.cli import run
+assert run(["--help"]) == 0
+print(sorted(set({HEAVY}) & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert all(name in done.stdout for name in cli.COMMANDS)
+
+
+def test_the_module_is_the_console_script() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_hanayo", "fti"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "hanayo: error: unknown command 'fti'; did you mean 'fit'? Known: fit, validate, test, predict. "
+        "See: hanayo --help\n"
+    )
+
+
+def test_no_command_is_a_mistake_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 2
+    assert "a command is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "environment, first",
+    [
+        ({}, True),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, True),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
+        ({"LOCAL_RANK": "0", "GROUP_RANK": "1", "RANK": "4"}, False),
+        ({"LOCAL_RANK": "0", "RANK": "0"}, True),
+        ({"SLURM_PROCID": "3"}, False),
+    ],
+)
+def test_one_rank_speaks(environment: dict[str, str], first: bool) -> None:
+    assert failure.is_rank_zero(environment) is first
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A command `fail` that ends with a mistake of the user's."""
+    (tmp_path / "failing_command.py").write_text(
+        "from lightning_hanayo.errors import HanayoError\n\ndef run(argv):\n    raise HanayoError('3 of 2')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(cli.COMMANDS, "fail", ("failing_command", "fails"))
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_mistake_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["fail"]) == 2
+    assert capsys.readouterr().err == "hanayo: error: 3 of 2\n"
+
+
+@pytest.mark.usefixtures("failing")
+def test_the_other_ranks_end_quietly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert cli.run(["fail"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("failing")
+def test_who_looks_for_the_cause_gets_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANAYO_DEBUG", "1")
+    with pytest.raises(HanayoError, match="3 of 2"):
+        cli.run(["fail"])

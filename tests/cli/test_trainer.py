@@ -1,0 +1,144 @@
+"""`fit` and its siblings: configurations, the current directory, and what a mistake in them looks like."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_hanayo import cli
+from lightning_hanayo.errors import HanayoError
+
+PLAIN = """
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader
+
+from lightning_hanayo.errors import HanayoError
+
+
+class Model(LightningModule):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"width={width} is no width")
+        self.layer = torch.nn.Linear(width, 1)
+        self.width = width
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(4, self.width), batch_size=2)
+
+
+class Late(Model):
+    def on_fit_start(self):
+        raise HanayoError("found out late")
+
+
+class Picky(SingleDeviceStrategy):
+    def __init__(self, num_waves: Literal["auto"] | int = "auto", pipeline_parallel_size: int = 1):
+        super().__init__("cpu")
+        if pipeline_parallel_size == 3:
+            raise HanayoError("pipeline_parallel_size=3 doesn't fit.\\nNearest: 2")
+"""
+
+QUIET = [
+    "--trainer.accelerator=cpu",
+    "--trainer.max_epochs=1",
+    "--trainer.logger=false",
+    "--trainer.enable_checkpointing=false",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory that holds a user's module, found only through the command line's own `sys.path` entry."""
+    (tmp_path / "plain_model.py").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "plain_model", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def play(*argv: str) -> int:
+    """The exit code of a command line, however it is given."""
+    try:
+        return cli.run(list(argv))
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_a_model_in_the_current_directory_trains_twice_over_the_same_files(here: Path) -> None:
+    for _ in range(2):
+        assert play("fit", "--model=plain_model.Model", *QUIET) == 0
+    assert (here / "config.yaml").is_file(), "the configuration is kept beside the run"
+
+
+def test_help_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert play("fit", "--help") == 0
+    said = capsys.readouterr().out
+    assert "usage: hanayo" in said and "--trainer.max_steps" in said and "--config" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--trainer.strategy=plain_model.Picky", "--trainer.strategy.num_wave=2"], "did you mean 'num_waves'?"),
+        (["--trainer.acceleratr=cpu"], "'trainer.acceleratr'; did you mean 'trainer.accelerator'?"),
+        (["--model.widht=2"], "unknown option 'widht'; did you mean 'width'? Known: width"),
+        (["--trainer.max_steps=three"], "trainer.max_steps: expected int, got three"),
+        (["--trainer.strategy=plain_model.Picky", "--trainer.strategy.num_waves=x"], "expected 'auto' or int, got x"),
+        (["--model=plain_model.Modle"], "module 'plain_model' has no attribute 'Modle'"),
+        (["--model.width=0"], "width=0 is no width"),
+        (["--config=nowhere.yaml"], "File does not exist: "),
+        (
+            ["--trainer.strategy=plain_model.Picky", "--trainer.strategy.pipeline_parallel_size=3"],
+            "pipeline_parallel_size=3 doesn't fit. Nearest: 2",
+        ),
+        (["--trainer.strategy=hanyo"], "invalid strategy name: `strategy='hanyo'`"),
+        (["--model=plain_model.Late"], "found out late"),
+    ],
+)
+def test_a_mistake_is_one_readable_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert play("fit", "--model=plain_model.Model", *QUIET, *arguments) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Seed set")]
+    mistakes = [line for line in errors if line.startswith("hanayo: error: ")]
+    assert len(mistakes) == 1 and said in mistakes[0]
+    assert not any("Traceback" in line or "Subtypes" in line for line in errors)
+
+
+def test_a_wrong_key_in_a_file_is_named_with_the_nearest(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "wrong.yaml").write_text(
+        "trainer:\n  strategy:\n    class_path: plain_model.Picky\n    init_args:\n      num_wave: 2\n"
+    )
+    assert play("fit", "--model=plain_model.Model", "--config=wrong.yaml") == 2
+    assert "unknown option 'num_wave'; did you mean 'num_waves'?" in capsys.readouterr().err
+    (here / "wrong.yaml").write_text("trainer:\n  max_step: 2\n")
+    assert play("fit", "--model=plain_model.Model", "--config=wrong.yaml") == 2
+    assert "unknown option 'trainer.max_step'; did you mean 'trainer.max_steps'?" in capsys.readouterr().err
+
+
+def test_the_cause_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANAYO_DEBUG", "1")
+    with pytest.raises(HanayoError, match="found out late"):
+        play("fit", "--model=plain_model.Late", *QUIET)
+
+
+def test_without_a_key_runs_stay_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert play("fit", "--model=plain_model.Model", *QUIET) == 0
+    assert os.environ["WANDB_MODE"] == "offline"

@@ -1,0 +1,47 @@
+"""Every YAML of every recipe parses with the command line, builds its objects, and agrees with itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_hanayo.cli.trainer import WaveCLI
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CONFIGS = sorted(RECIPES.rglob("*.yaml"))
+
+
+class Built(WaveCLI):
+    """The command line up to the moment in which the training would start."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Stop here."""
+
+
+def layers(config: Path) -> list[Path]:
+    """The configurations to pass for `config`: itself, after the one it is laid over, if it has no model of its own."""
+    return [config] if "model" in yaml.safe_load(config.read_text()) else [config.parent / "wave.yaml", config]
+
+
+def test_there_are_recipes() -> None:
+    assert CONFIGS
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=[str(config.relative_to(RECIPES)) for config in CONFIGS])
+def test_config_builds(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    built = Built(["fit", *(part for layer in layers(config) for part in ("--config", str(layer)))])
+    options: dict[str, Any] = dict(built.config["fit"]["trainer"])
+
+    assert built.datamodule.context <= built.model.hparams["context"]
+    assert built.datamodule.vocab_size <= built.model.hparams["vocab_size"]
+    assert options["max_steps"] % options["val_check_interval"] == 0, "the last step is followed by a validation"
+    assert built.model.hparams["decay_steps"] in (1000, options["max_steps"]), "the cosine ends where training does"
+    assert str(options["default_root_dir"]).startswith("runs/")
+
+
+def test_the_single_process_sees_the_same_batch_as_the_wave() -> None:
+    wave, single = (yaml.safe_load((RECIPES / "gpt" / f"{name}.yaml").read_text()) for name in ("wave", "single"))
+    ranks = wave["trainer"]["strategy"]["init_args"]["data_parallel_size"]
+    assert single["data"]["init_args"]["batch_size"] == ranks * wave["data"]["init_args"]["batch_size"]

@@ -52,6 +52,11 @@ def test_equals_the_whole_batch(pool: Pool, case: str, layout: Layout) -> None:
     assert_close(run(pool, training, layout).weights, plain(pool, training).weights, tolerance)
 
 
+def test_data_ranks_weigh_by_their_labels(pool: Pool) -> None:
+    training = AWKWARD["uneven labels"]
+    assert_close(run(pool, training, Layout(2, 1, 2)).weights, plain(pool, training).weights, 1e-10)
+
+
 @pytest.mark.parametrize("case", ["a ragged batch", "fewer samples than micro-batches", "a frozen embedding"])
 def test_to_the_last_bit(pool: Pool, case: str) -> None:
     training = AWKWARD[case]

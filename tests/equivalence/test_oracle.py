@@ -39,6 +39,9 @@ def test_they_agree_in_double_precision(pool: Pool, kind: str) -> None:
     assert_close(by_hand(pool, training).weights, plain(pool, training).weights, 1e-10)
 
 
-def test_they_agree_over_data_ranks(pool: Pool) -> None:
-    training = Training(models.MLP, partial(models.vectors, (8, 8, 8)), torch.float64, accumulate=2, clip=0.1)
+@pytest.mark.parametrize("kind", ["mlp", "masked"])
+def test_they_agree_over_data_ranks(pool: Pool, kind: str) -> None:
+    model, batches, weight = KINDS[kind]
+    training = Training(model, partial(batches, (8, 8, 8)), torch.float64, accumulate=2, clip=0.1, loss_weight=weight)
     assert_close(by_hand(pool, training, data=2).weights, plain(pool, training).weights, 1e-10)
+    assert_same_training(by_hand(pool, training, data=2), plain(pool, training))

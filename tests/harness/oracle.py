@@ -49,13 +49,17 @@ def loop(training: Training, data: int, num_microbatches: int) -> Outcome:
     outcome = Outcome()
     windows: list[Gradients] = [{} for _ in range(data)]
     for step, steps_now, shares in _timetable(training, data):
+        rows = [split(batch, num_microbatches) for batch in shares]
+        counts = [[_count(micro_batch, training.loss_weight) for micro_batch in row] for row in rows]
         losses = []
-        for window, batch in zip(windows, shares, strict=True):
-            loss, fresh = _batch(module, batch, training, num_microbatches, 1 / (training.accumulate * data))
-            losses.append(loss)
+        for window, row, count in zip(windows, rows, counts, strict=True):
+            # By samples every data rank weighs the same, as in DDP; otherwise by what it counts.
+            total = data * sum(count) if training.loss_weight == "samples" else sum(map(sum, counts))
+            loss, fresh = _batch(module, row, [number / total / training.accumulate for number in count])
+            losses.append(loss * training.accumulate)
             for parameter, gradient in fresh.items():
                 window[parameter] = window[parameter] + gradient if parameter in window else gradient
-        outcome.losses.append(sum(losses) / data)
+        outcome.losses.append(sum(losses))
         if steps_now:
             _reduce(windows)
             if step == 0:
@@ -80,19 +84,14 @@ def _timetable(training: Training, data: int) -> Iterator[tuple[int, bool, list[
                 return
 
 
-def _batch(
-    module: Any, batch: Batch, training: Training, num_microbatches: int, scale: float
-) -> tuple[float, Gradients]:
-    """A batch's mean loss, and the gradients of `scale` times it."""
-    micro_batches = split(batch, num_microbatches)
-    weights = [_weight(micro_batch, training.loss_weight) for micro_batch in micro_batches]
+def _batch(module: Any, micro_batches: list[Batch], weights: list[float]) -> tuple[float, Gradients]:
+    """The weighted sum of the micro-batches' losses, and its gradients."""
     module.zero_grad(set_to_none=True)
     total = 0.0
     for micro_batch, weight in zip(micro_batches, weights, strict=True):
-        share = weight / sum(weights)
         loss = module.training_step(micro_batch, 0)
-        (loss * (share * scale)).backward()
-        total += loss.item() * share
+        (loss * weight).backward()
+        total += loss.item() * weight
     fresh = {parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None}
     module.zero_grad(set_to_none=True)
     return total, fresh
@@ -120,7 +119,7 @@ def split(batch: Batch, num_microbatches: int) -> list[Batch]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _weight(micro_batch: Batch, loss_weight: Any) -> float:
+def _count(micro_batch: Batch, loss_weight: Any) -> float:
     if loss_weight == "samples":
         return len(next(iter(micro_batch.values())))
     if loss_weight == "tokens":

@@ -122,5 +122,15 @@ def test_nothing_is_left_at_the_end() -> None:
     child, *_ = pool.run(2, start_a_child)
     mine = [child, *(process.pid for process in psutil.Process(pool._zygote.pid).children())]
     pool.close()
-    psutil.wait_procs([psutil.Process(pid) for pid in mine if psutil.pid_exists(pid)], timeout=5)
-    assert not [pid for pid in mine if psutil.pid_exists(pid)]
+    deadline = time.monotonic() + 5.0
+    while any(map(is_running, mine)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [pid for pid in mine if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is more than an entry that nobody has collected yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -4,7 +4,7 @@ rank 0    embedding, head   block 0  .  .  block 3  block 4  .  .  block 7      
 rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .          `meta` parameters
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,8 +65,8 @@ class Ownership:
                 )
 
 
-def leave_out(model: nn.Module, modules: Iterable[nn.Module], keep: set[nn.Parameter]) -> None:
-    """Replace the parameters and buffers of `modules` by `meta` placeholders, but for those in `keep`.
+def leave_out(modules: Iterable[nn.Module], keep: set[nn.Parameter], *, buffers: bool = True) -> None:
+    """Replace the parameters (and buffers) of `modules` by `meta` placeholders, but for those in `keep`.
 
     Placeholders are new Parameters with the same shape, dtype, requires_grad and ties; optimizers, parameter groups and
     state dicts keep their single-process indices and names.
@@ -77,7 +77,7 @@ def leave_out(model: nn.Module, modules: Iterable[nn.Module], keep: set[nn.Param
             if parameter is not None and parameter not in keep:
                 module._parameters[name] = _placeholder(parameter, known)  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffers and buffer is not None:
                 module._buffers[name] = buffer.to("meta")
 
 
@@ -96,8 +96,3 @@ def outside_modules(model: nn.Module, stack: Stack) -> Sequence[nn.Module]:
     """The modules that aren't blocks, nor parts of one."""
     inside = {part for block in stack.blocks for part in block.modules()}
     return [module for module in model.modules() if module not in inside]
-
-
-def stage_costs(costs: Mapping[int, float], stages: Sequence[range]) -> list[float]:
-    """The cost of each stage, from the cost of each block."""
-    return [sum(costs[i] for i in run) for run in stages]

@@ -30,7 +30,7 @@ def install(blocks: Sequence[nn.Module]) -> None:
     for block in blocks:
         if _INNER not in vars(block):
             object.__setattr__(block, _INNER, vars(block).get("forward"))
-            block.forward = MethodType(_bridged, block)
+            block.forward = MethodType(forward, block)
 
 
 def remove(blocks: Sequence[nn.Module]) -> None:
@@ -43,7 +43,8 @@ def remove(blocks: Sequence[nn.Module]) -> None:
                 block.forward = inner
 
 
-def _bridged(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What stands for the block's forward: a step's visitor is asked first. Its name is what pickle looks up."""
     visitor = current_visitor()
     if visitor is None:
         return run(block, *args, **kwargs)

@@ -45,6 +45,10 @@ class Spec:
         """Size of the buffer."""
         return self.extents[-1][1] if self.extents else ALIGN
 
+    def empty(self) -> list[Tensor]:
+        """Tensors of that kind on the CPU, without values."""
+        return [torch.empty(shape, dtype=_DTYPES[dtype]) for dtype, shape, _ in self.tensors]
+
     def to_bytes(self) -> bytes:
         """As JSON: nothing that crosses is ever unpickled."""
         return json.dumps([self.skeleton, self.tensors]).encode()

@@ -1,0 +1,1 @@
+"""The checkpoint: single-process names and values, whatever the layout."""

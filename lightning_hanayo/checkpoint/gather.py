@@ -1,0 +1,64 @@
+"""The gathering: trees of tensors that lie on several pipeline ranks, brought together on rank 0, on the CPU."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hanayo.runtime.codec import Spec, spec_of
+from lightning_hanayo.runtime.packet import Packet
+from lightning_hanayo.runtime.transport import Post, Transport
+from lightning_hanayo.runtime.tree import Flattener, unflatten
+
+_TAG = 1
+
+
+def gather(transport: Transport, tree: Any) -> list[Any] | None:
+    """Rank 0 gets every rank's `tree`, in rank order; the others get None. Called by all ranks of the pipeline.
+
+    Args:
+        transport: among the ranks of the pipeline.
+        tree: tensors and plain values in dicts, lists and tuples. Tensors travel one at a time.
+    """
+    if transport.rank > 0:
+        _send(transport, tree)
+        return None
+    return [_on_cpu(tree), *(_receive(transport, rank) for rank in range(1, transport.num_ranks))]
+
+
+def _send(transport: Transport, tree: Any) -> None:
+    flattener = Flattener()
+    skeleton = flattener.flatten(tree, "state")
+    tensors = [tensor.detach().cpu() for tensor in flattener.tensors]
+    text = torch.frombuffer(bytearray(spec_of(Packet(skeleton, tuple(tensors))).to_bytes()), dtype=torch.uint8)
+    for buffer in (torch.tensor([text.numel()]), text, *tensors):
+        if buffer.numel():
+            _post(transport, "send", 0, _bytes(buffer))
+
+
+def _receive(transport: Transport, rank: int) -> Any:
+    length = torch.empty(1, dtype=torch.int64)
+    _post(transport, "receive", rank, _bytes(length))
+    text = torch.empty(int(length), dtype=torch.uint8)
+    _post(transport, "receive", rank, text)
+    spec = Spec.from_bytes(text.numpy().tobytes())
+    tensors = spec.empty()
+    for tensor in tensors:
+        if tensor.numel():
+            _post(transport, "receive", rank, _bytes(tensor))
+    return unflatten(spec.skeleton, tensors)
+
+
+def _post(transport: Transport, direction: Any, peer: int, buffer: Tensor) -> None:
+    for work in transport.start([Post(direction, peer, _TAG, buffer)]):
+        work.wait()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _on_cpu(tree: Any) -> Any:
+    flattener = Flattener()
+    skeleton = flattener.flatten(tree, "state")
+    return unflatten(skeleton, [tensor.detach().cpu() for tensor in flattener.tensors])

@@ -1,0 +1,1 @@
+"""The planner: decides which configuration runs. No torch."""

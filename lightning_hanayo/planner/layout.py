@@ -1,0 +1,152 @@
+"""The layout: which schedule over how many stages a run plays, decided before any process starts."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.schedule import CostModel, Schedule, build, schedule_names, simulate, with_loss_stage
+
+WAVES = (1, 2, 4, 8)
+"""what `num_waves="auto"` tries"""
+MESSAGE = 0.05
+"""one hop in T_F, taken as a guess while nothing is measured: between the paper's NVLink and PCIe clusters"""
+_WAVE = "hanayo"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Schedule, stages and micro-batches of one pipeline.
+
+    Example:
+        >>> choose(num_ranks=2, num_blocks=8).num_waves
+        2
+    """
+
+    schedule: str
+    num_ranks: int
+    num_waves: int
+    num_microbatches: int
+    activation_budget: float | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that hold blocks; a loop's loss stage holds none."""
+        table = self.table(self.num_microbatches)
+        return table.num_stages - table.loss_stage
+
+    def table(self, num_microbatches: int) -> Schedule:
+        """The schedule for a batch of that many micro-batches, ending on rank 0, where the loss is."""
+        return _table(self, num_microbatches)
+
+    def predict(self) -> float:
+        """The bubble of a whole batch, simulated with T_B = 2 T_F and `MESSAGE`."""
+        return simulate(self.table(self.num_microbatches), _COSTS).bubble_ratio
+
+
+_COSTS = CostModel(message=MESSAGE)
+
+
+@cache
+def _table(layout: Layout, num_microbatches: int) -> Schedule:
+    if layout.schedule.endswith(".csv"):
+        return _part(with_loss_stage(Schedule.from_csv(layout.schedule)), num_microbatches)
+    schedule = build(
+        layout.schedule,
+        num_ranks=layout.num_ranks,
+        num_microbatches=num_microbatches,
+        num_waves=layout.num_waves,
+        num_stages_per_rank=2 * layout.num_waves if layout.schedule == "interleaved" else None,
+        activation_budget=layout.activation_budget,
+    )
+    return with_loss_stage(schedule)
+
+
+def _part(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """A table for the first micro-batches only: what is left of a valid order is a valid order."""
+    if num_microbatches > schedule.num_microbatches:
+        raise HanayoError(
+            f"{schedule.name} is a table for {schedule.num_microbatches} micro-batches, and a batch has "
+            f"{num_microbatches}; set num_microbatches={schedule.num_microbatches}"
+        )
+    actions = tuple(
+        tuple(action for action in row if action.microbatch is None or action.microbatch < num_microbatches)
+        for row in schedule.actions
+    )
+    return Schedule(schedule.name, schedule.stage_ranks, actions, num_microbatches, schedule.loss_stage)
+
+
+def choose(
+    *,
+    num_ranks: int,
+    num_blocks: int,
+    num_waves: int | Literal["auto"] = "auto",
+    num_microbatches: int | Literal["auto"] = "auto",
+    schedule: str = "auto",
+    activation_budget: float | None = None,
+) -> Layout:
+    """The layout with what is `"auto"` chosen: the wave, two micro-batches per rank, the W that simulates best.
+
+    Raises:
+        HanayoError: an unknown schedule, or fewer blocks than stages; the message names the nearest that fit.
+    """
+    name = check_schedule(schedule)
+    if num_microbatches == "auto":
+        num_microbatches = _from_table(name) or (2 * num_ranks if num_ranks > 1 else 1)
+    waves = [num_waves] if num_waves != "auto" else list(WAVES) if name in (_WAVE, "interleaved") else [1]
+    layouts = [Layout(name, num_ranks, wave, num_microbatches, activation_budget) for wave in waves]
+    fitting = [layout for layout in layouts if _check_ranks(layout).num_stages <= num_blocks]
+    if not fitting:
+        raise HanayoError(_too_few(layouts[0], num_blocks))
+    return min(fitting, key=lambda layout: simulate(layout.table(num_microbatches), _COSTS).makespan)
+
+
+def check_schedule(name: str) -> str:
+    """The schedule that `name` means.
+
+    Raises:
+        HanayoError: there is no such schedule, or training can't play it.
+    """
+    if name == "auto":
+        return _WAVE
+    if name == "chimera":
+        raise HanayoError(
+            "schedule='chimera' needs the loss on two ranks at once; HanayoStrategy plays the user's training_step on "
+            "one. The wave (schedule='hanayo') has its bubble, and the weights once."
+        )
+    if name.endswith(".csv"):
+        if not Path(name).is_file():
+            raise HanayoError(f"schedule={name!r}: there is no such file")
+        return name
+    if name not in schedule_names():
+        raise HanayoError(f"schedule={name!r} is unknown; {nearest(name, [*schedule_names(), 'auto'])}")
+    return name
+
+
+def _from_table(name: str) -> int | None:
+    return Schedule.from_csv(name).num_microbatches if name.endswith(".csv") else None
+
+
+def _check_ranks(layout: Layout) -> Layout:
+    table = layout.table(layout.num_microbatches)
+    if table.num_ranks != layout.num_ranks:
+        raise HanayoError(f"{layout.schedule} is a table for {table.num_ranks} pipeline ranks, not {layout.num_ranks}")
+    return layout
+
+
+def _too_few(layout: Layout, num_blocks: int) -> str:
+    per_rank = layout.num_stages // layout.num_ranks
+    valid = [(ranks, waves) for waves in range(layout.num_waves, 0, -1) for ranks in range(layout.num_ranks, 0, -1)
+             if _stages(layout, ranks, waves) <= num_blocks]  # fmt: skip
+    valid.sort(key=lambda size: (layout.num_ranks - size[0], layout.num_waves - size[1]))
+    choices = " or ".join(f"pipeline_parallel_size={ranks}, num_waves={waves}" for ranks, waves in valid[:2])
+    return (
+        f"the stack has {num_blocks} blocks, but {layout.schedule} over {layout.num_ranks} pipeline ranks with "
+        f"num_waves={layout.num_waves} has {layout.num_stages} stages ({per_rank} per rank), and every stage needs a "
+        f"block. " + (f"Nearest that fit: {choices}." if choices else "A pipeline needs at least two blocks.")
+    )
+
+
+def _stages(layout: Layout, ranks: int, waves: int) -> int:
+    return layout.num_stages // (layout.num_ranks * layout.num_waves) * ranks * waves

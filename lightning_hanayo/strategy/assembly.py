@@ -1,0 +1,167 @@
+"""The assembly: the one place where partition, runtime and the planner's layout become a pipeline."""
+
+from collections.abc import Callable, Sequence
+
+
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.partition.cut import cut
+from lightning_hanayo.partition.ownership import Ownership, leave_out, outside_modules
+from lightning_hanayo.partition.profile import profile
+from lightning_hanayo.partition.stack import Stack, find_stack, num_outside
+from lightning_hanayo.planner.layout import Layout, choose
+from lightning_hanayo.runtime import bridge
+from lightning_hanayo.runtime.chain import Chain
+from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.mail import Mail
+from lightning_hanayo.runtime.process_group import OnFailure, ProcessGroupTransport
+from lightning_hanayo.runtime.reduction import Reduction
+from lightning_hanayo.runtime.shared_gradients import SharedGradients
+from lightning_hanayo.runtime.stage import FirstStage, LastStage, MiddleStage, Stage
+from lightning_hanayo.runtime.trace import Trace
+from lightning_hanayo.runtime.transport import Transport
+from lightning_hanayo.runtime.user_step import UserStep
+from lightning_hanayo.strategy.groups import Groups
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.pipeline import Entering, Pipeline
+from lightning_hanayo.topology import Topology
+
+
+def layout_of(model: nn.Module, options: Options, topology: Topology) -> tuple[Stack, Layout]:
+    """The model's stack and the layout it gets. Needs no process group: what is wrong is known before any starts.
+
+    Raises:
+        HanayoError: no stack, or too few blocks.
+    """
+    stack = find_stack(model, options.blocks)
+    layout = choose(
+        num_ranks=topology.pipe,
+        num_blocks=len(stack),
+        num_waves=options.num_waves,
+        num_microbatches=options.num_microbatches,
+        schedule=options.schedule,
+        activation_budget=options.activation_budget,
+    )
+    if not isinstance(options.balance, str) and len(options.balance) != len(stack):
+        raise HanayoError(f"balance has {len(options.balance)} costs, but {stack.name} has {len(stack)} blocks")
+    return stack, layout
+
+
+def assemble(
+    model: nn.Module,
+    options: Options,
+    topology: Topology,
+    groups: Groups,
+    *,
+    device: torch.device,
+    example: Callable[[], object] | None,
+    on_failure: OnFailure,
+) -> Pipeline:
+    """Cut `model` into this rank's stages and connect them. Called by all ranks of the world.
+
+    Args:
+        model: the whole model, the same on all ranks; afterwards other ranks' parameters are placeholders.
+        options: as `HanayoStrategy` got them.
+        topology: where the ranks lie.
+        groups: this rank's process groups.
+        device: where the model shall lie.
+        example: runs the model once, for `balance="time"`.
+        on_failure: what to do when a transfer fails.
+    """
+    stack, layout = layout_of(model, options, topology)
+    table = layout.table(layout.num_microbatches)
+    runs = cut_stack(model, stack, layout, options, example)
+    ownership = Ownership(stack, tuple([*runs, *([range(0)] if table.loss_stage else [])]), table.stage_ranks)
+    transport = ProcessGroupTransport(
+        groups.pipe_ranks, control=groups.control, down=groups.down, up=groups.up, device=device, on_failure=on_failure
+    )
+    own = keep_own(model, ownership, transport.rank)
+    move(model, device)
+    return _connect(model, layout, ownership, transport, own, groups.data)
+
+
+def cut_stack(
+    model: nn.Module, stack: Stack, layout: Layout, options: Options, example: Callable[[], object] | None
+) -> list[range]:
+    """The blocks of each stage, the same on all ranks."""
+    if options.balance == "parameters":
+        blocks = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
+        return cut(blocks, layout.num_stages, last=num_outside(model, stack))
+    if options.balance != "time":
+        return cut([float(cost) for cost in options.balance], layout.num_stages)
+    if example is None:
+        raise HanayoError("balance='time' runs the model once on `example_input_array`; the LightningModule has none")
+    costs, outside = profile(stack, example)
+    measured = torch.tensor([*costs, outside], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.broadcast(measured, src=0)  # every rank measures, one counts
+    *costs, outside = measured.tolist()
+    return cut(costs, layout.num_stages, last=outside)
+
+
+def keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Parameter]:
+    """Leave out what other pipeline ranks own; return what this one trains, in the model's order."""
+    ownership.check(model)
+    own_stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
+    kept = {p for stage in own_stages for p in ownership.stage_parameters(model, stage)}
+    if rank > 0:
+        leave_out(outside_modules(model, ownership.stack), kept, buffers=False)
+    own_blocks = {block for stage in own_stages for block in ownership.blocks(stage)}
+    for block in ownership.stack.blocks:
+        if block not in own_blocks:
+            leave_out(block.modules(), kept)
+    missing = [name for name, parameter in model.named_parameters() if parameter in kept and parameter.is_meta]
+    if missing:
+        raise UnsupportedError(
+            f"{missing[0]} has no values: the model was built on the meta device, or is placed for another layout. "
+            f"Build it on the CPU, in __init__ or in configure_model."
+        )
+    return [parameter for parameter in model.parameters() if parameter in kept]
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move what this rank holds to `device`; placeholders stay where they are."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def _connect(
+    model: nn.Module,
+    layout: Layout,
+    ownership: Ownership,
+    transport: Transport,
+    own: list[nn.Parameter],
+    data: dist.ProcessGroup | None,
+) -> Pipeline:
+    stack, rank = ownership.stack, transport.rank
+    bridge.install(stack.blocks)
+    entering = Entering()
+    user = UserStep(stack.blocks, len(ownership.stages[0]), stack.name, entering)
+    shared = SharedGradients()
+    first = FirstStage(user, shared)
+    count = len(ownership.stages)
+    last = LastStage(ownership.blocks(count - 1), user, first, shared)
+    own_stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
+    kinds: dict[int, Stage] = {0: first, count - 1: last}
+    stages = {stage: kinds.get(stage) or MiddleStage(ownership.blocks(stage)) for stage in own_stages}
+    reduction = Reduction({stage: ownership.stage_parameters(model, stage) for stage in own_stages}, data)
+    engine = Engine(stages, Mail(transport), reduction.start, Trace())
+    return Pipeline(
+        layout, ownership, rank, engine, Chain(transport), reduction, user, last, entering, own
+    )
+
+
+def disconnect(pipeline: Pipeline) -> None:
+    """End the threads and give the blocks their own forward back."""
+    pipeline.close()
+    bridge.remove(pipeline.ownership.stack.blocks)
+
+
+def tensors_of(model: nn.Module) -> Sequence[torch.Tensor]:
+    """All values of a model that is whole: what the ranks must agree on."""
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+
+

@@ -1,0 +1,49 @@
+"""The groups: the process groups of a topology, as one rank sees them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_hanayo.topology import Topology
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A group is None where it would hold one rank. `control` and `data_control` carry CPU tensors (gloo)."""
+
+    pipe_ranks: tuple[int, ...]
+    control: dist.ProcessGroup
+    down: dist.ProcessGroup
+    up: dist.ProcessGroup
+    data: dist.ProcessGroup | None
+    data_control: dist.ProcessGroup | None
+
+    @staticmethod
+    def create(topology: Topology, rank: int, device: torch.device, timeout: timedelta) -> "Groups":
+        """Called by all ranks of the world, in the same order."""
+
+        def mine(axis: str, backend: str | None) -> dist.ProcessGroup:
+            group: dist.ProcessGroup
+            group, _ = dist.new_subgroups_by_enumeration(
+                [list(ranks) for ranks in topology.groups(axis)], timeout=timeout, backend=backend
+            )
+            return group
+
+        on_gpu = device.type != "cpu"
+        control = mine("pipe", "gloo")
+        down, up = (mine("pipe", None), mine("pipe", None)) if on_gpu else (control, control)
+        data_control = mine("data", "gloo") if topology.data > 1 else None
+        data = mine("data", None) if on_gpu and topology.data > 1 else data_control
+        return Groups(topology.group_of(rank, "pipe"), control, down, up, data, data_control)
+
+
+def agree(tensors: list[torch.Tensor]) -> None:
+    """Give all ranks of the world rank 0's values, as if the model had been built once."""
+    for tensor in tensors:
+        dist.broadcast(tensor.contiguous() if tensor.is_contiguous() else tensor, src=0)
+
+
+Finder = Callable[[], Groups]

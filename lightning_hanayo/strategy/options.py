@@ -1,0 +1,56 @@
+"""The options of `HanayoStrategy`, checked when it is constructed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
+from lightning_hanayo.planner.layout import check_schedule
+from lightning_hanayo.strategy.loss_weight import LossWeight
+
+AutoInt = Literal["auto"] | int
+
+
+@dataclass(frozen=True)
+class Options:
+    """As `HanayoStrategy` documents them."""
+
+    pipeline_parallel_size: AutoInt
+    num_waves: AutoInt
+    cube: int | tuple[int, int, int]
+    data_parallel_size: AutoInt
+    num_microbatches: AutoInt
+    blocks: str | None
+    loss_weight: LossWeight
+    activation_budget: float | None
+    cube_outside: Literal["share", "replicate"]
+    schedule: str
+    balance: Literal["parameters", "time"] | Sequence[float]
+    start_method: Literal["popen"]
+    timeout: timedelta
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches"):
+            value = getattr(self, name)
+            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise HanayoError(f"{name}={value!r}: expected 'auto' or a whole number from 1 on")
+        self._choice("cube_outside", ("share", "replicate"))
+        self._choice("start_method", ("popen",))
+        if isinstance(self.balance, str):
+            self._choice("balance", ("parameters", "time"))
+        if not callable(self.loss_weight):
+            self._choice("loss_weight", ("samples", "tokens"))
+        if self.activation_budget is not None and self.activation_budget <= 0:
+            raise HanayoError(f"activation_budget={self.activation_budget}: expected a positive number of M_a, or None")
+        if self.cube not in (1, (1, 1, 1)):
+            raise UnsupportedError(f"cube={self.cube}: 3-D tensor parallelism isn't there yet; leave cube=1")
+        check_schedule(self.schedule)
+
+    def _choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value: Any = getattr(self, name)
+        if value not in choices:
+            raise HanayoError(f"{name}={value!r} is unknown; {nearest(str(value), choices)}")
+
+
+Check = Callable[[], None]

@@ -1,0 +1,122 @@
+"""The pipeline: one data replica's ranks, and what one of them does with a batch."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_hanayo.partition.ownership import Ownership
+from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.runtime import microbatches
+from lightning_hanayo.runtime.chain import Chain
+from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.program import Program
+from lightning_hanayo.runtime.reduction import Reduction
+from lightning_hanayo.runtime.stage import LastStage
+from lightning_hanayo.runtime.user_step import UserStep
+from lightning_hanayo.schedule import forward_only
+from lightning_hanayo.strategy.loss_weight import Shares
+
+StepOf = Callable[[Any], Any]
+"""The user's step on one micro-batch."""
+SharesOf = Callable[[Sequence[Any]], Shares]
+
+
+class Log(Protocol):
+    """What collects the log calls of a batch's micro-batches."""
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """Open while they run."""
+
+    def enter(self, microbatch: int) -> None:
+        """That micro-batch's user code runs next."""
+
+
+LogOf = Callable[[Sequence[Any], Sequence[float]], Log]
+"""Makes the log of a batch from its micro-batches and their shares."""
+
+
+class Entering:
+    """Tells the current batch's log which micro-batch's code runs next."""
+
+    log: Log | None = None
+
+    def __call__(self, microbatch: int) -> None:
+        if self.log is not None:
+            self.log.enter(microbatch)
+
+
+@dataclass
+class Pipeline:
+    """One rank's part of it. On pipeline rank 0 `user` and `last` play the user's step."""
+
+    layout: Layout
+    ownership: Ownership
+    rank: int
+    engine: Engine
+    chain: Chain
+    reduction: Reduction
+    user: UserStep
+    last: LastStage
+    entering: Entering
+    trained: list[nn.Parameter]
+    """the parameters this rank holds"""
+    _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
+
+    def train(
+        self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool
+    ) -> Any:
+        """Run forward and backward of a batch. Called by all ranks; only rank 0's arguments count.
+
+        Args:
+            batch: what is cut into micro-batches.
+            step: the user's `training_step`.
+            shares_of: each micro-batch's share in the loss.
+            log_of: merges what the step logs.
+            scale: the gradient of the loss.
+            reduce: whether to sum gradients over data ranks.
+
+        Returns:
+            On pipeline rank 0 the step's results, merged; None elsewhere. The gradients are in `.grad`.
+        """
+        return self._play(batch, step, shares_of, log_of, scale=scale, reduce=reduce, train=True)
+
+    def evaluate(self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf) -> Any:
+        """Run the forward of a batch; as `train`."""
+        return self._play(batch, step, shares_of, log_of, scale=1.0, reduce=False, train=False)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.user.stop()
+
+    def _play(
+        self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool, train: bool
+    ) -> Any:
+        if self.rank > 0:
+            self._run(*self.chain.share(), train=train, reduce=reduce)
+            return None
+        parts = microbatches.sizes(microbatches.num_samples(batch), self.layout.num_microbatches)
+        pieces = microbatches.split(batch, parts)
+        shares = shares_of(pieces)
+        log = self.entering.log = log_of(pieces, shares.of_batch)
+        self.user.begin(lambda m: step(pieces[m]))
+        self.last.weights = [weight * scale for weight in shares.of_gradient]
+        kind = f"train={train} reduce={reduce} grad={torch.is_grad_enabled()}"
+        with log.collecting():
+            self._run(*self.chain.share([len(parts), microbatches.signature(batch, parts, kind)]), train=train, reduce=reduce)
+        results = [self.last.results.pop(m) for m in range(len(parts))]
+        return microbatches.merge(results, parts, shares.of_batch)
+
+    def _run(self, num_microbatches: int, signature: int, *, train: bool, reduce: bool) -> None:
+        self.engine.play(self._program(num_microbatches, train), signature, reduce=reduce)
+        self.reduction.finish()
+
+    def _program(self, num_microbatches: int, train: bool) -> Program:
+        key = (num_microbatches, train)
+        if key not in self._programs:
+            table = self.layout.table(num_microbatches)
+            self._programs[key] = Program.of(table if train else forward_only(table), self.rank)
+        return self._programs[key]

@@ -1,0 +1,424 @@
+"""The strategy: Lightning's hooks, each a signpost to where its work is done."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
+from lightning_hanayo.runtime.handover import Handover
+from lightning_hanayo.runtime.stage import loss_of
+from lightning_hanayo.strategy import data, lightning_internals, refusals
+from lightning_hanayo.strategy.assembly import assemble, disconnect, layout_of, tensors_of
+from lightning_hanayo.strategy.clip import clip_by_norm
+from lightning_hanayo.strategy.failure import Failures, leave
+from lightning_hanayo.strategy.groups import Groups, agree
+from lightning_hanayo.strategy.launcher import CheckingLauncher
+from lightning_hanayo.strategy.lightning_internals import MicrobatchLog
+from lightning_hanayo.strategy.loss_weight import Shares, shares
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.pipeline import Pipeline
+from lightning_hanayo.strategy.precision import adapt
+from lightning_hanayo.topology import Topology, resolve
+
+
+class HanayoStrategy(ParallelStrategy):
+    """Trains a LightningModule as a wave pipeline (Hanayo, SC'23), beside data parallelism.
+
+    The module stays as it is. Its stack of blocks is cut into stages that lie in a zig-zag over the pipeline ranks; its
+    `training_step` runs on pipeline rank 0, once for each micro-batch.
+
+    Example:
+        >>> trainer = L.Trainer(accelerator="cpu", devices=4, strategy="hanayo")
+        >>> trainer = L.Trainer(devices=8, strategy=HanayoStrategy(pipeline_parallel_size=4, data_parallel_size=2))
+
+    Args:
+        pipeline_parallel_size: P, the ranks a model is spread over; "auto": what data and cube leave over.
+        num_waves: W; each pipeline rank holds 2W stages. More waves, smaller bubbles, more messages; "auto": the best
+            simulated.
+        cube: 3-D tensor parallelism inside each stage: 1, p for a p x p x p cube, or (x, y, z). Only 1 so far.
+        data_parallel_size: D, pipelines that train side by side on other data; "auto": what pipeline and cube leave over.
+        num_microbatches: B, the pieces a batch is cut into; a batch with fewer samples is cut into fewer. "auto": 2P.
+        blocks: qualified name of the block stack, as "model.layers"; None: the outermost list of like blocks that holds
+            the most parameters.
+        loss_weight: a micro-batch's share in the mean loss: "samples", "tokens" (labels that aren't -100), or a function
+            of the micro-batch that returns a number.
+        activation_budget: the most activations a rank may hold, in those of one micro-batch (M_a); None: P.
+        cube_outside: what a cube's ranks see of a micro-batch outside the stack: "share" or "replicate".
+        schedule: the name of a schedule, the path of a CSV action table, or "auto": the wave.
+        balance: what blocks cost when the stack is cut: "parameters", "time" (measured on `example_input_array`), or one
+            number per block.
+        start_method: how processes are started where nobody else does: "popen" runs the script again for each.
+        timeout: how long a transfer may take before it counts as failed.
+
+    Raises:
+        HanayoError: a bad value, before any process starts; so are sizes that don't multiply to the number of processes.
+    """
+
+    strategy_name = "hanayo"
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | Literal["auto"] = "auto",
+        num_waves: int | Literal["auto"] = "auto",
+        cube: int | tuple[int, int, int] = 1,
+        data_parallel_size: int | Literal["auto"] = 1,
+        num_microbatches: int | Literal["auto"] = "auto",
+        blocks: str | None = None,
+        loss_weight: Literal["samples", "tokens"] | Callable[[Any], float] = "samples",
+        activation_budget: float | None = None,
+        cube_outside: Literal["share", "replicate"] = "share",
+        schedule: str = "auto",
+        *,
+        balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
+        start_method: Literal["popen"] = "popen",
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        super().__init__()
+        self.options = Options(
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_waves=num_waves,
+            cube=cube,
+            data_parallel_size=data_parallel_size,
+            num_microbatches=num_microbatches,
+            blocks=blocks,
+            loss_weight=loss_weight,
+            activation_budget=activation_budget,
+            cube_outside=cube_outside,
+            schedule=schedule,
+            balance=balance,
+            start_method=start_method,
+            timeout=timeout,
+        )
+        self.num_nodes = 1
+        self._topology: Topology | None = None
+        self._groups: Groups | None = None
+        self._failures: Failures | None = None
+        self._pipeline: Pipeline | None = None
+        self._accumulating = False
+
+    # where this process lies
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks' places; known once the Trainer is there."""
+        assert self._topology is not None, "the topology is known once the Trainer is constructed"
+        return self._topology
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """This rank's part of the pipeline; there while the Trainer runs."""
+        assert self._pipeline is not None, "the pipeline is there while the Trainer runs"
+        return self._pipeline
+
+    @property
+    def groups(self) -> Groups:
+        """This rank's process groups; there once the processes have met."""
+        assert self._groups is not None, "the process groups are there once the processes have met"
+        return self._groups
+
+    @property
+    def data_rank(self) -> int:
+        """This process's place on the data axis."""
+        return self.topology.coordinates(self.global_rank)[0]
+
+    @property
+    def pipe_rank(self) -> int:
+        """This process's place on the pipe axis."""
+        return self.topology.coordinates(self.global_rank)[1]
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on one node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning shall give each data rank its own share of the samples."""
+        return self.topology.data > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.topology.data, "rank": self.data_rank}
+
+    # start
+
+    def set_world_ranks(self) -> None:
+        """Called when the Trainer is constructed, and again in each process."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        self._topology = resolve(
+            self.num_nodes * self.num_processes,
+            pipeline_parallel_size=self.options.pipeline_parallel_size,
+            data_parallel_size=self.options.data_parallel_size,
+            cube=self.options.cube,
+        )
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = CheckingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher.check = self._check_before_launch
+
+    def _check_before_launch(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        refusals.check_module(module, self)
+        if not lightning_internals.defines_model_late(module):
+            layout_of(module, self.options, self.topology)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        backend = _get_default_process_group_backend_for_device(self.root_device)
+        device = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
+        if self._groups is None or not _distributed_is_initialized():
+            _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
+            self._failures = Failures(self.global_rank)
+            self._groups = Groups.create(self.topology, self.global_rank, self.root_device, self.options.timeout)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        module = self.lightning_module
+        assert self.accelerator is not None and module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(module)
+        refusals.check_module(module, self)
+        self._setup_pipeline(module)
+        self._setup_trainer(trainer, module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            refusals.check_optimizers(self.optimizers, self.topology)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _setup_pipeline(self, module: "pl.LightningModule") -> None:
+        assert self._failures is not None
+        layout_of(module, self.options, self.topology)  # the same error on all ranks, before the first message
+        if self.world_size > 1 and not any(parameter.is_meta for parameter in module.parameters()):
+            agree(tensors_of(module))
+        array = module.example_input_array
+        self._pipeline = assemble(
+            module,
+            self.options,
+            self.topology,
+            self.groups,
+            device=self.root_device,
+            example=partial(module, array) if array is not None else None,
+            on_failure=self._failures.on_transfer,
+        )
+
+    def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        lightning_internals.keep_sigterm_local(trainer)
+        lightning_internals.share_metrics(trainer, self.pipeline.chain, warns=self.topology.data > 1)
+        lightning_internals.set_metric_groups(module, self._metric_group())
+        if self.pipe_rank > 0:
+            lightning_internals.skip_transfer_hooks(module)
+        if self.topology.pipe > 1:
+            module.example_input_array = None  # summaries and graphs would run the model outside a step
+
+    def _metric_group(self) -> Any:
+        """A group of one where there is nothing to sync: None would mean the world."""
+        return self.groups.data or dist.new_group([self.global_rank], use_local_synchronization=True)
+
+    @override
+    def model_to_device(self) -> None:
+        """Done by the assembly, which knows what this rank holds."""
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = adapt(precision_plugin, self._clip) if precision_plugin is not None else None
+
+    def _clip(self, parameters: list[Tensor], max_norm: float) -> None:
+        clip_by_norm(parameters, max_norm, self.groups.control if self.topology.pipe > 1 else None)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return data.process(dataloader, self.pipeline.chain, self.pipe_rank)
+
+    # steps
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        trainer, batch_idx = module.trainer, module.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        scale = lightning_internals.expected_gradient(trainer)
+        continues = lightning_internals.continues_accumulation(trainer, batch_idx)
+        handover = Handover(self.pipeline.trained, continues=continues)
+        with self.precision_plugin.train_step_context():
+            result = self.pipeline.train(
+                batch,
+                lambda microbatch: module.training_step(microbatch, *args, **kwargs),
+                self._shares,
+                partial(MicrobatchLog, trainer),
+                scale=scale,
+                reduce=not self._accumulating,
+            )
+        handover.take()
+        if lightning_internals.reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):
+            lightning_internals.connector_of(trainer).share_live()
+        if self.pipe_rank > 0:
+            return handover.loss(torch.zeros((), device=self.root_device), scale)
+        loss = handover.loss(loss_of(result), scale)
+        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate(self.lightning_module.validation_step, batch, *args, **kwargs)  # type: ignore[union-attr]
+
+    @override
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate(self.lightning_module.test_step, batch, *args, **kwargs)  # type: ignore[union-attr]
+
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate(self.lightning_module.predict_step, batch, *args, **kwargs)  # type: ignore[union-attr]
+
+    def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        log_of = partial(MicrobatchLog, self.lightning_module.trainer)
+        return self.pipeline.evaluate(batch, lambda part: step(part, *args, **kwargs), self._shares, log_of)
+
+    def _shares(self, microbatches: Sequence[Any]) -> Shares:
+        group = self.groups.data_control
+        return shares(microbatches, self.options.loss_weight, num_data=self.topology.data, group=group)
+
+    # all ranks together
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Over the data ranks of this pipeline rank: the ranks above 0 hold no metrics."""
+        group = group or self.groups.data
+        if isinstance(tensor, Tensor) and group is not None:
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self.world_size == 1:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        group = group or self.groups.data
+        return super().all_gather(tensor, group, sync_grads) if group is not None else tensor.unsqueeze(0)
+
+    # checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        if self._pipeline is None:
+            return module.state_dict()
+        ranks = self.pipeline.ownership.rank_of_names(module)
+        return module_state(module, ranks, self.pipeline.chain.transport)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer_state(getattr(optimizer, "_optimizer", optimizer), self.pipeline.chain.transport)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_module(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer(optimizer, state)
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    # end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        try:
+            leave(self._failures, exception)
+        finally:
+            if isinstance(self._launcher, CheckingLauncher):
+                self._launcher.end()
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None:
+            lightning_internals.restore(module.trainer)
+        if self._pipeline is not None:
+            disconnect(self._pipeline)
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        if module is not None:
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None and self.cluster_environment is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        self.cluster_environment.teardown()

@@ -19,8 +19,12 @@ def write_csv(path: str | Path, lists: Lists) -> None:
 def read_csv(path: str | Path) -> Schedule:
     """The schedule in the file (see `Schedule.from_csv`)."""
     path = Path(path)
-    with open(path, newline="") as file:
-        rows = [_row(path, rank, cells) for rank, cells in enumerate(csv.reader(file))]
+    try:
+        with open(path, newline="") as file:
+            cells = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise HanayoError(f"the schedule table {path} can't be read: {error}") from None
+    rows = [_row(path, rank, row) for rank, row in enumerate(cells)]
     found = [(action, rank) for rank, row in enumerate(rows) for action in row]
     if not found:
         raise HanayoError(f"{path} holds no action; expected a row per rank with cells like 0F0, 3B2")

@@ -1,6 +1,6 @@
 """The groups: the process groups of a topology, as one rank sees them."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -40,10 +40,7 @@ class Groups:
         return Groups(topology.group_of(rank, "pipe"), control, down, up, data, data_control)
 
 
-def agree(tensors: list[torch.Tensor]) -> None:
+def agree(tensors: Iterable[torch.Tensor]) -> None:
     """Give all ranks of the world rank 0's values, as if the model had been built once."""
     for tensor in tensors:
-        dist.broadcast(tensor.contiguous() if tensor.is_contiguous() else tensor, src=0)
-
-
-Finder = Callable[[], Groups]
+        dist.broadcast(tensor.detach(), src=0)

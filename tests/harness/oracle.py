@@ -36,8 +36,7 @@ def loop(training: Training, data: int, num_microbatches: int) -> Outcome:
     """Train `training.steps` optimizer steps.
 
     Order of sums:
-        ((micro-batch 0 + 1) + 2) + 3    in a batch
-        batch 0 + batch 1                while accumulating
+        ((micro-batch 0 + 1) + 2) + 3    in a batch, and on into the next one while accumulating
         data rank 0 + data rank 1        at the optimizer step
     """
     module = build(training.model, training.dtype)
@@ -55,10 +54,8 @@ def loop(training: Training, data: int, num_microbatches: int) -> Outcome:
         for window, row, count in zip(windows, rows, counts, strict=True):
             # By samples every data rank weighs the same, as in DDP; otherwise by what it counts.
             total = data * sum(count) if training.loss_weight == "samples" else sum(map(sum, counts))
-            loss, fresh = _batch(module, row, [number / total / training.accumulate for number in count])
+            loss = _batch(module, row, [number / total / training.accumulate for number in count], window)
             losses.append(loss * training.accumulate)
-            for parameter, gradient in fresh.items():
-                window[parameter] = window[parameter] + gradient if parameter in window else gradient
         outcome.losses.append(sum(losses))
         if steps_now:
             _reduce(windows)
@@ -84,17 +81,18 @@ def _timetable(training: Training, data: int) -> Iterator[tuple[int, bool, list[
                 return
 
 
-def _batch(module: Any, micro_batches: list[Batch], weights: list[float]) -> tuple[float, Gradients]:
-    """The weighted sum of the micro-batches' losses, and its gradients."""
-    module.zero_grad(set_to_none=True)
+def _batch(module: Any, micro_batches: list[Batch], weights: list[float], window: Gradients) -> float:
+    """The weighted sum of the micro-batches' losses; their gradients are added to `window`."""
+    for parameter in module.parameters():
+        parameter.grad = window.get(parameter)
     total = 0.0
     for micro_batch, weight in zip(micro_batches, weights, strict=True):
         loss = module.training_step(micro_batch, 0)
         (loss * weight).backward()
         total += loss.item() * weight
-    fresh = {parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None}
+    window.update({parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None})
     module.zero_grad(set_to_none=True)
-    return total, fresh
+    return total
 
 
 def _reduce(windows: list[Gradients]) -> None:

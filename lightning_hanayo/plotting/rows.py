@@ -48,7 +48,7 @@ def draw_timeline(
     for span in timeline.spans:
         _draw_number(axes, span, timeline.begin, until, timeline.num_ranks)
     axes.set_xlim(0, until)
-    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
+    axes.set_ylim(max(1, timeline.num_ranks) - 0.5, -0.5)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
@@ -104,7 +104,7 @@ def legend(timelines: list[Timeline]) -> dict[str, str]:
         legs = _legs(timeline)
         num_legs = len({leg for leg in legs.values() if leg is not None})
         drawn = {span.action for span in timeline.spans if span.end > span.start and not span.action.kind.is_message}
-        for action in sorted(drawn, key=lambda action: (_ORDER.index(action.kind), legs[action.stage] or 0)):
+        for action in sorted(drawn, key=lambda action: (_ORDER.index(action.kind), action.stage)):
             entries.setdefault(name(action, legs[action.stage], num_legs), colour(action, legs[action.stage]))
     return entries
 

@@ -13,8 +13,8 @@ def schedule_text(schedule: Schedule, costs: CostModel | None = None, columns: i
 
     Example:
         >>> print(schedule_text(build("1f1b", num_ranks=2, num_microbatches=2)))
-        rank 0  F0 F1 .. .. B0    B1
-        rank 1  .. F0 B0    F1 B1 ...
+        rank 0  F0 F1 ......B0    ...B1
+        rank 1  ...F0 B0    F1 B1    ......
     """
     return timeline_text(simulate(schedule, costs), columns)
 

@@ -37,9 +37,6 @@ def _check_shape(schedule: Schedule) -> None:
                 f"schedule {schedule.name!r}: stage {stage} lies on rank {rank}, but there are rows for "
                 f"{schedule.num_ranks} ranks (0 to {schedule.num_ranks - 1})"
             )
-    empty = [rank for rank in range(schedule.num_ranks) if not schedule.stages_of(rank)]
-    if empty:
-        raise HanayoError(f"schedule {schedule.name!r}: rank {empty[0]} holds no stage; every rank needs at least one")
 
 
 def _check_cells(schedule: Schedule) -> None:
@@ -68,6 +65,9 @@ def _check_cells(schedule: Schedule) -> None:
                     schedule, here, f"{action} stands twice on rank {rank}, at places {seen[action][1]} and {place}"
                 )
             seen[action] = here
+    empty = [rank for rank in range(schedule.num_ranks) if not schedule.stages_of(rank)]
+    if empty:
+        raise HanayoError(f"schedule {schedule.name!r}: rank {empty[0]} holds no stage; every rank needs at least one")
 
 
 def _check_coverage(schedule: Schedule) -> None:

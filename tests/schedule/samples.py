@@ -1,0 +1,58 @@
+"""Schedules to try things on: every family, drawn by hypothesis or listed."""
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from lightning_hanayo.schedule import Action, Kind, Schedule, build, with_loss_stage
+
+NAMES = ("gpipe", "1f1b", "interleaved", "hanayo")
+
+
+def row(text: str) -> tuple[Action, ...]:
+    """A row of a table as a test writes it: `row("0F0 0B0")`."""
+    return tuple(Action.parse(cell) for cell in text.split())
+
+
+def table(*rows: str, stage_ranks: tuple[int, ...], num_microbatches: int) -> Schedule:
+    return Schedule("by hand", stage_ranks, tuple(map(row, rows)), num_microbatches)
+
+
+def make(name: str, num_ranks: int, num_microbatches: int, depth: int = 1) -> Schedule:
+    """`depth` waves, or stages per rank, where the schedule has such a thing."""
+    if name == "hanayo":
+        return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_waves=depth)
+    if name == "interleaved":
+        return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=depth)
+    return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def split(schedule: Schedule) -> Schedule:
+    """Each backward cut in two, W right after I; every third W waits until its rank's end."""
+
+    def rewritten(row: tuple[Action, ...]) -> tuple[Action, ...]:
+        done: list[Action] = []
+        late: list[Action] = []
+        for action in row:
+            if action.kind is not Kind.B:
+                done.append(action)
+                continue
+            done.append(replace(action, kind=Kind.I))
+            (late if len(done) % 3 == 0 else done).append(replace(action, kind=Kind.W))
+        return (*done, *late)
+
+    return replace(schedule, name=f"{schedule.name}, split", actions=tuple(map(rewritten, schedule.actions)))
+
+
+@st.composite
+def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 11) -> Schedule:
+    """Any schedule, with or without its loss stage, its backward whole or split."""
+    schedule = make(
+        draw(st.sampled_from(NAMES)),
+        draw(st.integers(1, max_ranks)),
+        draw(st.integers(1, max_microbatches)),
+        draw(st.integers(1, 3)),
+    )
+    if draw(st.booleans()):
+        schedule = with_loss_stage(schedule)
+    return split(schedule) if draw(st.booleans()) else schedule

@@ -1,0 +1,57 @@
+"""Costs of actions."""
+
+import pytest
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule import Action, CostModel, build, simulate, with_loss_stage
+
+COSTS = CostModel(forward=1.0, backward_input=2.0, backward_weight=3.0, message=0.5, gradient_reduce=8.0)
+
+
+@pytest.mark.parametrize(
+    ("action", "cost"),
+    [
+        ("0F0", 0.25),
+        ("0I0", 0.5),
+        ("0W0", 0.75),
+        ("0B0", 1.25),
+        ("0REDUCE_GRAD", 2.0),
+        ("0SEND_F0", 0.5),
+        ("1RECV_F0", 0.5),
+    ],
+)
+def test_a_stage_takes_its_part_of_a_ranks_share(action: str, cost: float) -> None:
+    schedule = build("hanayo", num_ranks=2, num_microbatches=2, num_waves=2)
+    assert COSTS.of(schedule, Action.parse(action)) == cost
+
+
+def test_a_tuple_gives_each_stages_own_time() -> None:
+    schedule = build("hanayo", num_ranks=1, num_microbatches=1)
+    costs = CostModel(forward=(1.0, 3.0), backward_input=(2.0, 0.0), backward_weight=0.5, message=(0.1,) * 2)
+    assert [costs.of(schedule, Action.parse(cell)) for cell in ("0F0", "1F0", "0B0", "1B0", "1SEND_B0")] == [
+        1,
+        3,
+        2.25,
+        0.25,
+        0.1,
+    ]
+
+
+def test_the_loss_stage_is_free_unless_told() -> None:
+    schedule = with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))
+    loss = Action.parse("2F0")
+    assert COSTS.of(schedule, Action.parse("0F0")) == 1.0
+    assert COSTS.of(schedule, loss) == 0.0
+    assert CostModel(forward=(1.0, 1.0)).of(schedule, loss) == 0.0
+    assert CostModel(forward=(1.0, 1.0, 0.5)).of(schedule, loss) == 0.5
+
+
+@pytest.mark.parametrize("value", [-1.0, (), (1.0, -1.0), float("nan")])
+def test_a_cost_is_no_negative_number(value: object) -> None:
+    with pytest.raises(HanayoError, match="a cost is a number of at least 0, or one per stage"):
+        CostModel(forward=value)  # type: ignore[arg-type]
+
+
+def test_a_tuple_of_the_wrong_length() -> None:
+    with pytest.raises(HanayoError, match="forward has 3 values, schedule '1f1b' 2 stages"):
+        simulate(build("1f1b", num_ranks=2, num_microbatches=2), CostModel(forward=(1.0, 1.0, 1.0)))

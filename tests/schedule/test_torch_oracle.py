@@ -1,0 +1,65 @@
+"""torch's own validator, lowering and simulator as an oracle: they accept every table we write."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_hanayo.schedule import Schedule, with_loss_stage
+from tests.schedule.samples import NAMES, make, split
+
+SIZES = [(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 5, 2), (3, 2, 1), (4, 4, 1), (4, 6, 2), (4, 8, 3), (5, 12, 2)]
+
+
+@pytest.fixture(scope="module")
+def torchs() -> Any:
+    return pytest.importorskip("torch.distributed.pipelining.schedules")
+
+
+def loaded(torchs: Any, path: Path, schedule: Schedule) -> tuple[Any, Callable[[int], int]]:
+    """A runtime of torch's that has read the file, without the process group and stages it would need to run."""
+    runtime = object.__new__(torchs._PipelineScheduleRuntime)
+    runtime.pipeline_order = {}
+    runtime._num_stages = schedule.num_stages
+    runtime._n_microbatches = schedule.num_microbatches
+    runtime.pp_group_size = schedule.num_ranks
+    runtime._defer_pp_recv = False
+    runtime._stages = [SimpleNamespace(stage_index_to_group_rank=None)]
+    runtime._load_csv(str(path), format="compute_only")
+    ranks = runtime.stage_index_to_group_rank
+    return runtime, ranks.__getitem__
+
+
+def variants(name: str, size: tuple[int, int, int]) -> list[Schedule]:
+    schedule = make(name, *size)
+    return [schedule, with_loss_stage(schedule), split(schedule)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", SIZES)
+def test_torch_accepts_our_tables(torchs: Any, tmp_path: Path, name: str, size: tuple[int, int, int]) -> None:
+    for schedule in variants(name, size):
+        schedule.to_csv(tmp_path / "table.csv")
+        runtime, rank_of = loaded(torchs, tmp_path / "table.csv", schedule)
+        assert tuple(rank_of(stage) for stage in range(schedule.num_stages)) == schedule.stage_ranks
+        lowered = torchs._add_send_recv(
+            {rank: list(actions) for rank, actions in runtime.pipeline_order.items()}, rank_of, schedule.num_stages
+        )
+        torchs._simulate_comms_compute(lowered, rank_of, schedule.num_stages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_reads_our_communication_too(torchs: Any, tmp_path: Path, name: str) -> None:
+    schedule = make(name, 3, 4, 2)
+    schedule.to_csv(tmp_path / "table.csv", communication=True)
+    for line in (tmp_path / "table.csv").read_text().splitlines():
+        for cell in line.split(","):
+            assert str(torchs._Action.from_str(cell)) == cell
+
+
+def test_torch_refuses_what_we_refuse(torchs: Any, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("0F0,0B0\n1F0\n")
+    with pytest.raises(AssertionError):
+        loaded(torchs, tmp_path / "table.csv", make("1f1b", 2, 1))

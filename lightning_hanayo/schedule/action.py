@@ -29,6 +29,8 @@ class Kind(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
     """the stage's weight gradients are summed over the data axis"""
 
+    __hash__ = str.__hash__  # Enum's own is a Python call, and tables are full of sets and dicts of actions
+
     @property
     def is_compute(self) -> bool:
         """Whether a compute-only table may hold it."""

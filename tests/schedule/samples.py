@@ -45,7 +45,7 @@ def split(schedule: Schedule) -> Schedule:
 
 
 @st.composite
-def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 11) -> Schedule:
+def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 8) -> Schedule:
     """Any schedule, with or without its loss stage, its backward whole or split."""
     schedule = make(
         draw(st.sampled_from(NAMES)),

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, simulate
+from lightning_hanayo.schedule.hanayo import paper_order
 from tests.schedule.samples import make
-
-RATIOS = (1, 2, 3)
 
 
 def costs(ratio: float, message: float = 0.0) -> CostModel:
@@ -20,6 +19,13 @@ def short(actions: tuple[Action, ...]) -> str:
     return " ".join(f"{action.kind}{action.microbatch}" for action in actions)
 
 
+@pytest.mark.parametrize(("num_ranks", "num_waves"), [(1, 1), (2, 3), (4, 1), (5, 2), (8, 2)])
+def test_a_single_group_is_the_papers_whatever_it_costs(num_ranks: int, num_waves: int) -> None:
+    for given_costs in (None, costs(1), costs(3, 0.2)):
+        built = build("hanayo", num_ranks=num_ranks, num_microbatches=num_ranks, num_waves=num_waves, costs=given_costs)
+        assert built == paper_order("hanayo", num_ranks, num_waves, num_ranks)
+
+
 def test_the_printed_orders() -> None:
     schedule = build("hanayo", num_ranks=4, num_microbatches=4)
     assert short(schedule.actions[1]) == "F0 F1 F2 F0 F3 F1 B0 F2 B1 F3 B2 B0 B3 B1 B2 B3"
@@ -29,7 +35,7 @@ def test_the_printed_orders() -> None:
 @pytest.mark.parametrize("num_ranks", range(2, 17))
 @pytest.mark.parametrize("num_waves", range(1, 5))
 def test_the_closed_form_and_the_peaks(num_ranks: int, num_waves: int) -> None:
-    schedule = make("hanayo", num_ranks, num_ranks, num_waves)
+    schedule = paper_order("hanayo", num_ranks, num_waves, num_ranks)
     hops = 4 * num_waves * (num_ranks - 1) + 2 * (num_ranks - 2)
     for ratio, message in ((1, 0.25), (2, 0.0), (3, 0.017)):
         timeline = simulate(schedule, costs(ratio, message))
@@ -51,7 +57,7 @@ def test_more_microbatches_beat_overlapped_groups(groups: int, overlapped: float
     assert bubble <= min(overlapped, wanted)
 
 
-SIZES = [(p, w, g) for p in range(2, 9) for w in range(1, 5) for g in (2, 3, 5, 8) if p * p * w * g <= 300]
+SIZES = [(p, w, g) for p in range(2, 9) for w in range(1, 5) for g in (2, 3, 5, 8) if p * p * w * g <= 200]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_waves", "groups"), SIZES)
@@ -63,9 +69,8 @@ def test_several_groups_idle_no_longer_than_one(num_ranks: int, num_waves: int, 
     assert max(timeline.peak_activations) <= num_ranks
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("message", [0.0, 0.02, 0.1])
-@pytest.mark.parametrize(("num_ranks", "num_waves"), [(2, 3), (4, 1), (4, 2), (5, 3)])
+@pytest.mark.parametrize(("ratio", "message"), [(1, 0.0), (3, 0.0), (1, 0.1), (2, 0.02), (2, 0.1)])
+@pytest.mark.parametrize(("num_ranks", "num_waves"), [(2, 3), (4, 1), (4, 2)])
 def test_the_bubble_falls_under_given_costs(ratio: float, message: float, num_ranks: int, num_waves: int) -> None:
     given_costs = costs(ratio, message)
     bubbles = []

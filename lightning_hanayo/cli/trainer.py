@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,6 +19,8 @@ def run(argv: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     default_to_offline(os.environ)
+    # Lightning 2.6.6 itself calls what torch 2.13 deprecates: nothing that a user could change.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated", category=FutureWarning)
     try:
         WaveCLI(argv)
     except MisconfigurationException as error:

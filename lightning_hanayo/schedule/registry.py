@@ -114,7 +114,7 @@ def build(
     if num_stages_per_rank is not None:
         sizes["num_stages_per_rank"] = num_stages_per_rank
     for what, size in sizes.items():
-        if size != int(size) or size < 1:
+        if not _is_size(size):
             raise HanayoError(f"schedule {name!r}: {what} must be a whole number of at least 1, got {size!r}")
     request = Request(name, num_ranks, num_microbatches, num_waves, num_stages_per_rank, costs, activation_budget)
     schedule = _BUILDERS[name](request)
@@ -122,6 +122,10 @@ def build(
     if activation_budget is not None:
         _check_budget(schedule, activation_budget)
     return schedule
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 def _check_budget(schedule: Schedule, budget: float) -> None:

@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from lightning_hanayo.schedule import Action, Kind, Schedule, build, with_loss_stage
+
+unhurried = settings(deadline=None, max_examples=50)
+"""For every property: a busy machine is no failure."""
 
 NAMES = ("gpipe", "1f1b", "interleaved", "hanayo")
 

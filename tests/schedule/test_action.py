@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, Kind
+from tests.schedule.samples import unhurried
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ def test_a_cell_names_an_action(text: str, action: Action) -> None:
 
 
 @given(st.integers(0, 99), st.sampled_from(Kind), st.integers(0, 999))
+@unhurried
 def test_text_and_back(stage: int, kind: Kind, microbatch: int) -> None:
     action = Action(stage, kind, None if kind is Kind.REDUCE_GRAD else microbatch)
     assert Action.parse(str(action)) == action

@@ -10,12 +10,12 @@ from collections import defaultdict
 from itertools import groupby, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hanayo.schedule import Action, Kind, Schedule, build, complete, forward_only
 from lightning_hanayo.schedule.dependency import play, waits_in
-from tests.schedule.samples import row, schedules, table
+from tests.schedule.samples import row, schedules, table, unhurried
 
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
@@ -43,6 +43,7 @@ def test_a_hop_within_a_rank_sends_nothing() -> None:
 
 
 @given(schedules())
+@unhurried
 def test_compute_stays_and_every_message_has_two_ends(schedule: Schedule) -> None:
     completed = complete(schedule)
     assert tuple(tuple(a for a in actions if a.kind.is_compute) for actions in completed) == schedule.actions
@@ -59,6 +60,7 @@ def test_compute_stays_and_every_message_has_two_ends(schedule: Schedule) -> Non
 
 
 @given(schedules())
+@unhurried
 def test_a_send_stands_right_after_its_compute(schedule: Schedule) -> None:
     for actions in complete(schedule):
         for before, send in pairwise(actions):
@@ -69,6 +71,7 @@ def test_a_send_stands_right_after_its_compute(schedule: Schedule) -> None:
 
 
 @given(schedules(), st.integers(0, 2))
+@unhurried
 def test_a_receive_stands_ahead_of_its_consumer(schedule: Schedule, ahead: int) -> None:
     for actions in complete(schedule, ahead):
         compute = [action for action in actions if action.kind.is_compute]
@@ -89,6 +92,7 @@ def test_a_receive_stands_ahead_of_its_consumer(schedule: Schedule, ahead: int) 
 
 
 @given(schedules())
+@unhurried
 def test_each_pair_of_ranks_receives_in_the_order_of_sending(schedule: Schedule) -> None:
     completed = complete(schedule)
     sent, received = defaultdict(list), defaultdict(list)
@@ -103,6 +107,7 @@ def test_each_pair_of_ranks_receives_in_the_order_of_sending(schedule: Schedule)
 
 
 @given(schedules(), st.integers(0, 3))
+@unhurried
 def test_a_completed_table_never_hangs(schedule: Schedule, ahead: int) -> None:
     """Sends and receives don't block, a compute waits for its own receive: then everything gets done."""
     for one in (schedule, forward_only(schedule)):
@@ -112,7 +117,7 @@ def test_a_completed_table_never_hangs(schedule: Schedule, ahead: int) -> None:
 
 
 @given(schedules())
-@settings(max_examples=50)
+@unhurried
 def test_messages_matched_by_order_alone_never_hang(schedule: Schedule) -> None:
     """The same on channels, one per ordered pair of ranks, that know no names: what arrives is the next in line."""
     completed = complete(schedule)
@@ -143,6 +148,7 @@ def test_messages_matched_by_order_alone_never_hang(schedule: Schedule) -> None:
 
 
 @given(schedules())
+@unhurried
 def test_gradients_are_reduced_right_after_the_last_of_them(schedule: Schedule) -> None:
     for rank, actions in enumerate(complete(schedule)):
         reduced = [action.stage for action in actions if action.kind is Kind.REDUCE_GRAD]

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from lightning_hanayo.schedule import Action, Schedule, complete, waits_for
 from lightning_hanayo.schedule.dependency import play, waits_in
-from tests.schedule.samples import row, schedules, table
+from tests.schedule.samples import row, schedules, table, unhurried
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ def test_a_table_with_receives_waits_for_them() -> None:
 
 
 @given(schedules())
+@unhurried
 def test_playing_does_everything_once_and_nothing_too_early(schedule: Schedule) -> None:
     waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches)
     order = list(play(schedule.actions, waits))

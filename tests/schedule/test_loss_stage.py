@@ -14,7 +14,7 @@ from lightning_hanayo.schedule import (
     validate,
     with_loss_stage,
 )
-from tests.schedule.samples import NAMES, make, row, schedules
+from tests.schedule.samples import NAMES, make, row, schedules, unhurried
 
 
 def test_head_and_loss_run_on_rank_0_when_the_last_stage_has_handed_over() -> None:
@@ -68,6 +68,7 @@ def test_it_may_cost_something() -> None:
 
 
 @given(schedules())
+@unhurried
 def test_forward_only_keeps_the_order(schedule: Schedule) -> None:
     forward = forward_only(schedule)
     validate(forward)

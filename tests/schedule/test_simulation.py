@@ -6,7 +6,7 @@ from hypothesis import given
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, forward_only, simulate
 from lightning_hanayo.schedule.dependency import waits_in
-from tests.schedule.samples import make, schedules, table
+from tests.schedule.samples import make, schedules, table, unhurried
 
 
 def test_a_message_delays_its_receiver_and_nobody_else() -> None:
@@ -17,6 +17,7 @@ def test_a_message_delays_its_receiver_and_nobody_else() -> None:
 
 
 @given(schedules())
+@unhurried
 def test_everything_runs_once_in_order_and_after_what_it_waits_for(schedule: Schedule) -> None:
     timeline = simulate(schedule, CostModel(message=0.1))
     span_of = {span.action: span for span in timeline.spans}
@@ -32,6 +33,7 @@ def test_everything_runs_once_in_order_and_after_what_it_waits_for(schedule: Sch
 
 
 @given(schedules())
+@unhurried
 def test_a_rank_is_busy_for_its_work(schedule: Schedule) -> None:
     timeline = simulate(schedule)
     assert timeline.busy == pytest.approx((3.0 * schedule.num_microbatches,) * schedule.num_ranks)

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, CostModel, Schedule, Span, Timeline, build, simulate, with_loss_stage
-from tests.schedule.samples import schedules, split, table
+from tests.schedule.samples import schedules, split, table, unhurried
 
 
 def spans(*texts: str) -> tuple[Span, ...]:
@@ -53,6 +53,7 @@ def test_without_shares_a_ranks_stages_count_alike() -> None:
 
 
 @given(schedules())
+@unhurried
 def test_json_and_back(schedule: Schedule) -> None:
     timeline = simulate(split(schedule), CostModel(message=0.1, gradient_reduce=1.0))
     again = Timeline.from_json(timeline.to_json())

@@ -8,10 +8,11 @@ from hypothesis import given
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Schedule, build, forward_only, validate
-from tests.schedule.samples import make, schedules, table
+from tests.schedule.samples import make, schedules, table, unhurried
 
 
 @given(schedules())
+@unhurried
 def test_what_we_build_is_valid(schedule: Schedule) -> None:
     validate(schedule)
     validate(forward_only(schedule))

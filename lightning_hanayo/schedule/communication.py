@@ -24,9 +24,9 @@ def complete(schedule: Schedule, ahead: int = 1) -> tuple[tuple[Action, ...], ..
         schedule: a valid schedule.
         ahead: how many compute actions before its consumer a receive is posted at the latest.
 
-    Sends and receives must not block: a receive is posted before the send it matches can even run. So the transport needs
-    a channel of its own per ordered pair of ranks. If a receive holds up a send (one NCCL stream for both directions, or
-    one grouped call for a whole run) every table hangs; see docs/design/facts.md.
+    Sends and receives must not block: a receive is posted before the send it matches can even run. So the transport
+    needs a channel of its own per ordered pair of ranks. Where a receive holds up a send (one NCCL stream for both
+    directions, or one grouped call for a whole run), tables hang; see docs/design/facts.md.
     """
     waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches)
     rank_of = schedule.stage_ranks

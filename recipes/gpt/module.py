@@ -132,8 +132,8 @@ class GPT(L.LightningModule):
     def _evaluate(self, batch: dict[str, Tensor], split: str) -> None:
         logits = self(batch["input_ids"])
         self.perplexity(logits, batch["labels"])
-        size = len(logits)
-        self.log(f"{split}_loss", cross_entropy(logits, batch["labels"]), prog_bar=True, batch_size=size)
+        loss, size = cross_entropy(logits, batch["labels"]), len(logits)
+        self.log(f"{split}_loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
         self.log(f"{split}_perplexity", self.perplexity, on_step=False, on_epoch=True, batch_size=size)
 
     def configure_optimizers(self) -> Any:

@@ -24,8 +24,9 @@ def module_state(module: nn.Module, ranks: Mapping[str, int], transport: Transpo
     everything = gather(transport, tensors)
     if everything is None:
         return own
-    found = {name: value for part in everything for name, value in part.items()}
-    return {name: found.get(name, value) for name, value in state.items()}
+    for part in everything:
+        state.update(part)
+    return state
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:

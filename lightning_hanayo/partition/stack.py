@@ -70,9 +70,8 @@ def _largest(model: nn.Module) -> Stack:
 
 def _outermost(module: nn.Module, name: str) -> Iterator[Stack]:
     """The lists of like blocks in `module` that don't lie inside another one."""
-    children = list(module.children())
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-    if is_list and len(children) > 1 and len({type(child) for child in children}) == 1 and _has_parameters(children):
+    children = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
+    if len(children) > 1 and len({type(child) for child in children}) == 1 and _has_parameters(children):
         yield Stack(name, tuple(children))
         return
     for child_name, child in module.named_children():

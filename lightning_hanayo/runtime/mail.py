@@ -79,6 +79,11 @@ class Mail:
         for route in list(self._leaving):
             self._release(route)
 
+    def forget(self) -> None:
+        """Drop all that is under way, after a failure."""
+        self._arriving.clear()
+        self._leaving.clear()
+
     def _awaited(self, route: Route) -> Tensor:
         agreed = self._agreed.get((self._signature, route))
         return torch.empty(agreed.num_bytes if agreed else ALIGN, dtype=torch.uint8, device=self.transport.device)

@@ -29,8 +29,10 @@ class _Guarded:
 class ProcessGroupTransport(Transport):
     """Messages among the ranks of one pipeline, over `torch.distributed`.
 
-    On GPUs each direction (towards higher, towards lower ranks) has a communicator of its own, so that a receive posted
-    early can't stand in the way of a send to the same peer. Buffers on the CPU go over the control group.
+    On GPUs, NCCL plays the transfers between two ranks in the order in which they were posted. So each direction
+    (towards higher, towards lower ranks) has a communicator of its own: a receive posted early can't stand in the way of
+    a send to the same peer. (Grouping a batch into one NCCL call would put all peers' transfers into one such order, and
+    receives posted ahead could wait for each other.) Buffers on the CPU go over the control group.
 
     Args:
         ranks: the global ranks of the pipeline, in pipeline order.
@@ -57,26 +59,21 @@ class ProcessGroupTransport(Transport):
         self._on_failure = on_failure
 
     @override
+    def close(self) -> None:
+        del self._control, self._down, self._up
+
+    @override
     def start(self, posts: Sequence[Post]) -> list[Work]:
         try:
-            if len(posts) > 1 and all(post.buffer.is_cuda for post in posts):
-                works = dist.batch_isend_irecv([self._operation(post) for post in posts])
-                works = works if len(works) == len(posts) else works * len(posts)  # NCCL gives one work for the batch
-            else:
-                works = [self._start(post) for post in posts]
+            return [_Guarded(self._start(post), self._on_failure) for post in posts]
         except RuntimeError as error:
             self._on_failure(error)
-        return [_Guarded(work, self._on_failure) for work in works]
 
     def _start(self, post: Post) -> dist.Work:
         group = self._group(post)
         if post.direction == "send":
             return group.send([post.buffer], post.peer, post.tag)
         return group.recv([post.buffer], post.peer, post.tag)
-
-    def _operation(self, post: Post) -> dist.P2POp:
-        call = dist.isend if post.direction == "send" else dist.irecv
-        return dist.P2POp(call, post.buffer, group=self._group(post), tag=post.tag, group_peer=post.peer)
 
     def _group(self, post: Post) -> dist.ProcessGroup:
         if not post.buffer.is_cuda:

@@ -51,6 +51,11 @@ class Reduction:
             _empty(bucket)
         self._under_way.clear()
 
+    def forget(self) -> None:
+        """Drop all that is under way, after a failure."""
+        self._under_way.clear()
+        self._group = None
+
 
 def _fill(parameters: Sequence[nn.Parameter]) -> Tensor:
     first = parameters[0]

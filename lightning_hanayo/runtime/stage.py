@@ -18,7 +18,7 @@ from lightning_hanayo.runtime.cargo import Cargo
 from lightning_hanayo.runtime.graph import Entrance
 from lightning_hanayo.runtime.packet import Packet, gradients, spread
 from lightning_hanayo.runtime.shared_gradients import SharedGradients
-from lightning_hanayo.runtime.user_step import UserStep
+from lightning_hanayo.runtime.user_step import UserStep, without_values
 
 
 class Stage(ABC):
@@ -152,10 +152,7 @@ def loss_of(result: Any) -> Tensor:
             f"or a dictionary with the key 'loss'. Skipping a batch by returning None isn't possible."
         )
     if loss.is_meta:
-        raise UnsupportedError(
-            "the loss depends on parameters of blocks that lie on other pipeline ranks (a penalty over "
-            "self.parameters()?). Use the optimizer's weight_decay, or compute it inside the block."
-        )
+        raise without_values("the loss")
     return loss
 
 

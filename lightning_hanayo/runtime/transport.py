@@ -42,3 +42,6 @@ class Transport(ABC):
     @abstractmethod
     def start(self, posts: Sequence[Post]) -> list[Work]:
         """Start one batch of transfers; crossing ones belong into one batch. Called by both peers."""
+
+    def close(self) -> None:
+        """Let go of the connections, after a failure: with the last reference they close, which wakes the peers."""

@@ -48,7 +48,7 @@ class UserStep:
         assert function is not None
         self._enter(microbatch)
         recorder = Recorder(self._blocks, self._num_local, self._name)
-        step = self._steps.begin(lambda: function(microbatch), recorder)
+        step = self._steps.begin(lambda: _whole(function, microbatch), recorder)
         if step.done:
             self._steps.release(step)
             raise UnsupportedError(
@@ -70,3 +70,21 @@ class UserStep:
         """Unwind what is suspended and end the threads."""
         self._under_way.clear()
         self._steps.close()
+
+
+def _whole(function: StepFunction, microbatch: int) -> Any:
+    """Run the user's step; a value that hangs on another rank's placeholders is refused by name."""
+    try:
+        return function(microbatch)
+    except NotImplementedError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise without_values("the step") from error
+
+
+def without_values(what: str) -> UnsupportedError:
+    """The error for `what`, which hangs on placeholders."""
+    return UnsupportedError(
+        f"{what} uses parameters of blocks that lie on other pipeline ranks (a penalty over self.parameters()?), and "
+        f"this rank has no values for them. Use the optimizer's weight_decay, or compute it inside the block."
+    )

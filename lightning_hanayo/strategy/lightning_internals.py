@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_hanayo.runtime.chain import Chain
+from lightning_hanayo.runtime.user_step import without_values
 
 
 def keep_sigterm_local(trainer: "pl.Trainer") -> None:
@@ -57,7 +58,7 @@ def skip_transfer_hooks(module: "pl.LightningModule") -> None:
 def set_metric_groups(module: nn.Module, group: Any) -> None:
     """Let torchmetrics sync over the data ranks of this pipeline rank alone."""
     for part in module.modules():
-        if isinstance(part, Metric) and part.process_group is None:
+        if isinstance(part, Metric):
             part.process_group = group
 
 
@@ -100,6 +101,9 @@ class MicrobatchLog:
             self._results.batch_size = None
 
     def _keep(self, key: str, value: Any, batch_size: int) -> None:
+        if isinstance(value, Tensor) and value.is_meta:
+            del self._results[key]  # made for this call, on `meta`: Lightning could never move it again
+            raise without_values(f"self.log({key.partition('.')[2]!r})")
         self._results[key].has_reset = False
         cache = value._forward_cache if isinstance(value, Metric) else None
         self._kept.setdefault(key, {})[self._current] = (value, batch_size, cache)
@@ -162,6 +166,11 @@ class SharedMetrics(_LoggerConnector):
             return super().metrics
 
     @override
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        self.share_live()  # what the steps logged, for the callbacks' epoch ends
+
+    @override
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
         self.share()
@@ -207,6 +216,7 @@ def restore(trainer: "pl.Trainer") -> None:
         trainer._logger_connector.__class__ = _LoggerConnector  # type: ignore[assignment]
     for hook in ("on_train_epoch_end", "_on_before_batch_transfer", "_apply_batch_transfer_handler"):
         vars(trainer.lightning_module).pop(hook, None)
+    set_metric_groups(trainer.lightning_module, None)
 
 
 def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) -> bool:

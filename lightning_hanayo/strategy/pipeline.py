@@ -92,6 +92,12 @@ class Pipeline:
         """End the threads."""
         self.user.stop()
 
+    def abandon(self) -> None:
+        """Let go of everything under way and of the connections, after a failure."""
+        self.engine.mail.forget()
+        self.reduction.forget()
+        self.chain.transport.close()
+
     def _play(
         self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool, train: bool
     ) -> Any:

@@ -32,7 +32,7 @@ from lightning_hanayo.runtime.stage import loss_of
 from lightning_hanayo.strategy import data, lightning_internals, refusals
 from lightning_hanayo.strategy.assembly import assemble, disconnect, layout_of, tensors_of
 from lightning_hanayo.strategy.clip import clip_by_norm
-from lightning_hanayo.strategy.failure import Failures, leave
+from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.groups import Groups, agree
 from lightning_hanayo.strategy.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning_internals import MicrobatchLog
@@ -205,9 +205,10 @@ class HanayoStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         backend = _get_default_process_group_backend_for_device(self.root_device)
         device = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
-        if self._groups is None or not _distributed_is_initialized():
-            _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
-            self._failures = Failures(self.global_rank)
+        met = _distributed_is_initialized()
+        _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
+        self._failures = Failures(self.global_rank)
+        if self._groups is None or not met:
             self._groups = Groups.create(self.topology, self.global_rank, self.root_device, self.options.timeout)
 
     @override
@@ -402,17 +403,32 @@ class HanayoStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         try:
-            leave(self._failures, exception)
+            if self._failures is not None:
+                self._failures.explain(exception)
         finally:
+            self._part()
             if isinstance(self._launcher, CheckingLauncher):
                 self._launcher.end()
+
+    def _part(self) -> None:
+        """Leave the other ranks after a failure: nobody here waits for them any more."""
+        if self._failures is not None:
+            self._failures.stop()
+        if self._pipeline is not None:
+            assert self.lightning_module is not None
+            lightning_internals.restore(self.lightning_module.trainer)
+            self._pipeline.abandon()
+        self._groups = None
+        if _distributed_is_initialized():
+            dist.destroy_process_group()
 
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        if module is not None:
+        if self._failures is not None:
+            self._failures.stop()
+        if self._pipeline is not None and module is not None:
             lightning_internals.restore(module.trainer)
-        if self._pipeline is not None:
             disconnect(self._pipeline)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         if module is not None:

@@ -41,11 +41,12 @@ class Layout:
         return _table(self, num_microbatches)
 
     def predict(self) -> float:
-        """The bubble of a whole batch, simulated with T_B = 2 T_F and `MESSAGE`."""
-        return simulate(self.table(self.num_microbatches), _COSTS).bubble_ratio
+        """The bubble of a whole batch, simulated with `COSTS`."""
+        return simulate(self.table(self.num_microbatches), COSTS).bubble_ratio
 
 
-_COSTS = CostModel(message=MESSAGE)
+COSTS = CostModel(message=MESSAGE)
+"""T_F = 1, T_B = 2, T_C = `MESSAGE`: what layouts are compared with before anything is measured"""
 
 
 @cache
@@ -99,7 +100,7 @@ def choose(
     fitting = [layout for layout in layouts if _check_ranks(layout).num_stages <= num_blocks]
     if not fitting:
         raise HanayoError(_too_few(layouts[0], num_blocks))
-    return min(fitting, key=lambda layout: simulate(layout.table(num_microbatches), _COSTS).makespan)
+    return min(fitting, key=lambda layout: simulate(layout.table(num_microbatches), COSTS).makespan)
 
 
 def check_schedule(name: str) -> str:

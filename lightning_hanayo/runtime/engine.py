@@ -48,6 +48,8 @@ class Engine:
             elif reduce:
                 self._reduce(move.stage)
         self.mail.finish()
+        if program.trains:
+            self.trace.end()
 
     def _exchange(self, exchange: Exchange) -> None:
         self.mail.exchange(

@@ -32,6 +32,11 @@ class Program:
             moves.extend([_exchange(list(run), schedule.stage_ranks)] if is_message else run)
         return Program(tuple(moves), schedule.stage_ranks, rank)
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward in it."""
+        return any(isinstance(move, Action) and move.kind is not Kind.F for move in self.moves)
+
     def is_local(self, border: int) -> bool:
         """Whether the stages on both sides of `border` (the one behind stage `border`) lie on this rank."""
         return 0 <= border < len(self.stage_ranks) - 1 and self.stage_ranks[border] == self.stage_ranks[border + 1]

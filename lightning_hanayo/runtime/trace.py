@@ -9,7 +9,7 @@ from lightning_hanayo.schedule import Action
 
 @dataclass(frozen=True)
 class Event:
-    """One action on this rank. Times in seconds of `time.perf_counter`."""
+    """One action on this rank. Times in seconds of `time.perf_counter`, which the processes of one machine share."""
 
     action: Action
     asked: float
@@ -21,19 +21,24 @@ class Event:
 
 @dataclass
 class Trace:
-    """The events of the last `keep` batches, oldest first."""
+    """The events of the last `keep` training batches, oldest first."""
 
     keep: int = 16
     batches: deque[list[Event]] = field(default_factory=deque)
+    _current: list[Event] = field(default_factory=list)
 
     clock = staticmethod(time.perf_counter)
 
     def begin(self) -> None:
         """Start a batch."""
-        self.batches.append([])
-        while len(self.batches) > self.keep:
-            self.batches.popleft()
+        self._current = []
 
     def add(self, action: Action, asked: float, start: float) -> None:
         """Note an action that ends now."""
-        self.batches[-1].append(Event(action, asked, start, self.clock()))
+        self._current.append(Event(action, asked, start, self.clock()))
+
+    def end(self) -> None:
+        """Keep the batch."""
+        self.batches.append(self._current)
+        while len(self.batches) > self.keep:
+            self.batches.popleft()

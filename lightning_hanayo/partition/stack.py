@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 from torch import nn
 
@@ -62,8 +61,8 @@ def _largest(model: nn.Module) -> Stack:
     candidates = list(_outermost(model, ""))
     if not candidates:
         raise HanayoError(
-            f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of one "
-            f"class. Build its layers as such a list, or name one with HanayoStrategy(blocks='model.layers')."
+            f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
+            f"one class. Build its layers as such a list, or name one with HanayoStrategy(blocks='model.layers')."
         )
     return max(candidates, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters))
 
@@ -79,7 +78,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[Stack]:
 
 
 def _has_parameters(modules: list[nn.Module]) -> bool:
-    return any(True for module in modules for _ in module.parameters())
+    return any(list(module.parameters()) for module in modules)
 
 
 def _check(stack: Stack) -> None:
@@ -101,4 +100,4 @@ def _check(stack: Stack) -> None:
 def num_outside(model: nn.Module, stack: Stack) -> int:
     """How many numbers the parameters outside the stack hold."""
     inside = stack.parameters
-    return sum(p.numel() for p in cast(Iterator[nn.Parameter], model.parameters()) if p not in inside)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)

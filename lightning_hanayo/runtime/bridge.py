@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.cargo import NOTHING, Cargo
-from lightning_hanayo.runtime.hole import pattern
 from lightning_hanayo.runtime.graph import sequence_number
+from lightning_hanayo.runtime.hole import pattern
 from lightning_hanayo.runtime.packet import Packet
 from lightning_hanayo.runtime.suspension import current_visitor, suspend
 from lightning_hanayo.runtime.tree import Flattener, Skeleton

@@ -8,6 +8,7 @@ A mask that all blocks get is one tensor in one call; Gemma's two kinds of masks
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,8 +52,7 @@ class Cargo:
         """The cargo behind `blocks`, which are the next ones in the stack."""
         output = self.output
         for block, which in zip(blocks, self.which, strict=False):
-            carry = output
-            args, kwargs = unflatten(self.calls[which], self.tensors, lambda path, carry=carry: pick(carry, path))
+            args, kwargs = unflatten(self.calls[which], self.tensors, partial(pick, output))
             output = block(*args, **kwargs)
         return self._behind(output, self.which[len(blocks) :]) if blocks else self
 

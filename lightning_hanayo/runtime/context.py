@@ -1,4 +1,4 @@
-"""The thread context: torch's state that a step's thread takes over, and that user code must not change around the stack.
+"""The context: torch's state that a step's thread takes over, and that user code must not change around the stack.
 
 Grad mode, inference mode and autocast belong to a thread; SDPA and matmul flags, default dtype and device belong to the
 process. The stack's blocks run outside the user's `with`, so any difference at its call would be silently lost.
@@ -71,8 +71,9 @@ class ThreadContext:
         if changed:
             details = ", ".join(f"{n.replace('_', ' ')} is {getattr(now, n)}, was {getattr(self, n)}" for n in changed)
             raise UnsupportedError(
-                f"the block stack is called inside a context that changes {details}. Its blocks run on several pipeline "
-                f"stages, outside that context. Set it for the whole run (Trainer(precision=...)) or inside the block."
+                f"the block stack is called inside a context that changes {details}. Its blocks run on several "
+                f"pipeline stages, outside that context. Set it for the whole run (Trainer(precision=...)) or inside "
+                f"the block."
             )
 
     def _set_autocast(self) -> None:

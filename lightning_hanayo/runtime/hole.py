@@ -4,16 +4,23 @@ The user's code may pass a hole on to the next block, or take a part out of a tu
 need its value is an error that names the line.
 """
 
+import threading
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from lightning_hanayo.errors import UnsupportedError
 
-_ELSEWHERE = ("lightning_hanayo", "/torch/", "threading.py")
+_ELSEWHERE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), threading.__file__)
+"""where code is not the user's"""
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
 _OPERATORS = (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow neg abs getitem "
-    "setitem iter len bool float int eq ne lt le gt ge and or invert contains call"
-).split()
+    *(f"{prefix}{name}" for name in _ARITHMETIC for prefix in ("", "r", "i")),
+    *("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("getitem", "setitem", "contains", "iter", "len", "bool", "int", "float", "call"),
+)
 
 
 class Hole:
@@ -58,9 +65,7 @@ def refuse(operation: str) -> NoReturn:
     Raises:
         UnsupportedError: always.
     """
-    line = next(
-        (f for f in reversed(traceback.extract_stack()) if not any(part in f.filename for part in _ELSEWHERE)), None
-    )
+    line = next((f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_ELSEWHERE)), None)
     where = f"{line.filename}:{line.lineno} ({line.line})" if line else "your module"
     raise UnsupportedError(
         f"{where} uses the output of a block between two blocks ({operation}), but that block runs on another pipeline "

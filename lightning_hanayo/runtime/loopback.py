@@ -58,6 +58,10 @@ class LoopbackTransport(Transport):
         self.device = torch.device("cpu")
 
     @override
+    def close(self) -> None:
+        """Nothing holds a connection."""
+
+    @override
     def start(self, posts: Sequence[Post]) -> list[Work]:
         works: list[Work] = []
         for post in posts:

@@ -27,7 +27,7 @@ def timeline_of(schedule: Schedule, batch: Batch) -> Timeline:
 
 
 def costs_of(schedule: Schedule, batches: Sequence[Batch]) -> CostModel:
-    """Each stage's mean forward and backward in seconds, half of a backward for each gradient, and a message's delay."""
+    """Each stage's mean forward and backward in seconds, a backward half for each gradient; and a message's delay."""
     forward = [_mean(batches, stage, Kind.F) for stage in range(schedule.num_stages)]
     backward = [_mean(batches, stage, Kind.B) / 2 for stage in range(schedule.num_stages)]
     return CostModel(tuple(forward), tuple(backward), tuple(backward), message=message_delay(schedule, batches))

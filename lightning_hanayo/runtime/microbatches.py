@@ -95,7 +95,7 @@ def _cut(batch: Any, start: int, stop: int, samples: int) -> Any:
         return batch[start:stop] if batch.ndim and batch.shape[0] == samples else batch
     if isinstance(batch, Mapping):
         cut = {key: inside(value) for key, value in batch.items()}
-        return cut if type(batch) is dict else type(batch)(cut)
+        return cut if type(batch) is dict else type(batch)(cut)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(inside, batch))
     if isinstance(batch, (list, tuple)):

@@ -30,9 +30,9 @@ class ProcessGroupTransport(Transport):
     """Messages among the ranks of one pipeline, over `torch.distributed`.
 
     On GPUs, NCCL plays the transfers between two ranks in the order in which they were posted. So each direction
-    (towards higher, towards lower ranks) has a communicator of its own: a receive posted early can't stand in the way of
-    a send to the same peer. (Grouping a batch into one NCCL call would put all peers' transfers into one such order, and
-    receives posted ahead could wait for each other.) Buffers on the CPU go over the control group.
+    (towards higher, towards lower ranks) has a communicator of its own: a receive posted early can't stand in the way
+    of a send to the same peer. (Grouping a batch into one NCCL call would put all peers' transfers into one such order,
+    and receives posted ahead could wait for each other.) Buffers on the CPU go over the control group.
 
     Args:
         ranks: the global ranks of the pipeline, in pipeline order.

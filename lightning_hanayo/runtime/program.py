@@ -7,6 +7,8 @@ from itertools import groupby
 from lightning_hanayo.runtime.mail import Route
 from lightning_hanayo.schedule import Action, Kind, Schedule, complete
 
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -29,7 +31,8 @@ class Program:
         """The program of pipeline rank `rank` in `schedule`."""
         moves: list[Action | Exchange] = []
         for is_message, run in groupby(complete(schedule)[rank], key=lambda action: action.kind.is_message):
-            moves.extend([_exchange(list(run), schedule.stage_ranks)] if is_message else run)
+            actions = list(run)
+            moves.extend([_exchange(actions, schedule.stage_ranks)] if is_message else actions)
         return Program(tuple(moves), schedule.stage_ranks, rank)
 
     @property
@@ -43,9 +46,8 @@ class Program:
 
 
 def _exchange(run: Sequence[Action], stage_ranks: tuple[int, ...]) -> Exchange:
-    messages = {kind: [_message(action, stage_ranks) for action in run if action.kind in kinds]
-                for kind, kinds in (("send", (Kind.SEND_F, Kind.SEND_B)), ("receive", (Kind.RECV_F, Kind.RECV_B)))}  # fmt: skip
-    return Exchange(tuple(messages["send"]), tuple(messages["receive"]))
+    sends = tuple(_message(action, stage_ranks) for action in run if action.kind in _SENDS)
+    return Exchange(sends, tuple(_message(action, stage_ranks) for action in run if action.kind not in _SENDS))
 
 
 def _message(action: Action, stage_ranks: tuple[int, ...]) -> tuple[Route, int]:
@@ -53,5 +55,6 @@ def _message(action: Action, stage_ranks: tuple[int, ...]) -> tuple[Route, int]:
     assert action.microbatch is not None
     behind = action.kind in (Kind.SEND_F, Kind.RECV_B)
     other = action.stage + 1 if behind else action.stage - 1
-    direction = "forward" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "backward"
-    return Route(min(action.stage, other), direction, action.microbatch), stage_ranks[other]  # type: ignore[arg-type]
+    forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
+    route = Route(min(action.stage, other), "forward" if forward else "backward", action.microbatch)
+    return route, stage_ranks[other]

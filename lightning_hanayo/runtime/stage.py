@@ -32,6 +32,7 @@ class Stage(ABC):
     def backward(self, microbatch: int, arrived: Packet | None) -> Packet | None:
         """Run the stage's whole backward; `arrived` is None in the last one, and the first one returns None."""
 
+    @abstractmethod
     def clear(self) -> None:
         """Forget the micro-batches of the batch before: an evaluated or failed one has left some."""
 
@@ -148,8 +149,8 @@ def loss_of(result: Any) -> Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise UnsupportedError(
-            f"training_step returned {type(result).__name__}; a pipeline needs a loss from every micro-batch: a tensor, "
-            f"or a dictionary with the key 'loss'. Skipping a batch by returning None isn't possible."
+            f"training_step returned {type(result).__name__}; a pipeline needs a loss from every micro-batch: a "
+            f"tensor, or a dictionary with the key 'loss'. Skipping a batch by returning None isn't possible."
         )
     if loss.is_meta:
         raise without_values("the loss")

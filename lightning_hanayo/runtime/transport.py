@@ -43,5 +43,6 @@ class Transport(ABC):
     def start(self, posts: Sequence[Post]) -> list[Work]:
         """Start one batch of transfers; crossing ones belong into one batch. Called by both peers."""
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of the connections, after a failure: with the last reference they close, which wakes the peers."""

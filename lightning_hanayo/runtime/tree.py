@@ -49,8 +49,8 @@ class Flattener:
         if kind is torch.dtype:
             return ("dtype", str(tree).removeprefix("torch."))
         raise UnsupportedError(
-            f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't cross to the next pipeline stage. Tensors, "
-            f"plain Python values, and tuples, lists and dictionaries of them can."
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't cross to the next pipeline stage. "
+            f"Tensors, plain Python values, and tuples, lists and dictionaries of them can."
         )
 
     def _place(self, tensor: Tensor) -> int:
@@ -60,9 +60,7 @@ class Flattener:
         return self._places[id(tensor)]
 
 
-def unflatten(
-    skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any], Any] = lambda path: Hole(path)
-) -> Any:
+def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any], Any] = Hole) -> Any:
     """Put a tree together again; `fill` gives what stands where a hole of a given path was."""
     kind, *parts = skeleton
     match kind:
@@ -88,8 +86,7 @@ def places(skeleton: Skeleton) -> list[int]:
     """Where in the list of tensors the tensors of `skeleton` stand, in order of first use."""
     if skeleton[0] == "tensor":
         return [skeleton[1]]
-    children = [node for node in _children(skeleton)]
-    return list(dict.fromkeys(place for child in children for place in places(child)))
+    return list(dict.fromkeys(place for child in _children(skeleton) for place in places(child)))
 
 
 def renumber(skeleton: Skeleton, where: Mapping[int, int]) -> Skeleton:

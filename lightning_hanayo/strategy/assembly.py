@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -75,7 +73,7 @@ def assemble(
     stack, layout = layout_of(model, options, topology)
     table = layout.table(layout.num_microbatches)
     runs = cut_stack(model, stack, layout, options, example)
-    ownership = Ownership(stack, tuple([*runs, *([range(0)] if table.loss_stage else [])]), table.stage_ranks)
+    ownership = Ownership(stack, (*runs, *([range(0)] if table.loss_stage else [])), table.stage_ranks)
     transport = ProcessGroupTransport(
         groups.pipe_ranks, control=groups.control, down=groups.down, up=groups.up, device=device, on_failure=on_failure
     )
@@ -149,9 +147,7 @@ def _connect(
     stages = {stage: kinds.get(stage) or MiddleStage(ownership.blocks(stage)) for stage in own_stages}
     reduction = Reduction({stage: ownership.stage_parameters(model, stage) for stage in own_stages}, data)
     engine = Engine(stages, Mail(transport), reduction.start, Trace())
-    return Pipeline(
-        layout, ownership, rank, engine, Chain(transport), reduction, user, last, entering, own
-    )
+    return Pipeline(layout, ownership, rank, engine, Chain(transport), reduction, user, last, entering, own)
 
 
 def disconnect(pipeline: Pipeline) -> None:
@@ -163,5 +159,3 @@ def disconnect(pipeline: Pipeline) -> None:
 def tensors_of(model: nn.Module) -> Sequence[torch.Tensor]:
     """All values of a model that is whole: what the ranks must agree on."""
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-
-

@@ -1,7 +1,7 @@
 """The clip: gradients clipped by the norm of the whole model, bit for bit as one process does it.
 
-One process takes the norm of each parameter's gradient, then the norm of these norms. So the ranks of a pipeline exchange
-the norms of their own parameters (adding the others' zeros is exact), and all do the second step alike.
+One process takes the norm of each parameter's gradient, then the norm of these norms. So the ranks of a pipeline
+exchange the norms of their own parameters (adding the others' zeros is exact), and all do the second step alike.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def clip_by_norm(
 ) -> Tensor:
     """Scale the gradients of `parameters` so that their norm over the pipeline is at most `max_norm`; return the norm.
 
-    Called by all ranks of the pipeline with the same parameters in the same order, those of other ranks as placeholders.
+    Called by all ranks of the pipeline with the same parameters in the same order; those of others are placeholders.
 
     Args:
         parameters: the optimizer's.
@@ -32,7 +32,7 @@ def clip_by_norm(
     norms[1, owned] = 1.0
     if group is not None:
         dist.all_reduce(norms, group=group)
-    total = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(own.dtype), norm_type)
+    total: Tensor = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(own.dtype), norm_type)
     if gradients:
         total = total.to(gradients[0].device)
         torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], max_norm, total)

@@ -75,5 +75,5 @@ class Failures:
         except RuntimeError:  # the store went with rank 0; who still waits for rank 0 learns it from the connection
             return
         if not self.is_own(first) and not self._over.wait(GRACE):
-            print(f"rank {self._rank} ends, where it hung: rank {first.partition(':')[0]} failed first", file=sys.stderr)
+            print(f"rank {self._rank} hung, and ends: rank {first.partition(':')[0]} failed first", file=sys.stderr)
             os._exit(1)

@@ -20,7 +20,9 @@ class CheckingLauncher(_SubprocessScriptLauncher):
     check: Callable[[], None] = staticmethod(lambda: None)
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
+    ) -> Any:
         self.check()
         if self.procs:  # a second fit in the same script: the processes are there, and run it too
             return function(*args, **kwargs)

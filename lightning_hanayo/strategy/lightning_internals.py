@@ -193,7 +193,7 @@ class SharedMetrics(_LoggerConnector):
 
 
 def on_train_epoch_end(module: "pl.LightningModule") -> None:
-    """The module's own hook, and then its metrics for all ranks: the callbacks that monitor them look right after it."""
+    """The module's own hook, and then its metrics for all ranks: callbacks that monitor them look right after it."""
     type(module).on_train_epoch_end(module)
     connector = module.trainer._logger_connector
     if isinstance(connector, SharedMetrics):
@@ -228,8 +228,9 @@ def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) ->
     plateaus = (c for c in trainer.strategy.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step")
     if steps and any((batch_idx + 1) % config.frequency == 0 for config in plateaus):
         return True
+    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # an attribute that only a connector declares
     module = trainer.lightning_module
-    return is_overridden("on_train_batch_end", module) or any(map(partial(_reads, trainer, steps), trainer.callbacks))
+    return is_overridden("on_train_batch_end", module) or any(map(partial(_reads, trainer, steps), callbacks))
 
 
 def _reads(trainer: "pl.Trainer", steps: bool, callback: "pl.Callback") -> bool:

@@ -60,8 +60,8 @@ def _labels(microbatch: Any) -> Tensor:
         labels = getattr(microbatch, "labels", None)
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise HanayoError(
-            "loss_weight='tokens' counts the labels that aren't -100, but the batch has none: expected batch['labels'], "
-            "batch.labels or the last item of a tuple, as integers. Pass a function of the micro-batch instead."
+            "loss_weight='tokens' counts the labels that aren't -100, but the batch has none: expected "
+            "batch['labels'], batch.labels or the last item of a tuple, as integers. Pass a function instead."
         )
     return labels
 

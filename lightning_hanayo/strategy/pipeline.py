@@ -45,6 +45,7 @@ class Entering:
     log: Log | None = None
 
     def __call__(self, microbatch: int) -> None:
+        """That micro-batch's user code runs next."""
         if self.log is not None:
             self.log.enter(microbatch)
 
@@ -66,9 +67,7 @@ class Pipeline:
     """the parameters this rank holds"""
     _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
 
-    def train(
-        self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool
-    ) -> Any:
+    def train(self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool) -> Any:
         """Run forward and backward of a batch. Called by all ranks; only rank 0's arguments count.
 
         Args:
@@ -112,7 +111,9 @@ class Pipeline:
         self.last.weights = [weight * scale for weight in shares.of_gradient]
         kind = f"train={train} reduce={reduce} grad={torch.is_grad_enabled()}"
         with log.collecting():
-            self._run(*self.chain.share([len(parts), microbatches.signature(batch, parts, kind)]), train=train, reduce=reduce)
+            self._run(
+                *self.chain.share([len(parts), microbatches.signature(batch, parts, kind)]), train=train, reduce=reduce
+            )
         results = [self.last.results.pop(m) for m in range(len(parts))]
         return microbatches.merge(results, parts, shares.of_batch)
 

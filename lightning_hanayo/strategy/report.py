@@ -35,7 +35,6 @@ class WaveReport(Callback):
         self._last: deque[torch.Tensor] = deque(maxlen=SMOOTHED)
         self._wave: tuple[Path, Timeline, Timeline] | None = None
 
-
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         strategy = _strategy(trainer)
@@ -95,8 +94,9 @@ class WaveReport(Callback):
         rows: list[tuple[str, str]] = []
         if self._first:
             last = float(torch.stack(list(self._last)).mean())
-            rows.append(("train loss", f"{float(self._first[0]):.3f} at the first batch, {last:.3f} over the last "
-                                       f"{len(self._last)} of {trainer.fit_loop.epoch_loop.total_batch_idx + 1}"))  # fmt: skip
+            count = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+            losses = f"{float(self._first[0]):.3f} at the first batch, {last:.3f} over the last {len(self._last)}"
+            rows.append(("train loss", f"{losses} of {count}"))
         rows += [(name, f"{float(value):.3f}") for name, value in trainer.callback_metrics.items() if "val" in name]
         checkpoint = trainer.checkpoint_callback
         best = getattr(checkpoint, "best_model_path", "")

@@ -21,7 +21,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -58,22 +58,22 @@ class HanayoStrategy(ParallelStrategy):
         num_waves: W; each pipeline rank holds 2W stages. More waves, smaller bubbles, more messages; "auto": the best
             simulated.
         cube: 3-D tensor parallelism inside each stage: 1, p for a p x p x p cube, or (x, y, z). Only 1 so far.
-        data_parallel_size: D, pipelines that train side by side on other data; "auto": what pipeline and cube leave over.
+        data_parallel_size: D, pipelines side by side on other data; "auto": what pipeline and cube leave over.
         num_microbatches: B, the pieces a batch is cut into; a batch with fewer samples is cut into fewer. "auto": 2P.
         blocks: qualified name of the block stack, as "model.layers"; None: the outermost list of like blocks that holds
             the most parameters.
-        loss_weight: a micro-batch's share in the mean loss: "samples", "tokens" (labels that aren't -100), or a function
-            of the micro-batch that returns a number.
+        loss_weight: a micro-batch's share in the mean loss: "samples", "tokens" (labels that aren't -100), or a
+            function of the micro-batch that returns a number.
         activation_budget: the most activations a rank may hold, in those of one micro-batch (M_a); None: P.
         cube_outside: what a cube's ranks see of a micro-batch outside the stack: "share" or "replicate".
         schedule: the name of a schedule, the path of a CSV action table, or "auto": the wave.
-        balance: what blocks cost when the stack is cut: "parameters", "time" (measured on `example_input_array`), or one
-            number per block.
+        balance: what blocks cost when the stack is cut: "parameters", "time" (measured on `example_input_array`), or
+            one number per block.
         start_method: how processes are started where nobody else does: "popen" runs the script again for each.
         timeout: how long a transfer may take before it counts as failed.
 
     Raises:
-        HanayoError: a bad value, before any process starts; so are sizes that don't multiply to the number of processes.
+        HanayoError: a bad value, or sizes that don't multiply to the number of processes; before any of them starts.
     """
 
     strategy_name = "hanayo"
@@ -176,7 +176,8 @@ class HanayoStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for function in (rank_zero_only, fabric_rank_zero_only):
+            vars(function)["rank"] = self.global_rank
         self._topology = resolve(
             self.num_nodes * self.num_processes,
             pipeline_parallel_size=self.options.pipeline_parallel_size,
@@ -204,7 +205,7 @@ class HanayoStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         backend = _get_default_process_group_backend_for_device(self.root_device)
-        device = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
+        device: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
         met = _distributed_is_initialized()
         _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
         self._failures = Failures(self.global_rank)

@@ -48,7 +48,9 @@ class LoopbackPipeline:
         self.last = LastStage(blocks[-1], self.user, first, shared)
         return [first, *(MiddleStage(own) for own in blocks[1:-1]), self.last]
 
-    def run(self, step: Callable[[int], Any], weights: Sequence[float], *, train: bool = True, signature: int = 0) -> list[Any]:
+    def run(
+        self, step: Callable[[int], Any], weights: Sequence[float], *, train: bool = True, signature: int = 0
+    ) -> list[Any]:
         """Play one batch; return the step's results."""
         schedule = self.schedule if train else forward_only(self.schedule)
         self.user.begin(step)

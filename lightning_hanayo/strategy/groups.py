@@ -6,13 +6,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Backend
 
 from lightning_hanayo.topology import Topology
 
 
 @dataclass(frozen=True)
 class Groups:
-    """A group is None where it would hold one rank. `control` and `data_control` carry CPU tensors (gloo)."""
+    """`data` and `data_control` are None where they would hold one rank; control groups carry CPU tensors (gloo)."""
 
     pipe_ranks: tuple[int, ...]
     control: dist.ProcessGroup
@@ -20,6 +21,8 @@ class Groups:
     up: dist.ProcessGroup
     data: dist.ProcessGroup | None
     data_control: dist.ProcessGroup | None
+    metrics: dist.ProcessGroup
+    """the data ranks, or this rank alone: what torchmetrics syncs over (None would mean the world)"""
 
     @staticmethod
     def create(topology: Topology, rank: int, device: torch.device, timeout: timedelta) -> "Groups":
@@ -37,7 +40,15 @@ class Groups:
         down, up = (mine("pipe", None), mine("pipe", None)) if on_gpu else (control, control)
         data_control = mine("data", "gloo") if topology.data > 1 else None
         data = mine("data", None) if on_gpu and topology.data > 1 else data_control
-        return Groups(topology.group_of(rank, "pipe"), control, down, up, data, data_control)
+        metrics = data or mine("data", "gloo")
+        return Groups(topology.group_of(rank, "pipe"), control, down, up, data, data_control, metrics)
+
+
+def backend_for(device: torch.device) -> str:
+    """Both kinds of tensors can be sent where there is a GPU: models are agreed on while they lie on the CPU."""
+    return (
+        "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{Backend.default_device_backend_map[device.type]}"
+    )
 
 
 def agree(tensors: Iterable[torch.Tensor]) -> None:

@@ -39,6 +39,16 @@ def defines_model_late(module: "pl.LightningModule") -> bool:
     return is_overridden("configure_model", module)
 
 
+def example_of(module: "pl.LightningModule") -> Callable[[], object] | None:
+    """Runs `forward` on the module's `example_input_array`, which holds its arguments; None without one."""
+    array = module.example_input_array
+    if array is None:
+        return None
+    if isinstance(array, dict):
+        return partial(module, **array)
+    return partial(module, *(array if isinstance(array, (tuple, list)) else [array]))
+
+
 def expected_gradient(trainer: "pl.Trainer") -> float:
     """What Lightning's backward will send into the loss that `training_step` returns."""
     return 1.0 / trainer.accumulate_grad_batches

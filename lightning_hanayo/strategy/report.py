@@ -85,8 +85,11 @@ class WaveReport(Callback):
                 logger.log_image("hanayo/wave", [str(path)])
 
     @override
-    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        if trainer.is_global_zero:
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        if trainer.is_global_zero and stage == "fit":
+            bar = trainer.progress_bar_callback
+            if bar is not None:
+                bar.teardown(trainer, pl_module, stage)  # its last frame, before the last lines
             runs = [_finish(logger) for logger in trainer.loggers if isinstance(logger, WandbLogger)]
             print("\n" + "\n".join(self._lines(trainer, runs)), flush=True)
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
 )
@@ -33,7 +32,7 @@ from lightning_hanayo.strategy import data, lightning_internals, refusals
 from lightning_hanayo.strategy.assembly import assemble, disconnect, layout_of, tensors_of
 from lightning_hanayo.strategy.clip import clip_by_norm
 from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.strategy.groups import Groups, agree
+from lightning_hanayo.strategy.groups import Groups, agree, backend_for
 from lightning_hanayo.strategy.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning_internals import MicrobatchLog
 from lightning_hanayo.strategy.loss_weight import Shares, shares
@@ -204,7 +203,7 @@ class HanayoStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        backend = _get_default_process_group_backend_for_device(self.root_device)
+        backend = backend_for(self.root_device)
         device: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
         met = _distributed_is_initialized()
         _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
@@ -233,29 +232,24 @@ class HanayoStrategy(ParallelStrategy):
         layout_of(module, self.options, self.topology)  # the same error on all ranks, before the first message
         if self.world_size > 1 and not any(parameter.is_meta for parameter in module.parameters()):
             agree(tensors_of(module))
-        array = module.example_input_array
         self._pipeline = assemble(
             module,
             self.options,
             self.topology,
             self.groups,
             device=self.root_device,
-            example=partial(module, array) if array is not None else None,
+            example=lightning_internals.example_of(module),
             on_failure=self._failures.on_transfer,
         )
 
     def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         lightning_internals.keep_sigterm_local(trainer)
         lightning_internals.share_metrics(trainer, self.pipeline.chain, warns=self.topology.data > 1)
-        lightning_internals.set_metric_groups(module, self._metric_group())
+        lightning_internals.set_metric_groups(module, self.groups.metrics)
         if self.pipe_rank > 0:
             lightning_internals.skip_transfer_hooks(module)
         if self.topology.pipe > 1:
             module.example_input_array = None  # summaries and graphs would run the model outside a step
-
-    def _metric_group(self) -> Any:
-        """A group of one where there is nothing to sync: None would mean the world."""
-        return self.groups.data or dist.new_group([self.global_rank], use_local_synchronization=True)
 
     @override
     def model_to_device(self) -> None:

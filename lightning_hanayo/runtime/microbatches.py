@@ -58,7 +58,8 @@ def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]
         if first.ndim and all(r.ndim and r.shape[0] == size for r, size in zip(results, parts, strict=True)):
             return torch.cat(list(results))
         if first.ndim == 0 and first.is_floating_point():
-            return torch.stack([r * w for r, w in zip(results, weights, strict=True)]).sum()
+            parts_with_weight = [r * w for r, w in zip(results, weights, strict=True) if w]
+            return torch.stack(parts_with_weight).sum() if parts_with_weight else first
         return first
     if isinstance(first, Mapping):
         merged = {key: merge([result[key] for result in results], parts, weights) for key in first}

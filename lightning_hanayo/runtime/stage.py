@@ -118,14 +118,18 @@ class LastStage(Stage):
     @override
     def backward(self, microbatch: int, arrived: Packet | None) -> Packet:
         entrance, outputs, mark = self._under_way.pop(microbatch)
+        if self.weights[microbatch]:  # without a share, not even a NaN counts: the mean of no tokens is one
+            self._run_backward(microbatch, outputs, mark)
+        self.results[microbatch] = detached(self.results[microbatch])
+        return gradients(entrance.gradients)
+
+    def _run_backward(self, microbatch: int, outputs: list[Tensor], mark: int) -> None:
         loss = loss_of(self.results[microbatch])
         nodes, leaves = graph.reach([loss], stop=outputs)
         early = any(node._sequence_nr() < mark for node in nodes)  # a skip connection past the stack, a penalty
         weighted = loss * self.weights[microbatch]
         shared = self._shared_among(leaves, microbatch)
         self._shared.first(microbatch, shared, lambda: weighted.backward(retain_graph=early))
-        self.results[microbatch] = detached(self.results[microbatch])
-        return gradients(entrance.gradients)
 
     @override
     def clear(self) -> None:

@@ -136,6 +136,7 @@ def _connect(
 ) -> Pipeline:
     stack, rank = ownership.stack, transport.rank
     bridge.install(stack.blocks)
+    _keep_padding(model)
     entering = Entering()
     user = UserStep(stack.blocks, len(ownership.stages[0]), stack.name, entering)
     shared = SharedGradients()
@@ -148,6 +149,13 @@ def _connect(
     reduction = Reduction({stage: ownership.stage_parameters(model, stage) for stage in own_stages}, data)
     engine = Engine(stages, Mail(transport), reduction.start, Trace())
     return Pipeline(layout, ownership, rank, engine, Chain(transport), reduction, user, last, entering, own)
+
+
+def _keep_padding(model: nn.Module) -> None:
+    """Nested tensors, which `nn.TransformerEncoder` makes of padded ones in evaluation, can't cross. Values agree."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def disconnect(pipeline: Pipeline) -> None:

@@ -11,13 +11,16 @@ from torch import Tensor
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.microbatches import num_samples
 
-LossWeight = Literal["samples", "tokens"] | Callable[[Any], float]
+LossWeight = Literal["samples", "tokens", "sum"] | Callable[[Any], float]
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of each micro-batch: its share in this rank's batch (they sum to 1), and the weight of its loss's gradient."""
+    """Of each micro-batch: its share in this rank's batch, and the weight of its loss's gradient.
+
+    The shares sum to 1, but for losses that are sums, which all count whole.
+    """
 
     of_batch: tuple[float, ...]
     of_gradient: tuple[float, ...]
@@ -28,8 +31,10 @@ def shares(
 ) -> Shares:
     """The shares of one data rank's micro-batches. Gradients are summed over data ranks with weights that sum to 1.
 
-    By samples, every data rank counts alike, as in DDP; otherwise by what it counts, which is summed over `group`.
+    By samples (and sums), every data rank counts alike, as in DDP; otherwise by what it counts, summed over `group`.
     """
+    if loss_weight == "sum":
+        return Shares((1.0,) * len(microbatches), (1 / num_data,) * len(microbatches))
     counts = [count(microbatch, loss_weight) for microbatch in microbatches]
     local = sum(counts)
     total = local * num_data if loss_weight == "samples" else _sum(local, group)
@@ -37,7 +42,7 @@ def shares(
     return Shares(of_batch, tuple(n / total if total else 0.0 for n in counts))
 
 
-def count(microbatch: Any, loss_weight: LossWeight) -> float:
+def count(microbatch: Any, loss_weight: Literal["samples", "tokens"] | Callable[[Any], float]) -> float:
     """What a micro-batch counts: its samples, its labels that aren't -100, or what the user's function says.
 
     Raises:

@@ -40,7 +40,7 @@ class Options:
         if isinstance(self.balance, str):
             self._choice("balance", ("parameters", "time"))
         if not callable(self.loss_weight):
-            self._choice("loss_weight", ("samples", "tokens"))
+            self._choice("loss_weight", ("samples", "tokens", "sum"))
         if self.activation_budget is not None and self.activation_budget <= 0:
             raise HanayoError(f"activation_budget={self.activation_budget}: expected a positive number of M_a, or None")
         if self.cube not in (1, (1, 1, 1)):

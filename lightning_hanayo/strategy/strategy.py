@@ -62,7 +62,7 @@ class HanayoStrategy(ParallelStrategy):
         blocks: qualified name of the block stack, as "model.layers"; None: the outermost list of like blocks that holds
             the most parameters.
         loss_weight: a micro-batch's share in the mean loss: "samples", "tokens" (labels that aren't -100), or a
-            function of the micro-batch that returns a number.
+            function of the micro-batch that returns a number; "sum" for a loss that is a sum over samples.
         activation_budget: the most activations a rank may hold, in those of one micro-batch (M_a); None: P.
         cube_outside: what a cube's ranks see of a micro-batch outside the stack: "share" or "replicate".
         schedule: the name of a schedule, the path of a CSV action table, or "auto": the wave.
@@ -85,7 +85,7 @@ class HanayoStrategy(ParallelStrategy):
         data_parallel_size: int | Literal["auto"] = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         blocks: str | None = None,
-        loss_weight: Literal["samples", "tokens"] | Callable[[Any], float] = "samples",
+        loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], float] = "samples",
         activation_budget: float | None = None,
         cube_outside: Literal["share", "replicate"] = "share",
         schedule: str = "auto",

@@ -79,9 +79,13 @@ def pack(spec: Spec, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def unpack(spec: Spec, buffer: Tensor) -> Packet:
-    """The packet in `buffer`. Its tensors are views of the buffer; those that need a gradient are marked."""
+    """The packet in `buffer`. Its tensors lie in the buffer; those that need a gradient are marked.
+
+    They are no views of it (`.data`): views share one version counter, so that autograd would take a block's work in
+    place on one of them for a change to all.
+    """
     tensors = tuple(
-        buffer[start:stop].view(_DTYPES[dtype]).view(shape).requires_grad_(requires_grad)
+        buffer[start:stop].view(_DTYPES[dtype]).view(shape).data.requires_grad_(requires_grad)
         for (start, stop), (dtype, shape, requires_grad) in zip(spec.extents, spec.tensors, strict=True)
     )
     return Packet(spec.skeleton, tensors)

@@ -1,11 +1,11 @@
 """The context: torch's state that a step's thread takes over, and that user code must not change around the stack.
 
-Grad mode, inference mode and autocast belong to a thread; SDPA and matmul flags, default dtype and device belong to the
-process. The stack's blocks run outside the user's `with`, so any difference at its call would be silently lost.
+Grad mode, inference mode, autocast and default device belong to a thread; SDPA and matmul flags and default dtype to
+the process. The stack's blocks run outside the user's `with`, so any difference at its call would be silently lost.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -53,12 +53,18 @@ class ThreadContext:
         """Give the calling thread the state that belongs to threads."""
         before = ThreadContext.current()
         self._set_autocast()
-        with torch.inference_mode(self.inference_mode), torch.set_grad_enabled(self.grad_mode):
-            if self.stream is not None:
-                torch.cuda.set_device(self.stream.device)
-                torch.cuda.set_stream(self.stream)
-            yield
-        before._set_autocast()
+        try:
+            with (
+                torch.inference_mode(self.inference_mode),
+                torch.set_grad_enabled(self.grad_mode),
+                self._device(before),
+            ):
+                if self.stream is not None:
+                    torch.cuda.set_device(self.stream.device)
+                    torch.cuda.set_stream(self.stream)
+                yield
+        finally:
+            before._set_autocast()
 
     def check_unchanged(self) -> None:
         """Compare with the calling thread's state now.
@@ -75,6 +81,10 @@ class ThreadContext:
                 f"pipeline stages, outside that context. Set it for the whole run (Trainer(precision=...)) or inside "
                 f"the block."
             )
+
+    def _device(self, before: "ThreadContext") -> AbstractContextManager[Any]:
+        """The default device, which belongs to a thread too; setting it costs a little at every call of torch."""
+        return nullcontext() if self.default_device == before.default_device else torch.device(self.default_device)
 
     def _set_autocast(self) -> None:
         for device, enabled, dtype in self.autocast:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,27 +52,53 @@ def signature(batch: Any, parts: Sequence[int], kind: str) -> int:
 def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]) -> Any:
     """What a step returned for each micro-batch, as one: samples side by side, other numbers as weighted mean.
 
-    Tensors as long as their micro-batch are concatenated, scalars averaged with `weights` (which sum to 1).
+    Tensors, arrays and lists as long as their micro-batch are concatenated, scalars averaged with `weights` (which sum
+    to 1); containers keep their type.
     """
     first = results[0]
     if isinstance(first, Tensor):
-        if first.ndim and all(r.ndim and r.shape[0] == size for r, size in zip(results, parts, strict=True)):
-            return torch.cat(list(results))
-        if first.ndim == 0 and first.is_floating_point():
-            parts_with_weight = [r * w for r, w in zip(results, weights, strict=True) if w]
-            return torch.stack(parts_with_weight).sum() if parts_with_weight else first
-        return first
+        return _merge_tensors(results, parts, weights)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(results) if _are_samples(results, parts) else first
+    if isinstance(first, float):
+        return sum(r * w for r, w in zip(results, weights, strict=True))
+    if isinstance(first, list) and _lists_samples(results, parts):
+        return [item for result in results for item in result]
     if isinstance(first, Mapping):
         merged = {key: merge([result[key] for result in results], parts, weights) for key in first}
         return merged if type(first) is dict else type(first)(**merged)
-    if type(first) in (tuple, list):
-        whole = all(isinstance(r, list) and len(r) == size for r, size in zip(results, parts, strict=True))
-        if whole and not any(isinstance(item, Tensor) for item in first):
-            return [item for result in results for item in result]
-        return type(first)(merge(list(items), parts, weights) for items in zip(*results, strict=True))
-    if isinstance(first, float):
-        return sum(r * w for r, w in zip(results, weights, strict=True))
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return replace(first, **{n: merge([getattr(r, n) for r in results], parts, weights) for n in names})
+    if isinstance(first, (tuple, list)):
+        items = [merge(list(row), parts, weights) for row in zip(*results, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     return first
+
+
+def _merge_tensors(results: Sequence[Tensor], parts: Sequence[int], weights: Sequence[float]) -> Tensor:
+    first = results[0]
+    if _are_samples(results, parts):
+        return torch.cat(list(results))
+    if first.ndim == 0 and first.is_floating_point():
+        parts_with_weight = [r * w for r, w in zip(results, weights, strict=True) if w]
+        return torch.stack(parts_with_weight).sum() if parts_with_weight else first
+    return first
+
+
+def _are_samples(arrays: Sequence[Any], parts: Sequence[int]) -> bool:
+    return all(array.ndim and array.shape[0] == size for array, size in zip(arrays, parts, strict=True))
+
+
+def _lists_samples(results: Sequence[Any], parts: Sequence[int]) -> bool:
+    """Whether the lists hold one item per sample, rather than several tensors of all samples."""
+    if any(not isinstance(r, list) or len(r) != size for r, size in zip(results, parts, strict=True)):
+        return False
+    return any(
+        not (isinstance(item, Tensor) and item.ndim and item.shape[0] == size)
+        for result, size in zip(results, parts, strict=True)
+        for item in result
+    )
 
 
 def _leaves(batch: Any) -> Any:

@@ -9,14 +9,22 @@ from torch import nn
 from lightning_hanayo.partition.stack import Stack
 
 
-def profile(stack: Stack, forward: Callable[[], object], repeats: int = 3) -> tuple[list[float], float]:
-    """Time each block, and everything else, in `forward`, which runs the whole model once.
+def profile(
+    model: nn.Module, stack: Stack, forward: Callable[[], object], repeats: int = 3
+) -> tuple[list[float], float]:
+    """Time each block, and everything else, in `forward`, which runs the whole `model` once.
+
+    Buffers (BatchNorm counts its calls) and the state of the random numbers are as before afterwards.
 
     Returns:
         Seconds of each block's forward, and seconds of all code outside the stack: the least of `repeats` runs.
         (A backward is taken to be in proportion.)
     """
-    runs = [_run(stack, forward) for _ in range(repeats + 1)][1:]  # the first one warms up
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng():
+        runs = [_run(stack, forward) for _ in range(repeats + 1)][1:]  # the first one warms up
+    for buffer, before in buffers:
+        buffer.copy_(before)
     blocks = [min(run[0][i] for run in runs) for i in range(len(stack))]
     return blocks, max(0.0, min(run[1] for run in runs))
 

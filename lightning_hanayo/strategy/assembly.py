@@ -93,7 +93,7 @@ def cut_stack(
         return cut([float(cost) for cost in options.balance], layout.num_stages)
     if example is None:
         raise HanayoError("balance='time' runs the model once on `example_input_array`; the LightningModule has none")
-    costs, outside = profile(stack, example)
+    costs, outside = profile(model, stack, example)
     measured = torch.tensor([*costs, outside], dtype=torch.float64)
     if dist.is_initialized():
         dist.broadcast(measured, src=0)  # every rank measures, one counts

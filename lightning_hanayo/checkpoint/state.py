@@ -39,7 +39,7 @@ def load_module(module: nn.Module, state: Mapping[str, Any], *, strict: bool) ->
 def optimizer_state(optimizer: Optimizer, transport: Transport) -> dict[str, Any]:
     """The optimizer's whole state dict on pipeline rank 0; elsewhere this rank's. Called by all ranks."""
     state = optimizer.state_dict()
-    everything = gather(transport, state["state"])
+    everything = gather(transport, _own(optimizer, state["state"]))
     if everything is not None:
         found = {index: value for part in everything for index, value in part.items()}
         state["state"] = dict(sorted(found.items()))
@@ -48,9 +48,13 @@ def optimizer_state(optimizer: Optimizer, transport: Transport) -> dict[str, Any
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a whole state dict, without what belongs to placeholders."""
+    optimizer.load_state_dict({**state, "state": _own(optimizer, state["state"])})
+
+
+def _own(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
+    """`state` without what belongs to placeholders: some optimizers, as Adagrad, make it when they are constructed."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {index: value for index, value in state["state"].items() if not parameters[index].is_meta}
-    optimizer.load_state_dict({**state, "state": own})
+    return {index: value for index, value in state.items() if not parameters[index].is_meta}
 
 
 def _is_placeholder(value: Any) -> bool:

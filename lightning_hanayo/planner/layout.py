@@ -57,7 +57,7 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         layout.schedule,
         num_ranks=layout.num_ranks,
         num_microbatches=num_microbatches,
-        num_waves=layout.num_waves,
+        num_waves=1 if layout.schedule == "interleaved" else layout.num_waves,
         num_stages_per_rank=2 * layout.num_waves if layout.schedule == "interleaved" else None,
         activation_budget=layout.activation_budget,
     )

@@ -35,12 +35,21 @@ class Chain:
             self._send(data)
         return value if self.transport.rank == 0 else json.loads(data)
 
+    def finish(self) -> None:
+        """Wait until the last value has left: a peer that takes it late must still find this rank there."""
+        for _, work in self._leaving:
+            work.wait()
+        self._leaving = []
+
+    def forget(self) -> None:
+        """Drop what is under way, after a failure."""
+        self._leaving = []
+
     def _send(self, data: bytes) -> None:
         frame = len(data).to_bytes(8, "little") + data[:_ROOM]
         parts = [frame.ljust(_FRAME, b"\0"), *([data[_ROOM:]] if len(data) > _ROOM else [])]
         buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
-        for _, work in self._leaving:  # the share before this one: long gone
-            work.wait()
+        self.finish()  # the share before this one: long gone
         works = self.transport.start([Post("send", self.transport.rank + 1, _TAG, buffer) for buffer in buffers])
         self._leaving = list(zip(buffers, works, strict=True))
 

@@ -88,12 +88,14 @@ class Pipeline:
         return self._play(batch, step, shares_of, log_of, scale=1.0, reduce=False, train=False)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, once the others have got what this rank sent them."""
+        self.chain.finish()
         self.user.stop()
 
     def abandon(self) -> None:
         """Let go of everything under way and of the connections, after a failure."""
         self.engine.mail.forget()
+        self.chain.forget()
         self.reduction.forget()
         self.chain.transport.close()
 

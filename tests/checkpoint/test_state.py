@@ -1,0 +1,102 @@
+"""States of two ranks that hold half of the blocks each are, together, one process's.
+
+rank 0   embedding  block 0    .          .: placeholder
+rank 1       .         .     block 1
+"""
+
+import copy
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
+from lightning_hanayo.partition.ownership import leave_out
+from lightning_hanayo.runtime.loopback import Hub
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
+
+
+def owner(name: str) -> int:
+    return 1 if name.startswith("blocks.1") else 0
+
+
+def part(model: nn.Module, rank: int) -> nn.Module:
+    own = copy.deepcopy(model)
+    leave_out([m for name, m in own.named_modules() if owner(name) != rank or name == ""], set())
+    return own
+
+
+def together(call: Any) -> list[Any]:
+    results: list[Any] = [None, None]
+    transports = Hub(2, timeout=5.0).transports()
+    threads = [Thread(target=lambda r=r: results.__setitem__(r, call(r, transports[r]))) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_module() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    expected, parts = model.state_dict(), [part(model, rank) for rank in range(2)]
+    owners = {name: owner(name) for name in expected}
+    whole, other = together(lambda rank, transport: module_state(parts[rank], owners, transport))
+    assert list(whole) == list(expected) and all(torch.equal(whole[name], expected[name]) for name in expected)
+    assert set(other) == {name for name, rank in owners.items() if rank == 1}
+
+
+def test_every_rank_takes_its_own_of_a_whole_module_state() -> None:
+    model = Model()
+    other = part(Model(), 1)
+    load_module(other, model.state_dict(), strict=True)
+    found = {name: value for name, value in other.state_dict().items() if not value.is_meta}
+    assert found and all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        load_module(other, model.state_dict() | {"more": torch.ones(1)}, strict=True)
+
+
+OPTIMIZERS = [
+    lambda parameters: AdamW(parameters, amsgrad=True),
+    lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
+    lambda parameters: SGD(parameters, lr=0.1),
+    lambda parameters: Adagrad(parameters),
+]
+
+
+def step(model: nn.Module, optimizer: Optimizer) -> None:
+    for number, parameter in enumerate(model.parameters()):
+        if not parameter.is_meta:
+            parameter.grad = torch.full_like(parameter, 1.0 + number)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=["adamw", "momentum", "sgd", "adagrad"])
+def test_optimizer(make: Any) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    parts = [part(model, rank) for rank in range(2)]
+    optimizers = [make(p.parameters()) for p in parts]
+    alone = make(model.parameters())
+    for m, optimizer in ((model, alone), *zip(parts, optimizers, strict=True)):
+        step(m, optimizer)
+    whole, _ = together(lambda rank, transport: optimizer_state(optimizers[rank], transport))
+    expected = alone.state_dict()
+    assert whole["param_groups"] == expected["param_groups"] and list(whole["state"]) == list(expected["state"])
+    for index, values in expected["state"].items():
+        for name, value in values.items():
+            assert torch.equal(torch.as_tensor(whole["state"][index][name]), torch.as_tensor(value)), (index, name)
+    fresh = make(part(model, 1).parameters())
+    load_optimizer(fresh, whole)
+    step(parts[1], optimizers[1])
+    assert set(fresh.state_dict()["state"]) <= set(expected["state"])

@@ -1,0 +1,89 @@
+"""The layout: what "auto" means, and what is said when it can't be."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.layout import Layout, check_schedule, choose
+from lightning_hanayo.schedule import build, validate
+
+AUTO = [  # P, blocks -> schedule, W, B
+    (1, 8, ("hanayo", 1, 1)),
+    (2, 4, ("hanayo", 1, 4)),
+    (2, 8, ("hanayo", 2, 4)),
+    (4, 8, ("hanayo", 1, 8)),
+    (4, 15, ("hanayo", 1, 8)),
+    (4, 16, ("hanayo", 2, 8)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "blocks", "expected"), AUTO)
+def test_auto(ranks: int, blocks: int, expected: tuple[str, int, int]) -> None:
+    layout = choose(num_ranks=ranks, num_blocks=blocks)
+    assert (layout.schedule, layout.num_waves, layout.num_microbatches) == expected
+    assert layout.num_stages == 2 * ranks * layout.num_waves <= blocks
+
+
+def test_auto_takes_the_wave_that_simulates_best() -> None:
+    best = choose(num_ranks=4, num_blocks=64)
+    bubbles = [Layout("hanayo", 4, waves, 8).predict() for waves in (1, 2, 4, 8)]
+    assert best.predict() == pytest.approx(min(bubbles), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "loss_stage"), [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved", 8, 1), ("hanayo", 8, 0)]
+)
+def test_every_table_ends_on_rank_0(schedule: str, stages: int, loss_stage: int) -> None:
+    layout = choose(num_ranks=4, num_blocks=8, num_waves=1, num_microbatches=8, schedule=schedule)
+    assert layout.num_stages == stages
+    for microbatches in (8, 5, 1):
+        table = layout.table(microbatches)
+        assert (table.stage_ranks[0], table.stage_ranks[-1], table.loss_stage) == (0, 0, loss_stage)
+        assert (table.num_microbatches, table.num_stages) == (microbatches, stages + loss_stage)
+        validate(table)
+
+
+TOO_FEW = [
+    ((4, 8, 2, "hanayo"), ["8 blocks", "16 stages (4 per rank)", "pipeline_parallel_size=4, num_waves=1"]),
+    ((4, 5, 1, "hanayo"), ["5 blocks", "8 stages (2 per rank)", "pipeline_parallel_size=2, num_waves=1"]),
+    ((2, 1, "auto", "hanayo"), ["1 blocks", "4 stages", "needs at least two blocks"]),
+    ((4, 3, 1, "1f1b"), ["3 blocks", "4 stages (1 per rank)", "pipeline_parallel_size=3"]),
+    ((2, 3, "auto", "interleaved"), ["3 blocks", "4 stages (2 per rank)", "pipeline_parallel_size=1"]),
+]
+
+
+@pytest.mark.parametrize(("asked", "named"), TOO_FEW)
+def test_too_few_blocks_name_what_fits(asked: tuple[int, int, int, str], named: list[str]) -> None:
+    ranks, blocks, waves, schedule = asked
+    with pytest.raises(HanayoError) as caught:
+        choose(num_ranks=ranks, num_blocks=blocks, num_waves=waves, schedule=schedule)
+    assert [part for part in named if part not in str(caught.value)] == [], str(caught.value)
+
+
+def test_a_table_from_a_file_serves_smaller_batches_too(tmp_path: Path) -> None:
+    path = str(tmp_path / "table.csv")
+    build("hanayo", num_ranks=2, num_microbatches=6).to_csv(path)
+    layout = choose(num_ranks=2, num_blocks=4, schedule=path)
+    assert (layout.num_microbatches, layout.num_stages) == (6, 4)
+    for microbatches in range(1, 7):
+        validate(layout.table(microbatches))
+        assert layout.table(microbatches).num_microbatches == microbatches
+    with pytest.raises(HanayoError, match="a table for 6 micro-batches, and a batch has 7"):
+        layout.table(7)
+
+
+def test_a_table_for_other_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "table.csv")
+    build("1f1b", num_ranks=4, num_microbatches=4).to_csv(path)
+    with pytest.raises(HanayoError, match="is a table for 4 pipeline ranks, not 2"):
+        choose(num_ranks=2, num_blocks=8, schedule=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("hanyo", "did you mean 'hanayo'"), ("chimera", "two ranks at once"), ("nowhere.csv", "there is no such file")],
+)
+def test_schedules_that_cant_be_played(name: str, named: str) -> None:
+    with pytest.raises(HanayoError, match=named):
+        check_schedule(name)

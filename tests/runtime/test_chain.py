@@ -1,0 +1,29 @@
+"""The chain hands rank 0's value on to all ranks, whatever its length.
+
+JSON   0 B ... 504 B | longer: a second message
+"""
+
+from typing import Any
+
+import pytest
+
+from lightning_hanayo.runtime.chain import Chain
+from lightning_hanayo.runtime.loopback import Hub
+
+VALUES = [None, True, 0, [4, 2**52], {"loss": [0.1, "float32"]}, float("inf")]
+
+
+def share(num_ranks: int, values: list[Any]) -> list[list[Any]]:
+    """What each rank gets."""
+    chains = [Chain(transport) for transport in Hub(num_ranks, timeout=1.0).transports()]
+    return [[chain.share(value if rank == 0 else "ignored") for value in values] for rank, chain in enumerate(chains)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_all_ranks_get_the_first_ones_values(num_ranks: int) -> None:
+    assert share(num_ranks, VALUES) == [VALUES] * num_ranks
+
+
+def test_longer_than_a_frame() -> None:
+    texts = ["x" * length for length in (0, 500, 501, 502, 503, 504, 505, 600, 100_000, 1)]
+    assert share(3, texts) == [texts] * 3

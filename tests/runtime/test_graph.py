@@ -1,0 +1,73 @@
+"""A stage's graph begins at its entrance, and a loss's graph is what its own stage made.
+
+w -> x = w * 2 -> y = x.exp() | loss = y + u            |: stop
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hanayo.runtime import graph
+from lightning_hanayo.runtime.graph import Entrance
+from lightning_hanayo.runtime.packet import Packet
+
+
+def arrived(*tensors: Tensor) -> Packet:
+    return Packet(("tuple", *(("tensor", i) for i in range(len(tensors)))), tensors)
+
+
+def leaf(value: float = 2.0) -> Tensor:
+    return torch.full((2,), value, requires_grad=True)
+
+
+def test_reaches_what_lies_behind_the_stop() -> None:
+    w, u = leaf(), leaf()
+    x = w * 2
+    y = x.exp()
+    loss = (y + u).sum()
+    nodes, leaves = graph.reach([loss])
+    assert (leaves, {n.name() for n in nodes}) == (
+        {w, u}, {"SumBackward0", "AddBackward0", "ExpBackward0", "MulBackward0"},
+    )  # fmt: skip
+    nodes, leaves = graph.reach([loss], stop=[y])
+    assert (leaves, {n.name() for n in nodes}) == ({u}, {"SumBackward0", "AddBackward0"})
+    assert graph.reach([w])[1] == {w} and graph.reach([torch.ones(1)]) == (set(), set())
+
+
+def test_gradients_reach_the_entrance_in_order() -> None:
+    a, mask, b = leaf(), torch.ones(2), leaf()
+    entrance = Entrance(arrived(a, mask, b))
+    x, m, y = entrance.packet.tensors
+    graph.backward([x * m, y], [torch.ones(2), None])
+    assert m is mask and torch.equal(entrance.gradients[0], torch.ones(2)) and entrance.gradients[1] is None
+    assert a.grad is None, "the sender's graph is the sender's"
+
+
+IN_PLACE: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.relu_(x), lambda x: x.mul_(3), lambda x: x.add_(1).exp_(), lambda x: x[0].mul_(3) + x[1],
+    lambda x: torch.nn.functional.dropout(x, 0.0, inplace=True) * 3,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("work", IN_PLACE, ids=range(len(IN_PLACE)))
+def test_a_block_may_work_in_place_on_what_arrives(work: Callable[[Tensor], Tensor]) -> None:
+    source = leaf()
+    entrance = Entrance(arrived(source.clone().detach().requires_grad_(), leaf()))
+    work(entrance.packet.tensors[0]).sum().backward()
+    work(source * 1).sum().backward()
+    assert torch.equal(entrance.gradients[0], source.grad)
+
+
+def test_without_grad_mode_there_is_no_graph() -> None:
+    with torch.no_grad():
+        (x,) = Entrance(arrived(leaf())).packet.tensors
+        assert not x.requires_grad and graph.sequence_number() == 0
+
+
+def test_the_clock_goes_on() -> None:
+    early = leaf() * 2
+    mark = graph.sequence_number()
+    late = early * 2
+    assert early.grad_fn._sequence_nr() < mark <= late.grad_fn._sequence_nr()

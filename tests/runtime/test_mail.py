@@ -1,0 +1,101 @@
+"""The mail agrees once on a packet's shape: the same again is one message, another one three (note, spec, payload).
+
+shape      a   a   b   a   a
+messages   3   1   3   3   1
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from lightning_hanayo.runtime.loopback import Hub, LoopbackTransport
+from lightning_hanayo.runtime.mail import Mail, Route
+from lightning_hanayo.runtime.packet import Packet, gradients, spread
+from lightning_hanayo.runtime.transport import Post, Work
+from lightning_hanayo.runtime.tree import Flattener
+
+ROUTE = Route(0, "forward", 0)
+
+
+class Counting(LoopbackTransport):
+    sent = 0
+
+    def start(self, posts: Sequence[Post]) -> list[Work]:
+        self.sent += sum(post.direction == "send" for post in posts)
+        return super().start(posts)
+
+
+def packet(value: object) -> Packet:
+    flattener = Flattener()
+    return Packet(flattener.flatten(value), tuple(flattener.tensors))
+
+
+class Line:
+    """Two ranks and what the first one sends to the second."""
+
+    def __init__(self) -> None:
+        hub = Hub(2, timeout=1.0)
+        self.transport = Counting(hub, 0)
+        self.ends = Mail(self.transport), Mail(LoopbackTransport(hub, 1))
+
+    def carry(self, value: Packet, signature: int = 0, route: Route = ROUTE) -> tuple[Packet, int]:
+        """What arrives, and in how many messages."""
+        before = self.transport.sent
+        for end in self.ends:
+            end.begin(signature)
+        self.ends[1].exchange([], [(route, 0)])  # posted ahead
+        self.ends[0].exchange([(route, 1, value)], [])
+        arrived = self.ends[1].collect(route)
+        self.ends[0].finish()
+        return arrived, self.transport.sent - before
+
+
+def test_only_what_has_changed_travels_with_its_spec() -> None:
+    line, counts = Line(), []
+    for shape in ((2, 3), (2, 3), (5,), (2, 3), (2, 3)):
+        value = torch.randn(shape)
+        arrived, count = line.carry(packet({"h": value, "causal": True}))
+        assert torch.equal(arrived.tensors[0], value)
+        counts.append(count)
+    assert counts == [3, 1, 3, 3, 1]
+
+
+def test_each_signature_agrees_for_itself() -> None:
+    line = Line()
+    assert [line.carry(packet(torch.ones(s)), signature=s)[1] for s in (1, 2, 1, 2, 1)] == [3, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, 1), (1, 1.0), (None, False), ((1,), [1]), (0.5, 0.25)])
+def test_plain_values_are_part_of_the_agreement(first: object, second: object) -> None:
+    line = Line()
+    line.carry(packet(first))
+    arrived, count = line.carry(packet(second))
+    assert (arrived.skeleton, count) == (packet(second).skeleton, 3)
+
+
+def test_whether_a_gradient_is_wanted_is_too() -> None:
+    line = Line()
+    for wanted in (True, True, False):
+        arrived, _ = line.carry(packet(torch.ones(2, requires_grad=wanted)))
+        assert [t.requires_grad for t in arrived.tensors] == [wanted]
+        assert len(arrived.differentiable) == wanted
+
+
+def test_missing_gradients_cross() -> None:
+    line, route = Line(), Route(0, "backward", 0)
+    arrived, _ = line.carry(gradients([None, torch.ones(2), None]), route=route)
+    assert [g is None for g in spread(arrived)] == [True, False, True]
+
+
+def test_tags_differ_for_all_messages_of_a_batch() -> None:
+    routes = [Route(s, d, m) for s in range(9) for d in ("forward", "backward") for m in range(9)]
+    tags = [tag for route in routes for tag in (route.tag, route.tag + 1)]
+    assert len(set(tags)) == len(tags) and not {0, 1} & set(tags)  # 0 and 1 are the chain's and the checkpoint's
+
+
+def test_nothing_comes() -> None:
+    end = Mail(LoopbackTransport(Hub(2, timeout=0.01), 1))
+    end.exchange([], [(ROUTE, 0)])
+    with pytest.raises(TimeoutError, match="nothing came from pipeline rank 0"):
+        end.collect(ROUTE)

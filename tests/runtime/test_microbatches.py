@@ -1,0 +1,126 @@
+"""A batch cut into micro-batches, and what the steps return put together again.
+
+11 samples, 4 micro-batches   [0 1 2] [3 4 5] [6 7 8] [9 10]
+"""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.runtime.microbatches import merge, num_samples, signature, sizes, split
+
+Pair = namedtuple("Pair", "x y")
+PARTS = [3, 3, 3, 2]
+X = torch.arange(22).reshape(11, 2)
+NAMES = [f"n{i}" for i in range(11)]
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    names: list[str]
+    scale: float = 2.0
+
+
+@given(some.integers(1, 200), some.integers(1, 40))
+def test_sizes(samples: int, microbatches: int) -> None:
+    found = sizes(samples, microbatches)
+    assert sum(found) == samples and len(found) == min(samples, microbatches)
+    assert found == sorted(found, reverse=True) and found[0] - found[-1] <= 1 and found[-1] >= 1
+
+
+def text_batch() -> Any:
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"input_ids": X, "labels": X[:, 0]})
+
+
+BATCHES = {  # batch -> where its samples are, in a micro-batch
+    "tensor": (X, lambda b: [b]),
+    "tuple": ((X, X[:, 0]), lambda b: [b[0], b[1]]),
+    "list": ([X, X[:, 0]], lambda b: [b[0], b[1]]),
+    "dict": ({"x": X, "names": NAMES}, lambda b: [b["x"], b["names"]]),
+    "ordered": (OrderedDict(x=X, more={"y": X}), lambda b: [b["x"], b["more"]["y"]]),
+    "namedtuple": (Pair(X, NAMES), lambda b: [b.x, b.y]),
+    "dataclass": (Sample(X, NAMES), lambda b: [b.x, b.names]),
+    "transformers": (text_batch(), lambda b: [b.input_ids, b["labels"]]),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_containers_are_cut_inside_and_keep_their_type(kind: str) -> None:
+    batch, samples = BATCHES[kind]
+    pieces = split(batch, PARTS)
+    assert [type(piece) for piece in pieces] == [type(batch)] * 4 and num_samples(batch) == 11
+    for whole, parts in zip(samples(batch), zip(*map(samples, pieces), strict=True), strict=True):
+        assert [len(part) for part in parts] == PARTS
+        if isinstance(whole, Tensor):
+            assert torch.equal(torch.cat(parts), whole)
+        else:
+            assert sum(parts, []) == whole
+
+
+def test_what_isnt_as_long_as_the_batch_is_shared() -> None:
+    mask, flag = torch.ones(5, 5), torch.tensor(1.0)
+    for piece in split({"x": X, "mask": mask, "flag": flag, "k": 3, "some": ["a", "b"]}, PARTS):
+        assert piece["mask"] is mask and piece["flag"] is flag and (piece["k"], piece["some"]) == (3, ["a", "b"])
+
+
+def test_a_batch_without_tensors_is_refused() -> None:
+    with pytest.raises(HanayoError, match="a batch of type dict has no tensor"):
+        num_samples({"names": ["a"], "scalar": torch.tensor(1)})
+
+
+def test_signature_tells_shapes_cuts_and_kinds_apart() -> None:
+    others = [
+        signature({"x": X}, PARTS, "train"), signature({"x": X[:, :1]}, PARTS, "train"),
+        signature({"x": X.float()}, PARTS, "train"), signature({"x": X}, [6, 5], "train"),
+        signature({"x": X}, PARTS, "validate"),
+    ]  # fmt: skip
+    assert len(set(others)) == len(others) and signature({"x": X + 1}, PARTS, "train") == others[0]
+
+
+def pieces(make: Any) -> list[Any]:
+    return [make(part) for part in X.split(PARTS)]
+
+
+WEIGHTS = [0.5, 0.25, 0.25, 0.0]
+
+
+def test_samples_come_back_side_by_side() -> None:
+    assert torch.equal(merge(pieces(lambda x: x), PARTS, WEIGHTS), X)
+    logits, hidden = merge(pieces(lambda x: [x, x[:, 0]]), PARTS, WEIGHTS)
+    assert torch.equal(logits, X) and torch.equal(hidden, X[:, 0])
+    array = merge(pieces(lambda x: x.numpy()), PARTS, WEIGHTS)
+    assert isinstance(array, np.ndarray) and array.shape == (11, 2)
+    assert merge(pieces(lambda x: [str(i) for i in x[:, 0].tolist()]), PARTS, WEIGHTS) == [
+        str(2 * i) for i in range(11)
+    ]
+
+
+def test_one_tensor_per_sample_is_a_sample_too() -> None:
+    ragged = merge(pieces(lambda x: [torch.zeros(int(i) % 5) for i in x[:, 0]]), PARTS, WEIGHTS)
+    assert [len(t) for t in ragged] == [2 * i % 5 for i in range(11)]
+    boxes = merge(pieces(lambda x: [{"box": row} for row in x]), PARTS, WEIGHTS)
+    assert len(boxes) == 11 and torch.equal(boxes[10]["box"], X[10])
+
+
+@pytest.mark.parametrize("kind", [Pair, lambda x, y: Sample(x, y), lambda x, y: {"x": x, "y": y}, lambda x, y: (x, y)])
+def test_containers_come_back_as_they_were(kind: Any) -> None:
+    whole = merge(pieces(lambda x: kind(x, ["n"] * len(x))), PARTS, WEIGHTS)
+    expected = kind(X, ["n"] * 11)
+    assert type(whole) is type(expected) and str(whole) == str(expected)
+
+
+def test_numbers_are_averaged_with_their_shares() -> None:
+    results = [{"loss": torch.tensor(v), "f": v, "text": "a"} for v in (1.0, 2.0, 4.0, float("nan"))]
+    merged = merge(results, PARTS, WEIGHTS)
+    assert merged["loss"].item() == 2.0 and merged["text"] == "a" and merge([None] * 4, PARTS, WEIGHTS) is None

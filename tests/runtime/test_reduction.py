@@ -1,0 +1,63 @@
+"""Gradients are summed over data ranks, also where one of them has none.
+
+            p0     p1     p2     frozen
+rank 0      1      2      .      .
+rank 1      10     .      .      .
+sum         11     2      .      .        .: no gradient
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hanayo.runtime.reduction import Reduction
+from tests.harness.pool import Pool
+
+GRADIENTS = [[1.0, 2.0, None, None], [10.0, None, None, None]]
+
+
+def reduce(transposed: bool, dtype: torch.dtype) -> list[float | None]:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    weights = [torch.zeros(2, 3, dtype=dtype) for _ in range(4)]
+    parameters = [nn.Parameter(w.t() if transposed else w) for w in weights]
+    parameters[3].requires_grad_(False)
+    for parameter, value in zip(parameters, GRADIENTS[dist.get_rank()], strict=True):
+        parameter.grad = None if value is None else torch.full_like(parameter, value)
+    reduction = Reduction({0: parameters[:1], 1: parameters[1:]}, group)
+    for stage in (1, 0):
+        reduction.start(stage)
+    reduction.finish()
+    return [None if p.grad is None else p.grad.unique().item() for p in parameters]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sums(pool: Pool, transposed: bool, dtype: torch.dtype) -> None:
+    assert pool.run(2, reduce, transposed, dtype) == [[11.0, 2.0, None, None]] * 2
+
+
+def mixed() -> list[str]:
+    dist.init_process_group("gloo")
+    parameters = [nn.Parameter(torch.ones(2, dtype=d)) for d in (torch.float32, torch.float64, torch.float32)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    reduction = Reduction({0: parameters}, dist.group.WORLD)
+    reduction.start(0)
+    reduction.finish()
+    return [f"{p.grad.dtype} {p.grad.tolist()}" for p in parameters]
+
+
+def test_one_bucket_per_dtype(pool: Pool) -> None:
+    expected = [f"torch.{d} [2.0, 2.0]" for d in ("float32", "float64", "float32")]
+    assert pool.run(2, mixed) == [expected] * 2
+
+
+def test_one_data_rank_sums_nothing() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    reduction = Reduction({0: [parameter]}, None)
+    reduction.start(0)
+    reduction.finish()
+    assert parameter.grad.item() == 1.0

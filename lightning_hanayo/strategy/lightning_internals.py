@@ -25,8 +25,20 @@ from lightning_hanayo.runtime.user_step import without_values
 
 
 def keep_sigterm_local(trainer: "pl.Trainer") -> None:
-    """No broadcast over the world, with a host sync, before each batch (Lightning issue #21487): it drains the pipe."""
+    """No collective for SIGTERM, neither before each batch nor in the signal's handler.
+
+    The first drains the pipe with a host sync per batch (Lightning issue #21487); the second hangs all ranks that the
+    signal meets in different places (#20806). A rank that got the signal leaves after its batch, the others follow it.
+    """
+
+    def note(signum: int, _: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not trainer.received_sigterm:
+            launcher.kill(signum)
+        trainer._signal_connector.received_sigterm = True
+
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    trainer._signal_connector._sigterm_notifier_fn = note  # type: ignore[method-assign]
 
 
 def takes_dataloader_iter(module: "pl.LightningModule") -> bool:

@@ -1,9 +1,11 @@
 """A user's training script that breaks on purpose:  script.py DEVICES PIPE DATA SITE RANK
 
-SITE names where it breaks (see `SITES`), RANK on which rank; `nowhere` lets it finish.
+SITE names where it breaks (see `SITES`), RANK on which rank; `nowhere` lets it finish. `sigterm` sends that rank the
+signal, `asleep` lets the other ranks sleep in user code while it breaks.
 """
 
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hanayo import HanayoStrategy
 
-SITES = ("training_step", "forward", "backward", "loader", "hook", "optimizer", "nowhere")
+SITES = ("training_step", "forward", "backward", "loader", "hook", "optimizer", "sigterm", "asleep", "nowhere")
 SITE, RANK = sys.argv[4], sys.argv[5]
 WIDTH = 8
 
@@ -26,7 +28,12 @@ def maybe_break(site: str) -> None:
     if site == SITE and os.environ.get("LOCAL_RANK", "0") == RANK:
         with open(os.environ["FAULT_FILE"], "w") as file:
             file.write(str(time.time()))
+        if site == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         raise RuntimeError("the vase " + f"broke on rank {RANK}")
+    if site == SITE == "asleep":
+        time.sleep(60)
 
 
 class BreaksBackward(torch.autograd.Function):
@@ -65,7 +72,8 @@ class Model(LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            maybe_break("hook")
+            for site in ("hook", "asleep", "sigterm"):
+                maybe_break(site)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         maybe_break("optimizer")

@@ -21,6 +21,7 @@ CASES = [  # (pipe, data), where, on which rank
     ((4, 1), "forward", 3),
     ((2, 2), "training_step", 2),
     ((2, 2), "optimizer", 3),
+    ((2, 2), "asleep", 3),
 ]
 
 
@@ -34,6 +35,14 @@ def test_ends_everywhere_with_its_cause(tmp_path: Path, sizes: tuple[int, int], 
     assert ended.output.count(f"the vase broke on rank {rank}") == 1, ended.output
     assert not ended.leftover, ended.output
     assert ended.seconds_after_fault <= 10.0, ended.output
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_sigterm_to_one_rank_ends_all(tmp_path: Path, rank: int) -> None:
+    ended = launch(tmp_path, SCRIPT, "4", "2", "2", "sigterm", str(rank))
+    assert ended.num_started == 4 and "finished" not in ended.output, ended.output
+    assert not ended.leftover and ended.seconds_after_fault <= 10.0, ended.output
+    assert "Traceback" not in ended.output, ended.output
 
 
 def test_a_sound_script_finishes(tmp_path: Path) -> None:

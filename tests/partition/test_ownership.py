@@ -68,7 +68,8 @@ def test_placeholders_look_like_what_they_stand_for() -> None:
     after = dict(model.named_parameters(remove_duplicate=False))
     assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in after.items()} == before
     assert [name for name, p in after.items() if p.is_meta] == [
-        "embedding.weight", "blocks.2.0.weight", "blocks.2.0.bias", "blocks.2.1.weight", "blocks.2.1.bias", "head.weight",
+        "embedding.weight", "blocks.2.0.weight", "blocks.2.0.bias", "blocks.2.1.weight", "blocks.2.1.bias",
+        "head.weight",
     ]  # fmt: skip
     assert model.head.weight is model.embedding.weight and model.blocks[2][0].bias.mark == "no decay"
     assert model.blocks[2][1].running_mean.is_meta and not model.positions.is_meta

@@ -55,7 +55,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "bert": (models.bert, "model.bert.encoder.layer", 8),
     "the recipe's": (models.gpt, "blocks", 8),
     "nn.TransformerEncoder": (
-        lambda: Holder(enc=nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)), "enc.layers", 3,
+        lambda: Holder(enc=nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)),
+        "enc.layers", 3,
     ),
 }  # fmt: skip
 

@@ -1,0 +1,50 @@
+"""Pipeline rank 0 reads the user's loader; the ranks above walk in step with its shadow.
+
+rank 0   b0  b1  b2  end        length known: nothing is said
+rank 1   .   .   .   end        unknown: "one more" x 3, "end" come down the chain
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.chain import Chain
+from lightning_hanayo.runtime.loopback import Hub
+from lightning_hanayo.strategy.data import ShadowBatch, process
+
+CHAIN = Chain(Hub(1).transports()[0])
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(3.0)
+
+
+def test_known_length() -> None:
+    loader = DataLoader(torch.arange(3.0), batch_size=2)  # type: ignore[arg-type]
+    assert process(loader, CHAIN, 0) is loader
+    shadow = process(loader, CHAIN, 1)
+    assert len(shadow) == len(list(shadow)) == len(list(shadow)) == 2
+
+
+def test_unknown_length() -> None:
+    above = [Chain(transport) for transport in Hub(3, timeout=1.0).transports()]
+    loaders = [process(DataLoader(Stream(), batch_size=2), chain, rank) for rank, chain in enumerate(above)]
+    for _ in range(2):
+        walks = [iter(loader) for loader in loaders]
+        lengths = [0, 0, 0]
+        for _ in range(3):  # the ranks take turns: each batch is announced before it is asked for
+            for rank, walk in enumerate(walks):
+                lengths[rank] += next(walk, None) is not None
+        assert lengths == [2, 2, 2]
+    with pytest.raises(TypeError, match="DataLoader has no length"):
+        len(loaders[1])
+
+
+@pytest.mark.parametrize("key", ["x", 0, 1])
+def test_looking_into_a_shadow_says_what_to_do(key: object) -> None:
+    with pytest.raises(UnsupportedError, match=r"was read on a pipeline rank above 0, .* `trainer.is_global_zero`"):
+        ShadowBatch()[key]  # type: ignore[index]

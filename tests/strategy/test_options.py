@@ -1,0 +1,37 @@
+"""A bad option is named with its value and what would do, when the strategy is constructed."""
+
+from typing import Any
+
+import pytest
+
+from lightning_hanayo import HanayoStrategy
+from lightning_hanayo.errors import HanayoError
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"num_waves": 0}, "num_waves=0: expected 'auto' or a whole number"),
+    ({"num_waves": True}, "num_waves=True"),
+    ({"pipeline_parallel_size": "two"}, "pipeline_parallel_size='two'"),
+    ({"data_parallel_size": 1.5}, "data_parallel_size=1.5"),
+    ({"num_microbatches": -1}, "num_microbatches=-1"),
+    ({"loss_weight": "sample"}, "loss_weight='sample' is unknown; did you mean 'samples'"),
+    ({"balance": "times"}, "balance='times' is unknown; did you mean 'time'"),
+    ({"cube": 2}, "cube=2"),
+    ({"cube_outside": "shared"}, "did you mean 'share'"),
+    ({"activation_budget": 0}, "activation_budget=0: expected a positive number"),
+    ({"start_method": "spawn"}, "start_method='spawn' is unknown"),
+    ({"schedule": "1f1bb"}, "did you mean '1f1b'"),
+]
+
+
+@pytest.mark.parametrize(("options", "named"), BAD, ids=lambda value: str(value)[:40])
+def test_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(HanayoError) as caught:
+        HanayoStrategy(**options)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cube": (1, 1, 1)}, {"loss_weight": len}, {"balance": [1, 2]}, {"num_waves": "auto"}]
+)
+def test_good_ones(options: dict[str, Any]) -> None:
+    HanayoStrategy(**options)

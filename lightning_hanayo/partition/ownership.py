@@ -27,10 +27,14 @@ class Ownership:
         return [self.stack.blocks[i] for i in self.stages[stage]]
 
     def stage_parameters(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
-        """The parameters of `stage`, each once, in the model's order."""
-        inside = self.stack.parameters
-        own = {parameter for block in self.blocks(stage) for parameter in block.parameters()}
-        return [p for p in model.parameters() if p in own or (stage == 0 and p not in inside)]
+        """The parameters of `stage`, in the model's order. One that several stages use belongs to the lowest of them.
+
+        Its gradient is complete after that stage's backward. What code outside the stack uses belongs to stage 0.
+        """
+        stages = reversed(range(len(self.stages)))
+        lowest = {p: s for s in stages for block in self.blocks(s) for p in block.parameters()}
+        lowest |= {p: 0 for module in outside_modules(model, self.stack) for p in module.parameters(recurse=False)}
+        return [parameter for parameter in model.parameters() if lowest[parameter] == stage]
 
     def rank_of_names(self, model: nn.Module) -> dict[str, int]:
         """The pipeline rank that holds each entry of `model.state_dict()`."""

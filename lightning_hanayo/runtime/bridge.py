@@ -104,7 +104,9 @@ class Recorder:
         Raises:
             UnsupportedError: a second pass, blocks out of order, or an argument that can't cross.
         """
-        index = self._order[id(block)]
+        index = self._order.get(id(block))
+        if index is None:  # a copy of the model, an average say, which user code calls in its step
+            return run(block, *args, **kwargs)
         if index != self._next:
             raise UnsupportedError(self._disorder(index))
         self._next += 1

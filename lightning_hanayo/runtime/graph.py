@@ -1,6 +1,7 @@
 """The graph: where a stage's autograd graph begins, and what a loss's graph reaches."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,12 +43,31 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
     """Run autograd from those `outputs` that have a gradient."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
     if pairs:
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        with without_autocast():
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
 
-def reach(roots: Iterable[Tensor], stop: Iterable[Tensor] = ()) -> tuple[set[Node], set[Tensor]]:
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """A backward runs outside autocast, as Lightning's does: formulas of several operations would be cast again."""
+    enabled = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    try:
+        for device in enabled:
+            torch.set_autocast_enabled(device, False)
+        yield
+    finally:
+        for device, was in enabled.items():
+            torch.set_autocast_enabled(device, was)
+
+
+def nodes_of(tensors: Iterable[Tensor]) -> set[Node]:
+    """The nodes that made `tensors`, as they are now: an operation in place gives a tensor another one."""
+    return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+
+
+def reach(roots: Iterable[Tensor], stop: Iterable[Node] = ()) -> tuple[set[Node], set[Tensor]]:
     """The nodes and the leaves that the graph of `roots` reaches without passing through `stop`."""
-    seen: set[Node] = {t.grad_fn for t in stop if t.grad_fn is not None}
+    seen: set[Node] = set(stop)
     nodes: set[Node] = set()
     leaves: set[Tensor] = {t for t in roots if t.requires_grad and t.grad_fn is None}
     waiting = [t.grad_fn for t in roots if t.grad_fn is not None]

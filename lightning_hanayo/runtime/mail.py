@@ -20,6 +20,8 @@ from lightning_hanayo.runtime.packet import Packet
 from lightning_hanayo.runtime.transport import Post, Transport, Work
 
 _CPU = torch.device("cpu")
+REMEMBERED = 64
+"""signatures whose specs are kept: shapes of batches met lately"""
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,17 @@ class Mail:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._agreed: dict[tuple[int, Route], Spec] = {}
-        self._signature = 0
+        self._known: dict[int, dict[Route, Spec]] = {}
+        self._agreed: dict[Route, Spec] = {}
         self._arriving: dict[Route, tuple[int, Tensor, Work]] = {}
         self._leaving: dict[Route, list[tuple[Tensor, Work]]] = {}
 
     def begin(self, signature: int) -> None:
-        """Start a batch; the same `signature` on all ranks."""
-        self._signature = signature
+        """Start a batch; the same `signature` on all ranks, which so forget the same ones."""
+        self._agreed = self._known.pop(signature, {})
+        self._known[signature] = self._agreed
+        if len(self._known) > REMEMBERED:
+            self._known.pop(next(iter(self._known)))
 
     def exchange(self, sends: Sequence[tuple[Route, int, Packet]], receives: Sequence[tuple[Route, int]]) -> None:
         """Start one batch of transfers; the `int` is the peer. Blocks for nothing."""
@@ -68,10 +73,9 @@ class Mail:
         if route.direction == "backward":  # the activations this answers have arrived, so their buffer is free
             self._release(Route(route.stage, "forward", route.microbatch))
         length = header(buffer)
-        key = (self._signature, route)
         if not length:
-            return unpack(self._agreed[key], buffer)
-        self._agreed[key] = spec = Spec.from_bytes(bytes(self._correction(route, peer, length).tolist()))
+            return unpack(self._agreed[route], buffer)
+        self._agreed[route] = spec = Spec.from_bytes(bytes(self._correction(route, peer, length).tolist()))
         return unpack(spec, self._correction(route, peer, spec.num_bytes).to(self.transport.device))
 
     def finish(self) -> None:
@@ -85,15 +89,15 @@ class Mail:
         self._leaving.clear()
 
     def _awaited(self, route: Route) -> Tensor:
-        agreed = self._agreed.get((self._signature, route))
+        agreed = self._agreed.get(route)
         return torch.empty(agreed.num_bytes if agreed else ALIGN, dtype=torch.uint8, device=self.transport.device)
 
     def _outgoing(self, route: Route, peer: int, packet: Packet) -> list[Post]:
-        key, spec = (self._signature, route), spec_of(packet)
-        if self._agreed.get(key) == spec:
+        spec = spec_of(packet)
+        if self._agreed.get(route) == spec:
             return [Post("send", peer, route.tag, pack(spec, packet.tensors, self.transport.device))]
         note = self._awaited(route)
-        self._agreed[key] = spec
+        self._agreed[route] = spec
         text = torch.frombuffer(bytearray(spec.to_bytes()), dtype=torch.uint8)
         set_header(note, text.numel())
         payload = pack(spec, packet.tensors, _CPU)

@@ -9,7 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
@@ -49,7 +51,8 @@ class MiddleStage(Stage):
         assert arrived is not None
         entrance = Entrance(arrived)
         leaving = Cargo.of(entrance.packet).through(self._blocks).packet
-        self._under_way[microbatch] = (entrance, leaving.differentiable)
+        if torch.is_grad_enabled():
+            self._under_way[microbatch] = (entrance, leaving.differentiable)
         return leaving
 
     @override
@@ -75,7 +78,8 @@ class FirstStage(Stage):
     @override
     def forward(self, microbatch: int, arrived: Packet | None) -> Packet:
         leaving = self._user.open(microbatch)
-        self._exits[microbatch] = leaving.differentiable
+        if torch.is_grad_enabled():
+            self._exits[microbatch] = leaving.differentiable
         return leaving
 
     @override
@@ -101,8 +105,8 @@ class LastStage(Stage):
         self._user = user
         self._first = first
         self._shared = shared
-        self._under_way: dict[int, tuple[Entrance, list[Tensor], Any]] = {}
-        self._known_shared: dict[frozenset[int], set[Tensor]] = {}
+        self._under_way: dict[int, tuple[Entrance, set[Node], int]] = {}
+        self._known_shared: dict[frozenset[Tensor], frozenset[Tensor]] = {}
         self.weights: Sequence[float] = ()
         self.results: dict[int, Any] = {}
 
@@ -111,9 +115,10 @@ class LastStage(Stage):
         assert arrived is not None
         entrance = Entrance(arrived)
         cargo = Cargo.of(entrance.packet).through(self._blocks)
-        result, mark = self._user.close(microbatch, cargo.output)
-        self.results[microbatch] = result
-        self._under_way[microbatch] = (entrance, cargo.packet.differentiable, mark)
+        outputs = graph.nodes_of(cargo.packet.differentiable)
+        self.results[microbatch], mark = self._user.close(microbatch, cargo.output)
+        if torch.is_grad_enabled():
+            self._under_way[microbatch] = (entrance, outputs, mark)
 
     @override
     def backward(self, microbatch: int, arrived: Packet | None) -> Packet:
@@ -123,25 +128,26 @@ class LastStage(Stage):
         self.results[microbatch] = detached(self.results[microbatch])
         return gradients(entrance.gradients)
 
-    def _run_backward(self, microbatch: int, outputs: list[Tensor], mark: int) -> None:
+    def _run_backward(self, microbatch: int, outputs: set[Node], mark: int) -> None:
         loss = loss_of(self.results[microbatch])
         nodes, leaves = graph.reach([loss], stop=outputs)
         early = any(node._sequence_nr() < mark for node in nodes)  # a skip connection past the stack, a penalty
         weighted = loss * self.weights[microbatch]
         shared = self._shared_among(leaves, microbatch)
-        self._shared.first(microbatch, shared, lambda: weighted.backward(retain_graph=early))
+        with graph.without_autocast():
+            self._shared.first(microbatch, shared, lambda: weighted.backward(retain_graph=early))
 
     @override
     def clear(self) -> None:
         self._under_way.clear()
         self.results = {}
 
-    def _shared_among(self, leaves: set[Tensor], microbatch: int) -> set[Tensor]:
-        """Those of the loss's leaves that stage 0 uses too: found once, for its graph is the larger one."""
-        key = frozenset(map(id, leaves))
-        if key not in self._known_shared:
-            self._known_shared[key] = leaves & self._first.leaves(microbatch)
-        return self._known_shared[key]
+    def _shared_among(self, leaves: set[Tensor], microbatch: int) -> frozenset[Tensor]:
+        """Those of the loss's parameters that stage 0 uses too: found once, for its graph is the larger one."""
+        parameters = frozenset(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
+        if parameters not in self._known_shared:
+            self._known_shared[parameters] = parameters & self._first.leaves(microbatch)
+        return self._known_shared[parameters]
 
 
 def loss_of(result: Any) -> Tensor:

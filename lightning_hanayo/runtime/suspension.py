@@ -33,6 +33,7 @@ class StepThread(threading.Thread):
         """Carry out orders until one is None."""
         while (order := self.orders.get()) is not None:
             order()
+            del order  # and with it what the step returned
 
 
 def current_visitor() -> Any:

@@ -64,7 +64,8 @@ class UserStep:
         self._enter(microbatch)
         step.resume(output)
         self._steps.release(step)
-        return step.result, mark
+        result, step.result = step.result, None
+        return result, mark
 
     def stop(self) -> None:
         """Unwind what is suspended and end the threads."""

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import IterableDataset
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.chain import Chain
@@ -17,40 +18,50 @@ class ShadowBatch(dict[str, Any]):
         super().__init__(shadow=torch.zeros(1))
 
     def __missing__(self, key: Any) -> NoReturn:
-        raise UnsupportedError(
-            f"batch[{key!r}] was read on a pipeline rank above 0, which gets no data. Hooks and callbacks that look "
-            f"into batches must do so where `trainer.is_global_zero`, or in the step itself."
-        )
+        raise _without_data(f"batch[{key!r}] was read")
+
+    def __iter__(self) -> NoReturn:
+        raise _without_data("the batch was unpacked")
 
 
-class ShadowLoader:
-    """As many shadow batches as the user's loader has batches; the end of one without a length comes down the chain."""
+def _without_data(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} on a pipeline rank above 0, which gets no data. Hooks and callbacks that look into batches must do so "
+        f"where `trainer.is_global_zero`, or in the step itself."
+    )
 
+
+def _ends_unforeseen(loader: Any) -> bool:
+    """Whether nobody knows where it ends: the length of a stream, if it has one, is only what it claims."""
+    return sized_len(loader) is None or isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+class _Walker:
     def __init__(self, loader: Any, chain: Chain) -> None:
         self.loader = loader
         self._chain = chain
-        self._length = sized_len(loader)
 
     def __len__(self) -> int:
-        if self._length is None:
+        length = sized_len(self.loader)
+        if length is None:
             raise TypeError(f"{type(self.loader).__name__} has no length")
-        return self._length
+        return length
+
+
+class ShadowLoader(_Walker):
+    """As many shadow batches as the user's loader has batches; an unforeseen end comes down the chain."""
 
     def __iter__(self) -> Iterator[ShadowBatch]:
-        if self._length is not None:
-            for _ in range(self._length):
+        if not _ends_unforeseen(self.loader):
+            for _ in range(len(self)):
                 yield ShadowBatch()
         else:
             while self._chain.share():
                 yield ShadowBatch()
 
 
-class AnnouncingLoader:
+class AnnouncingLoader(_Walker):
     """The user's loader of unknown length on pipeline rank 0: tells the others whether there is one more batch."""
-
-    def __init__(self, loader: Any, chain: Chain) -> None:
-        self.loader = loader
-        self._chain = chain
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
@@ -63,4 +74,4 @@ def process(loader: Any, chain: Chain, pipe_rank: int) -> Any:
     """What a rank iterates over instead of the user's `loader`."""
     if pipe_rank > 0:
         return ShadowLoader(loader, chain)
-    return loader if sized_len(loader) is not None else AnnouncingLoader(loader, chain)
+    return AnnouncingLoader(loader, chain) if _ends_unforeseen(loader) else loader

@@ -52,6 +52,12 @@ def backend_for(device: torch.device) -> str:
 
 
 def agree(tensors: Iterable[torch.Tensor]) -> None:
-    """Give all ranks of the world rank 0's values, as if the model had been built once."""
+    """Give all ranks of the world rank 0's values, as if the model had been built once.
+
+    They travel as bytes: gloo knows neither complex numbers (rotary positions) nor 16-bit integers.
+    """
     for tensor in tensors:
-        dist.broadcast(tensor.detach(), src=0)
+        if tensor.numel():
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+            tensor.detach().copy_(whole)

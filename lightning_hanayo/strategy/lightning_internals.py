@@ -12,12 +12,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_hanayo.runtime.chain import Chain
@@ -73,15 +76,37 @@ def continues_accumulation(trainer: "pl.Trainer", batch_idx: int) -> bool:
 
 def skip_transfer_hooks(module: "pl.LightningModule") -> None:
     """On a rank that gets no data: the user's batch transfer hooks have nothing to work on."""
-    module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[method-assign]
-    module._apply_batch_transfer_handler = lambda batch, *_, **__: batch  # type: ignore[method-assign]
+    module._on_before_batch_transfer = _as_it_is  # type: ignore[method-assign]
+    module._apply_batch_transfer_handler = _as_it_is  # type: ignore[method-assign]
+
+
+def _as_it_is(batch: Any, *_: Any, **__: Any) -> Any:
+    """A function of the module, so that the user's module can be pickled."""
+    return batch
+
+
+class GatherOver:
+    """torchmetrics' gathering over `group`. Copies of a metric share it; pickled ones leave it behind."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
+        """One tensor per rank of the group."""
+        return gather_all_tensors(result, self._group)
+
+    def __deepcopy__(self, _: Any) -> "GatherOver":
+        return self
+
+    def __reduce__(self) -> Any:
+        return GatherOver, ()
 
 
 def set_metric_groups(module: nn.Module, group: Any) -> None:
     """Let torchmetrics sync over the data ranks of this pipeline rank alone."""
     for part in module.modules():
-        if isinstance(part, Metric):
-            part.process_group = group
+        if isinstance(part, Metric) and isinstance(part.dist_sync_fn, GatherOver | None):
+            part.dist_sync_fn = GatherOver(group) if group is not None else None
 
 
 class MicrobatchLog:
@@ -232,6 +257,14 @@ def share_metrics(trainer: "pl.Trainer", chain: Chain, *, warns: bool) -> Shared
     return connector  # type: ignore[no-any-return]
 
 
+def optimizers_to_device(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    """Move the optimizers' states, but for those that some (Adagrad) make for placeholders when constructed."""
+    for optimizer in optimizers:
+        placeholders = {p: optimizer.state.pop(p) for p in list(optimizer.state) if p.is_meta}
+        _optimizer_to_device(optimizer, device)
+        optimizer.state.update(placeholders)
+
+
 def restore(trainer: "pl.Trainer") -> None:
     """Give trainer and module their own methods back, when the ranks part."""
     if isinstance(trainer._logger_connector, SharedMetrics):
@@ -261,6 +294,8 @@ def _reads(trainer: "pl.Trainer", steps: bool, callback: "pl.Callback") -> bool:
         due = steps and every > 0 and (trainer.global_step + 1) % every == 0
         return callback.monitor is not None and (due or callback._train_time_interval is not None)
     own = type(callback).__module__.startswith(("lightning.", "lightning_hanayo."))
+    if isinstance(callback, LambdaCallback):
+        return "on_train_batch_end" in vars(callback)
     return not own and type(callback).on_train_batch_end is not pl.Callback.on_train_batch_end
 
 

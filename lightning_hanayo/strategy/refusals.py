@@ -1,9 +1,10 @@
 """The refusals: what a pipeline can't play, said by name before the first message."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import UnsupportedError
@@ -33,6 +34,33 @@ def check_module(module: "pl.LightningModule", strategy: Any) -> None:
             "Trainer(sync_batchnorm=True) synchronises BatchNorm over all processes, which hold different stages. "
             "Leave it out; statistics are per micro-batch."
         )
+
+
+def check_callbacks(trainer: Any, topology: Topology) -> None:
+    """Refuse callbacks that compute with all parameters, of which a pipeline rank has only its own.
+
+    Raises:
+        UnsupportedError: weight averaging, or finetuning by Lightning's callback.
+    """
+    whole = (WeightAveraging, StochasticWeightAveraging, BaseFinetuning)
+    for callback in trainer.callbacks:
+        if topology.pipe > 1 and isinstance(callback, whole):
+            raise UnsupportedError(
+                f"the callback {type(callback).__name__} computes with all parameters, but a pipeline rank holds only "
+                f"its own. Leave it out, or set requires_grad and average over checkpoints yourself."
+            )
+
+
+def refuse_stop() -> NoReturn:
+    """Refuse a step that ends the run: it runs on one rank, and the others would wait for the next batch.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "training_step set trainer.should_stop, which the other pipeline ranks don't see. Set it in a hook that runs "
+        "on all ranks, as on_train_batch_end, which finds what the step has logged in trainer.callback_metrics."
+    )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> None:

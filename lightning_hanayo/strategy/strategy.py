@@ -14,7 +14,6 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
@@ -116,6 +115,7 @@ class HanayoStrategy(ParallelStrategy):
         self._failures: Failures | None = None
         self._pipeline: Pipeline | None = None
         self._accumulating = False
+        self._example: Any = None
 
     # where this process lies
 
@@ -218,6 +218,7 @@ class HanayoStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
         refusals.check_module(module, self)
+        refusals.check_callbacks(trainer, self.topology)
         self._setup_pipeline(module)
         self._setup_trainer(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -225,7 +226,7 @@ class HanayoStrategy(ParallelStrategy):
             refusals.check_optimizers(self.optimizers, self.topology)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_pipeline(self, module: "pl.LightningModule") -> None:
         assert self._failures is not None
@@ -249,6 +250,7 @@ class HanayoStrategy(ParallelStrategy):
         if self.pipe_rank > 0:
             lightning_internals.skip_transfer_hooks(module)
         if self.topology.pipe > 1:
+            self._example = module.example_input_array  # given back in the end
             module.example_input_array = None  # summaries and graphs would run the model outside a step
 
     @override
@@ -289,6 +291,7 @@ class HanayoStrategy(ParallelStrategy):
         trainer, batch_idx = module.trainer, module.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         scale = lightning_internals.expected_gradient(trainer)
         continues = lightning_internals.continues_accumulation(trainer, batch_idx)
+        stopping = trainer.should_stop
         handover = Handover(self.pipeline.trained, continues=continues)
         with self.precision_plugin.train_step_context():
             result = self.pipeline.train(
@@ -300,6 +303,8 @@ class HanayoStrategy(ParallelStrategy):
                 reduce=not self._accumulating,
             )
         handover.take()
+        if self.topology.pipe > 1 and trainer.should_stop != stopping:
+            refusals.refuse_stop()
         if lightning_internals.reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):
             lightning_internals.connector_of(trainer).share_live()
         if self.pipe_rank > 0:
@@ -391,7 +396,7 @@ class HanayoStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_optimizer(optimizer, state)
-        _optimizers_to_device(self.optimizers, self.root_device)
+        lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
 
     # end
 
@@ -424,8 +429,10 @@ class HanayoStrategy(ParallelStrategy):
             self._failures.stop()
         if self._pipeline is not None and module is not None:
             lightning_internals.restore(module.trainer)
+            if self.topology.pipe > 1:
+                module.example_input_array = self._example
             disconnect(self._pipeline)
-        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        lightning_internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
         if module is not None:
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
         self.precision_plugin.teardown()

@@ -31,7 +31,7 @@ def test_reaches_what_lies_behind_the_stop() -> None:
     assert (leaves, {n.name() for n in nodes}) == (
         {w, u}, {"SumBackward0", "AddBackward0", "ExpBackward0", "MulBackward0"},
     )  # fmt: skip
-    nodes, leaves = graph.reach([loss], stop=[y])
+    nodes, leaves = graph.reach([loss], stop=graph.nodes_of([y]))
     assert (leaves, {n.name() for n in nodes}) == ({u}, {"SumBackward0", "AddBackward0"})
     assert graph.reach([w])[1] == {w} and graph.reach([torch.ones(1)]) == (set(), set())
 

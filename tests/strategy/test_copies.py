@@ -13,8 +13,6 @@ from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.running import Layout, make_loader, make_trainer
 
-pytestmark = pytest.mark.xfail(reason="not mended yet")
-
 
 class Copies(Callback):
     """What a hand-written EMA or a debugging callback does."""

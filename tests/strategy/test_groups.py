@@ -1,6 +1,5 @@
 """All ranks start with rank 0's values, whatever their types and strides."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,7 +21,6 @@ def agreed() -> list[torch.Tensor]:
     return [tensor.detach() for tensor in tensors]
 
 
-@pytest.mark.xfail(reason="not mended yet")
 def test_agreed(pool: Pool) -> None:
     first, second = pool.run(2, agreed)
     for ours, theirs in zip(first, second, strict=True):

@@ -65,8 +65,6 @@ def test_dropout_and_batch_norm_train(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizers(pool: Pool, kind: str, request: pytest.FixtureRequest) -> None:
-    if kind == "Adagrad":
-        request.applymarker(pytest.mark.xfail(reason="Lightning moves the state that it makes for placeholders"))
+def test_optimizers(pool: Pool, kind: str) -> None:
     training = Training(partial(odd.Optimized, kind, **OPTIMIZERS[kind]), VECTORS, DOUBLE, steps=3)
     assert_close(run(pool, training, Layout(2, 1, 1)).weights, plain(pool, training).weights, 1e-10)

@@ -21,7 +21,6 @@ from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.running import Layout, make_loader, make_trainer
 
-pytestmark = pytest.mark.xfail(reason="not mended yet")
 WAVE = Layout(2, 1, 1)
 
 

@@ -7,16 +7,19 @@ from difflib import get_close_matches
 class HanayoError(ValueError):
     """A mistake the user can mend. Its message says what, where, expected, got, and what to try."""
 
+    first_of_all = False
+    """whether this rank failed with it before all others, so that it is the one to show it"""
+
 
 class UnsupportedError(HanayoError):
     """Something a pipeline can't play (manual optimization, a second pass through the stack, ...), refused by name."""
 
 
 class PeerFailed(SystemExit):
-    """Another rank failed first and has shown why; this rank ends quietly with exit code 1."""
+    """Another rank failed first and has shown why; this rank ends quietly, with the other's exit code."""
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(1)
+    def __init__(self, cause: str, code: int = 1) -> None:
+        super().__init__(code)
         self.cause = cause
 
     def __str__(self) -> str:

@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     except HanayoError as error:
         if debugging():
             raise
-        return fail(str(error))
+        return fail(str(error), first=error.first_of_all)
 
 
 def usage() -> str:

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 EXIT_CODE = 2
 
 
-def fail(message: str) -> int:
-    """Show `message` on the error stream of global rank 0; the other ranks say nothing. Returns the exit code."""
-    if is_rank_zero(os.environ):
+def fail(message: str, *, first: bool = False) -> int:
+    """Show `message` on the error stream and return the exit code.
+
+    What is known before launch is found by all processes, so that global rank 0 says it alone; an error that shows
+    later is said by the rank that met it `first`.
+    """
+    if first or is_rank_zero(os.environ):
         print(f"hanayo: error: {message}", file=sys.stderr, flush=True)
     return EXIT_CODE
 

@@ -1,4 +1,4 @@
-"""The cut: how many blocks each stage gets, so that the costliest rank has as little to do as possible."""
+"""The cut: how many blocks each stage gets, so that the costliest stage has as little to do as possible."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -6,13 +6,13 @@ from itertools import accumulate
 from lightning_hanayo.errors import HanayoError
 
 
-def cut(costs: Sequence[float], num_stages: int, *, last: float = 0.0) -> list[range]:
+def cut(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Cut blocks of `costs` into `num_stages` runs, none empty; the costliest stage as cheap as can be.
 
     Args:
         costs: one per block, in any unit (parameters, seconds).
         num_stages: at most as many as blocks.
-        last: what the last stage has to do besides its blocks (head and loss), in the same unit.
+        first, last: what the first and the last stage have to do besides their blocks, in the same unit.
 
     Returns:
         The blocks of each stage.
@@ -31,7 +31,7 @@ def cut(costs: Sequence[float], num_stages: int, *, last: float = 0.0) -> list[r
     # best[i]: (the costliest of the stages so far, squares for even ties, where they begin), over the first i blocks
     best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ()), *[None] * count]
     for stage in range(num_stages):
-        extra = last if stage == num_stages - 1 else 0.0
+        extra = first * (stage == 0) + last * (stage == num_stages - 1)
         best = [_extend(best, sums, stop, extra) for stop in range(count + 1)]
     found = best[count]
     assert found is not None

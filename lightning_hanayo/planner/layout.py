@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
-from lightning_hanayo.schedule import CostModel, Schedule, build, schedule_names, simulate, with_loss_stage
+from lightning_hanayo.schedule import CostModel, Kind, Schedule, build, schedule_names, simulate, with_loss_stage
 
 WAVES = (1, 2, 4, 8)
 """what `num_waves="auto"` tries"""
@@ -35,6 +35,11 @@ class Layout:
         """Stages that hold blocks; a loop's loss stage holds none."""
         table = self.table(self.num_microbatches)
         return table.num_stages - table.loss_stage
+
+    @property
+    def ends_on_first_rank(self) -> bool:
+        """Whether the last blocks lie on rank 0, as in a wave."""
+        return not self.table(self.num_microbatches).loss_stage
 
     def table(self, num_microbatches: int) -> Schedule:
         """The schedule for a batch of that many micro-batches, ending on rank 0, where the loss is."""
@@ -133,6 +138,11 @@ def _check_ranks(layout: Layout) -> Layout:
     table = layout.table(layout.num_microbatches)
     if table.num_ranks != layout.num_ranks:
         raise HanayoError(f"{layout.schedule} is a table for {table.num_ranks} pipeline ranks, not {layout.num_ranks}")
+    if table.stage_ranks[0] != 0:
+        raise HanayoError(f"{layout.schedule} has stage 0 on rank {table.stage_ranks[0]}; training begins on rank 0")
+    split = next((action for row in table.actions for action in row if action.kind not in (Kind.F, Kind.B)), None)
+    if split is not None:
+        raise HanayoError(f"{layout.schedule} has {split}; the runtime can't split the backward yet: use B")
     return layout
 
 

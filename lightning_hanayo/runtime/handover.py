@@ -19,11 +19,12 @@ class Handover:
     Args:
         parameters: all that this rank trains.
         continues: whether the batch adds to the gradients that are there, as all but the first of accumulated ones do.
+        keeps: whether gradients that the batch doesn't add to are put back; otherwise their memory is free.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, continues: bool) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, continues: bool, keeps: bool = True) -> None:
         self._parameters = list(parameters)
-        self._found = [parameter.grad for parameter in self._parameters]
+        self._found = [parameter.grad if continues or keeps else None for parameter in self._parameters]
         self._fresh: list[Tensor | None] = []
         if not continues:
             self._put([None] * len(self._parameters))

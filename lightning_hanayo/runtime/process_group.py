@@ -1,6 +1,6 @@
 """The process-group transport: gloo on CPU, NCCL on GPUs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -29,15 +29,15 @@ class _Guarded:
 class ProcessGroupTransport(Transport):
     """Messages among the ranks of one pipeline, over `torch.distributed`.
 
-    On GPUs, NCCL plays the transfers between two ranks in the order in which they were posted. So each direction
-    (towards higher, towards lower ranks) has a communicator of its own: a receive posted early can't stand in the way
-    of a send to the same peer. (Grouping a batch into one NCCL call would put all peers' transfers into one such order,
-    and receives posted ahead could wait for each other.) Buffers on the CPU go over the control group.
+    NCCL plays the transfers of one communicator in the order in which they were posted. So on GPUs each ordered pair of
+    ranks that exchanges buffers has a communicator of its own: there a receive posted early stands in nobody's way. (In
+    one communicator for all peers, or for both directions, receives posted ahead could wait for each other.) Buffers on
+    the CPU go over the control group, where tags tell messages apart.
 
     Args:
         ranks: the global ranks of the pipeline, in pipeline order.
         control: a gloo group over `ranks`.
-        down, up: groups over `ranks` for buffers on a GPU, to a higher and to a lower pipeline rank.
+        channels: for buffers on a GPU, a group of two for each (sender, receiver), by pipeline rank.
         device: where the payload lies.
         on_failure: see `OnFailure`.
     """
@@ -47,20 +47,21 @@ class ProcessGroupTransport(Transport):
         ranks: Sequence[int],
         *,
         control: dist.ProcessGroup,
-        down: dist.ProcessGroup,
-        up: dist.ProcessGroup,
+        channels: Mapping[tuple[int, int], dist.ProcessGroup],
         device: torch.device,
         on_failure: OnFailure,
     ) -> None:
         self.rank = tuple(ranks).index(dist.get_rank())
         self.num_ranks = len(ranks)
         self.device = device
-        self._control, self._down, self._up = control, down, up
+        self._control: dist.ProcessGroup | None = control
+        self._channels = dict(channels)
         self._on_failure = on_failure
 
     @override
     def close(self) -> None:
-        del self._control, self._down, self._up
+        self._control = None
+        self._channels.clear()
 
     @override
     def start(self, posts: Sequence[Post]) -> list[Work]:
@@ -70,12 +71,15 @@ class ProcessGroupTransport(Transport):
             self._on_failure(error)
 
     def _start(self, post: Post) -> dist.Work:
-        group = self._group(post)
+        group, peer = self._group(post)
         if post.direction == "send":
-            return group.send([post.buffer], post.peer, post.tag)
-        return group.recv([post.buffer], post.peer, post.tag)
+            return group.send([post.buffer], peer, post.tag)
+        return group.recv([post.buffer], peer, post.tag)
 
-    def _group(self, post: Post) -> dist.ProcessGroup:
+    def _group(self, post: Post) -> tuple[dist.ProcessGroup, int]:
+        """The group for a transfer, and the peer's rank in it."""
         if not post.buffer.is_cuda:
-            return self._control
-        return self._down if (post.peer > self.rank) == (post.direction == "send") else self._up
+            assert self._control is not None, "this rank has left its pipeline"
+            return self._control, post.peer
+        pair = (self.rank, post.peer) if post.direction == "send" else (post.peer, self.rank)
+        return self._channels[pair], int(post.peer > self.rank)

@@ -57,6 +57,7 @@ def assemble(
     *,
     device: torch.device,
     example: Callable[[], object] | None,
+    runs: list[range] | None,
     on_failure: OnFailure,
 ) -> Pipeline:
     """Cut `model` into this rank's stages and connect them. Called by all ranks of the world.
@@ -68,14 +69,15 @@ def assemble(
         groups: this rank's process groups.
         device: where the model shall lie.
         example: runs the model once, for `balance="time"`.
+        runs: the blocks of each stage, if they were cut before.
         on_failure: what to do when a transfer fails.
     """
     stack, layout = layout_of(model, options, topology)
     table = layout.table(layout.num_microbatches)
-    runs = cut_stack(model, stack, layout, options, example)
+    runs = runs or cut_stack(model, stack, layout, options, example)
     ownership = Ownership(stack, (*runs, *([range(0)] if table.loss_stage else [])), table.stage_ranks)
     transport = ProcessGroupTransport(
-        groups.pipe_ranks, control=groups.control, down=groups.down, up=groups.up, device=device, on_failure=on_failure
+        groups.pipe_ranks, control=groups.control, channels=groups.channels, device=device, on_failure=on_failure
     )
     own = keep_own(model, ownership, transport.rank)
     move(model, device)
@@ -88,7 +90,7 @@ def cut_stack(
     """The blocks of each stage, the same on all ranks."""
     if options.balance == "parameters":
         blocks = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
-        return cut(blocks, layout.num_stages, last=num_outside(model, stack))
+        return _cut(blocks, layout, num_outside(model, stack))
     if options.balance != "time":
         return cut([float(cost) for cost in options.balance], layout.num_stages)
     if example is None:
@@ -98,7 +100,14 @@ def cut_stack(
     if dist.is_initialized():
         dist.broadcast(measured, src=0)  # every rank measures, one counts
     *costs, outside = measured.tolist()
-    return cut(costs, layout.num_stages, last=outside)
+    return _cut(costs, layout, outside)
+
+
+def _cut(costs: Sequence[float], layout: Layout, outside: float) -> list[range]:
+    """Code outside the stack runs on rank 0, whose blocks are the last stage's in a wave, the first one's in a loop."""
+    if layout.ends_on_first_rank:
+        return cut(costs, layout.num_stages, last=outside)
+    return cut(costs, layout.num_stages, first=outside)
 
 
 def keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Parameter]:

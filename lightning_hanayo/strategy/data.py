@@ -32,14 +32,20 @@ def _without_data(what: str) -> UnsupportedError:
 
 
 def _ends_unforeseen(loader: Any) -> bool:
-    """Whether nobody knows where it ends: the length of a stream, if it has one, is only what it claims."""
-    return sized_len(loader) is None or isinstance(getattr(loader, "dataset", None), IterableDataset)
+    """Whether nobody knows where it ends: a stream's length is only a claim, a resumed loader begins anywhere."""
+    stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    return sized_len(loader) is None or stream or hasattr(loader, "load_state_dict")
 
 
 class _Walker:
     def __init__(self, loader: Any, chain: Chain) -> None:
         self.loader = loader
         self._chain = chain
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "_chain") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)  # state_dict, sampler, set_epoch: whatever Lightning asks a loader for
 
     def __len__(self) -> int:
         length = sized_len(self.loader)

@@ -1,19 +1,38 @@
 """The failure: the first rank to fail says why, in the store all ranks share; the others end quietly, and soon."""
 
+import json
 import os
 import sys
 import threading
+from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_hanayo.errors import PeerFailed
+from lightning_hanayo.errors import HanayoError, PeerFailed
 
 _KEY = "hanayo/first_failure"
 POLL = 0.5
 """seconds between two looks for a failure elsewhere"""
 GRACE = 5.0
 """seconds that a rank gets to end by itself once another has failed; gloo wakes nobody whose peer still lives"""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Which rank failed, of what, and with which exit code the ranks end that follow it."""
+
+    rank: int
+    cause: str
+    code: int
+
+    def follow(self) -> NoReturn:
+        """End quietly.
+
+        Raises:
+            PeerFailed: always.
+        """
+        raise PeerFailed(f"rank {self.rank}: {self.cause}", self.code) from None
 
 
 class Failures:
@@ -26,17 +45,13 @@ class Failures:
         self._watch = threading.Thread(target=self._look, daemon=True, name="hanayo-failure-watch")
         self._watch.start()
 
-    def publish(self, error: BaseException) -> str:
-        """Say that this rank fails with `error`; return the first failure of all, as "rank: cause"."""
-        cause = f"{self._rank}: {type(error).__name__}: {error}"
+    def publish(self, error: BaseException) -> Failure:
+        """Say that this rank fails with `error`; return the first failure of all."""
+        own = Failure(self._rank, f"{type(error).__name__}: {error}", 2 if isinstance(error, HanayoError) else 1)
         try:
-            return bytes(self._store.compare_set(_KEY, "", cause)).decode()
+            return _read(self._store.compare_set(_KEY, "", json.dumps(asdict(own))))
         except RuntimeError:  # the store went with rank 0
-            return "0: its process ended" if self._rank else cause
-
-    def is_own(self, first: str) -> bool:
-        """Whether the first failure is this rank's."""
-        return first.startswith(f"{self._rank}:")
+            return Failure(0, "its process ended", 1) if self._rank else own
 
     def on_transfer(self, error: Exception) -> NoReturn:
         """A transfer failed: end quietly if another rank has said why, else say it and raise.
@@ -46,8 +61,8 @@ class Failures:
             RuntimeError: nobody did; the transfer's own error.
         """
         first = self.publish(error)
-        if not self.is_own(first):
-            raise PeerFailed(first) from None
+        if first.rank != self._rank:
+            first.follow()
         raise error
 
     def explain(self, error: BaseException) -> None:
@@ -56,10 +71,13 @@ class Failures:
         Raises:
             PeerFailed: the error only follows from another rank's failure, which that rank shows.
         """
-        if not isinstance(error, PeerFailed):
-            first = self.publish(error)
-            if not self.is_own(first):
-                raise PeerFailed(first) from None
+        if isinstance(error, PeerFailed):
+            return
+        first = self.publish(error)
+        if first.rank != self._rank:
+            first.follow()
+        if isinstance(error, HanayoError):
+            error.first_of_all = True
 
     def stop(self) -> None:
         """The run is over for this rank: stop watching."""
@@ -71,9 +89,13 @@ class Failures:
             while not self._store.check([_KEY]):
                 if self._over.wait(POLL):
                     return
-            first = self._store.get(_KEY).decode()
+            first = _read(self._store.get(_KEY))
         except RuntimeError:  # the store went with rank 0; who still waits for rank 0 learns it from the connection
             return
-        if not self.is_own(first) and not self._over.wait(GRACE):
-            print(f"rank {self._rank} hung, and ends: rank {first.partition(':')[0]} failed first", file=sys.stderr)
-            os._exit(1)
+        if first.rank != self._rank and not self._over.wait(GRACE):
+            print(f"rank {self._rank} hung, and ends: rank {first.rank} failed first", file=sys.stderr)
+            os._exit(first.code)
+
+
+def _read(stored: bytes) -> Failure:
+    return Failure(**json.loads(bytes(stored)))

@@ -17,8 +17,8 @@ class Groups:
 
     pipe_ranks: tuple[int, ...]
     control: dist.ProcessGroup
-    down: dist.ProcessGroup
-    up: dist.ProcessGroup
+    channels: dict[tuple[int, int], dist.ProcessGroup]
+    """on GPUs: a group for each ordered pair of neighbours on the ring of pipeline ranks"""
     data: dist.ProcessGroup | None
     data_control: dist.ProcessGroup | None
     metrics: dist.ProcessGroup
@@ -37,11 +37,23 @@ class Groups:
 
         on_gpu = device.type != "cpu"
         control = mine("pipe", "gloo")
-        down, up = (mine("pipe", None), mine("pipe", None)) if on_gpu else (control, control)
+        channels = _channels(topology, rank, timeout) if on_gpu else {}
         data_control = mine("data", "gloo") if topology.data > 1 else None
         data = mine("data", None) if on_gpu and topology.data > 1 else data_control
         metrics = data or mine("data", "gloo")
-        return Groups(topology.group_of(rank, "pipe"), control, down, up, data, data_control, metrics)
+        return Groups(topology.group_of(rank, "pipe"), control, channels, data, data_control, metrics)
+
+
+def _channels(topology: Topology, rank: int, timeout: timedelta) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Stages follow each other on neighbouring ranks, or on the last and the first one: no other pair sends."""
+    size, channels = topology.pipe, {}
+    steps = sorted({(i, (i + step) % size) for i in range(size) for step in (1, -1)} - {(0, 0)})
+    for ranks in topology.groups("pipe"):
+        for sender, receiver in steps:
+            group = dist.new_group([ranks[sender], ranks[receiver]], timeout=timeout)
+            if rank in ranks:
+                channels[sender, receiver] = group
+    return channels
 
 
 def backend_for(device: torch.device) -> str:

@@ -17,13 +17,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Shares:
-    """Of each micro-batch: its share in this rank's batch, and the weight of its loss's gradient.
+    """What each micro-batch of this rank's batch counts."""
 
-    The shares sum to 1, but for losses that are sums, which all count whole.
-    """
-
-    of_batch: tuple[float, ...]
+    of_mean: tuple[float, ...]
+    """in means over the batch, as logged ones; they sum to 1"""
+    of_loss: tuple[float, ...]
+    """in the loss: the same, but for losses that are sums, which all count whole"""
     of_gradient: tuple[float, ...]
+    """in the gradient, which is summed over data ranks"""
 
 
 def shares(
@@ -34,12 +35,29 @@ def shares(
     By samples (and sums), every data rank counts alike, as in DDP; otherwise by what it counts, summed over `group`.
     """
     if loss_weight == "sum":
-        return Shares((1.0,) * len(microbatches), (1 / num_data,) * len(microbatches))
-    counts = [count(microbatch, loss_weight) for microbatch in microbatches]
-    local = sum(counts)
+        of_mean = shares(microbatches, "samples", num_data=num_data, group=None).of_mean
+        return Shares(of_mean, (1.0,) * len(of_mean), (1 / num_data,) * len(of_mean))
+    counted = counts(microbatches, loss_weight)
+    local = sum(counted)
     total = local * num_data if loss_weight == "samples" else _sum(local, group)
-    of_batch = tuple(n / local if local else 0.0 for n in counts)
-    return Shares(of_batch, tuple(n / total if total else 0.0 for n in counts))
+    of_mean = tuple(n / local if local else 0.0 for n in counted)
+    return Shares(of_mean, of_mean, tuple(n / total if total else 0.0 for n in counted))
+
+
+def counts_labels(microbatches: Sequence[Any], loss_weight: LossWeight) -> bool:
+    """Whether `loss_weight` finds what it counts, which an evaluation batch may not have."""
+    if loss_weight == "samples":
+        return True
+    try:
+        counts(microbatches, loss_weight)
+    except Exception:  # the user's function was written for training batches
+        return False
+    return True
+
+
+def counts(microbatches: Sequence[Any], loss_weight: Any) -> list[float]:
+    """What each micro-batch counts."""
+    return [count(microbatch, loss_weight) for microbatch in microbatches]
 
 
 def count(microbatch: Any, loss_weight: Literal["samples", "tokens"] | Callable[[Any], float]) -> float:

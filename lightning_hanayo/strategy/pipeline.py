@@ -63,8 +63,8 @@ class Pipeline:
     user: UserStep
     last: LastStage
     entering: Entering
-    trained: list[nn.Parameter]
-    """the parameters this rank holds"""
+    parameters: list[nn.Parameter]
+    """those this rank holds"""
     _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
 
     def train(self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool) -> Any:
@@ -108,7 +108,7 @@ class Pipeline:
         parts = microbatches.sizes(microbatches.num_samples(batch), self.layout.num_microbatches)
         pieces = microbatches.split(batch, parts)
         shares = shares_of(pieces)
-        log = self.entering.log = log_of(pieces, shares.of_batch)
+        log = self.entering.log = log_of(pieces, shares.of_mean)
         self.user.begin(lambda m: step(pieces[m]))
         self.last.weights = [weight * scale for weight in shares.of_gradient]
         kind = f"train={train} reduce={reduce} grad={torch.is_grad_enabled()}"
@@ -117,7 +117,7 @@ class Pipeline:
                 *self.chain.share([len(parts), microbatches.signature(batch, parts, kind)]), train=train, reduce=reduce
             )
         results = [self.last.results.pop(m) for m in range(len(parts))]
-        return microbatches.merge(results, parts, shares.of_batch)
+        return microbatches.merge(results, parts, shares.of_loss)
 
     def _run(self, num_microbatches: int, signature: int, *, train: bool, reduce: bool) -> None:
         self.engine.play(self._program(num_microbatches, train), signature, reduce=reduce)

@@ -5,10 +5,12 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.strategy.lightning_internals import takes_dataloader_iter
+from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.topology import Topology
 
 
@@ -34,6 +36,30 @@ def check_module(module: "pl.LightningModule", strategy: Any) -> None:
             "Trainer(sync_batchnorm=True) synchronises BatchNorm over all processes, which hold different stages. "
             "Leave it out; statistics are per micro-batch."
         )
+
+
+def check_example(module: "pl.LightningModule", options: Options) -> None:
+    """See that `balance="time"` has something to measure.
+
+    Raises:
+        HanayoError: the module has no `example_input_array`.
+    """
+    if options.balance == "time" and module.example_input_array is None:
+        raise HanayoError(
+            f"balance='time' measures the blocks while the model runs on example_input_array, but "
+            f"{type(module).__name__} has none. Set it, or give balance one cost per block."
+        )
+
+
+def check_gradients(module: "pl.LightningModule", topology: Topology) -> None:
+    """Refuse gradients that can't be summed in a flat buffer.
+
+    Raises:
+        UnsupportedError: an embedding with sparse gradients, and several data ranks.
+    """
+    for name, part in module.named_modules():
+        if topology.data > 1 and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise UnsupportedError(f"{name} has sparse gradients, which data ranks can't sum; make it sparse=False")
 
 
 def check_callbacks(trainer: Any, topology: Topology) -> None:

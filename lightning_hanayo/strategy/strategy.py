@@ -33,11 +33,12 @@ from lightning_hanayo.strategy.clip import clip_by_norm
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.groups import Groups, agree, backend_for
 from lightning_hanayo.strategy.launcher import CheckingLauncher
-from lightning_hanayo.strategy.lightning_internals import MicrobatchLog
-from lightning_hanayo.strategy.loss_weight import Shares, shares
+from lightning_hanayo.strategy.logging import MicrobatchLog
+from lightning_hanayo.strategy.loss_weight import Shares, counts_labels, shares
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.precision import adapt
+from lightning_hanayo.strategy.shared_metrics import connector_of, reads_step_metrics, share_metrics, unshare_metrics
 from lightning_hanayo.topology import Topology, resolve
 
 
@@ -116,6 +117,7 @@ class HanayoStrategy(ParallelStrategy):
         self._pipeline: Pipeline | None = None
         self._accumulating = False
         self._example: Any = None
+        self._runs: list[range] | None = None
 
     # where this process lies
 
@@ -194,6 +196,7 @@ class HanayoStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         refusals.check_module(module, self)
+        refusals.check_example(module, self.options)
         if not lightning_internals.defines_model_late(module):
             layout_of(module, self.options, self.topology)
 
@@ -219,6 +222,7 @@ class HanayoStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         refusals.check_module(module, self)
         refusals.check_callbacks(trainer, self.topology)
+        refusals.check_gradients(module, self.topology)
         self._setup_pipeline(module)
         self._setup_trainer(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -240,18 +244,27 @@ class HanayoStrategy(ParallelStrategy):
             self.groups,
             device=self.root_device,
             example=lightning_internals.example_of(module),
+            runs=self._runs,
             on_failure=self._failures.on_transfer,
         )
+        self._runs = [run for run in self._pipeline.ownership.stages if run]  # a second fit finds placeholders
 
     def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         lightning_internals.keep_sigterm_local(trainer)
-        lightning_internals.share_metrics(trainer, self.pipeline.chain, warns=self.topology.data > 1)
+        share_metrics(trainer, self.pipeline.chain, warns=self.topology.data > 1)
         lightning_internals.set_metric_groups(module, self.groups.metrics)
         if self.pipe_rank > 0:
-            lightning_internals.skip_transfer_hooks(module)
+            lightning_internals.skip_hooks_without_data(module)
         if self.topology.pipe > 1:
             self._example = module.example_input_array  # given back in the end
             module.example_input_array = None  # summaries and graphs would run the model outside a step
+
+    def _give_back(self, module: "pl.LightningModule") -> None:
+        """Undo `_setup_trainer`."""
+        unshare_metrics(module.trainer)
+        lightning_internals.restore(module.trainer)
+        if self.topology.pipe > 1:
+            module.example_input_array = self._example
 
     @override
     def model_to_device(self) -> None:
@@ -292,12 +305,16 @@ class HanayoStrategy(ParallelStrategy):
         scale = lightning_internals.expected_gradient(trainer)
         continues = lightning_internals.continues_accumulation(trainer, batch_idx)
         stopping = trainer.should_stop
-        handover = Handover(self.pipeline.trained, continues=continues)
+        handover = Handover(
+            self.pipeline.parameters,
+            continues=continues,
+            keeps=lightning_internals.looks_at_old_gradients(trainer),
+        )
         with self.precision_plugin.train_step_context():
             result = self.pipeline.train(
                 batch,
                 lambda microbatch: module.training_step(microbatch, *args, **kwargs),
-                self._shares,
+                partial(self._shares, sync=True),
                 partial(MicrobatchLog, trainer),
                 scale=scale,
                 reduce=not self._accumulating,
@@ -305,11 +322,10 @@ class HanayoStrategy(ParallelStrategy):
         handover.take()
         if self.topology.pipe > 1 and trainer.should_stop != stopping:
             refusals.refuse_stop()
-        if lightning_internals.reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):
-            lightning_internals.connector_of(trainer).share_live()
-        if self.pipe_rank > 0:
-            return handover.loss(torch.zeros((), device=self.root_device), scale)
-        loss = handover.loss(loss_of(result), scale)
+        value = loss_of(result) if self.pipe_rank == 0 else torch.zeros((), device=self.root_device)
+        if reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):
+            value = connector_of(trainer).share_step(value)
+        loss = handover.loss(value, scale)
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     @override
@@ -330,11 +346,16 @@ class HanayoStrategy(ParallelStrategy):
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         log_of = partial(MicrobatchLog, self.lightning_module.trainer)
-        return self.pipeline.evaluate(batch, lambda part: step(part, *args, **kwargs), self._shares, log_of)
+        shares_of = partial(self._shares, sync=False)  # no gradients, so the data ranks needn't agree
+        return self.pipeline.evaluate(batch, lambda part: step(part, *args, **kwargs), shares_of, log_of)
 
-    def _shares(self, microbatches: Sequence[Any]) -> Shares:
-        group = self.groups.data_control
-        return shares(microbatches, self.options.loss_weight, num_data=self.topology.data, group=group)
+    def _shares(self, microbatches: Sequence[Any], *, sync: bool) -> Shares:
+        """Evaluation may see batches without labels: it counts them by samples then."""
+        group = self.groups.data_control if sync else None
+        weight = self.options.loss_weight
+        if not sync and (weight == "sum" or not counts_labels(microbatches, weight)):
+            weight = "samples"
+        return shares(microbatches, weight, num_data=self.topology.data, group=group)
 
     # all ranks together
 
@@ -378,14 +399,17 @@ class HanayoStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        if self._pipeline is None:
+        if self._pipeline is None or self.data_rank > 0:  # one pipeline's checkpoint is written
             return module.state_dict()
         ranks = self.pipeline.ownership.rank_of_names(module)
         return module_state(module, ranks, self.pipeline.chain.transport)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer_state(getattr(optimizer, "_optimizer", optimizer), self.pipeline.chain.transport)
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self.data_rank > 0:
+            return optimizer.state_dict()
+        return optimizer_state(optimizer, self.pipeline.chain.transport)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -416,7 +440,7 @@ class HanayoStrategy(ParallelStrategy):
             self._failures.stop()
         if self._pipeline is not None:
             assert self.lightning_module is not None
-            lightning_internals.restore(self.lightning_module.trainer)
+            self._give_back(self.lightning_module)
             self._pipeline.abandon()
         self._groups = None
         if _distributed_is_initialized():
@@ -428,9 +452,7 @@ class HanayoStrategy(ParallelStrategy):
         if self._failures is not None:
             self._failures.stop()
         if self._pipeline is not None and module is not None:
-            lightning_internals.restore(module.trainer)
-            if self.topology.pipe > 1:
-                module.example_input_array = self._example
+            self._give_back(module)
             disconnect(self._pipeline)
         lightning_internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
         if module is not None:

@@ -21,7 +21,7 @@ def connect(on_failure: Any = None) -> ProcessGroupTransport:
     assert world is not None
     ranks = range(dist.get_world_size())
     return ProcessGroupTransport(
-        ranks, control=world, down=world, up=world, device=torch.device("cpu"), on_failure=on_failure
+        ranks, control=world, channels={}, device=torch.device("cpu"), on_failure=on_failure
     )
 
 

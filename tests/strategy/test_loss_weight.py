@@ -31,17 +31,17 @@ FORMS: list[Any] = [
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens(form: Any) -> None:
     found = shares([form(n) for n in COUNTS], "tokens", num_data=1, group=None)
-    assert found.of_batch == found.of_gradient == (3 / 8, 1 / 8, 0.0, 4 / 8)
+    assert found.of_mean == found.of_gradient == (3 / 8, 1 / 8, 0.0, 4 / 8)
 
 
 def test_samples_count_alike_on_every_data_rank() -> None:
     found = shares([torch.ones(n) for n in (3, 3, 2)], "samples", num_data=2, group=None)
-    assert found.of_batch == (3 / 8, 3 / 8, 2 / 8) and found.of_gradient == (3 / 16, 3 / 16, 2 / 16)
+    assert found.of_mean == (3 / 8, 3 / 8, 2 / 8) and found.of_gradient == (3 / 16, 3 / 16, 2 / 16)
 
 
 def test_a_function_of_the_users() -> None:
     found = shares([torch.full((1,), v) for v in (1.0, 3.0)], lambda x: x.sum(), num_data=1, group=None)
-    assert found.of_batch == (0.25, 0.75)
+    assert found.of_mean == (0.25, 0.75)
 
 
 def test_nothing_counts() -> None:

@@ -69,19 +69,20 @@ class Ownership:
                 )
 
 
-def leave_out(modules: Iterable[nn.Module], keep: set[nn.Parameter], *, buffers: bool = True) -> None:
-    """Replace the parameters (and buffers) of `modules` by `meta` placeholders, but for those in `keep`.
+def leave_out(model: nn.Module, keep: set[nn.Parameter], elsewhere: Iterable[nn.Module] = ()) -> None:
+    """Replace all parameters but those in `keep` by `meta` placeholders, and the buffers of the modules `elsewhere`.
 
     Placeholders are new Parameters with the same shape, dtype, requires_grad and ties; optimizers, parameter groups and
     state dicts keep their single-process indices and names.
     """
     known: dict[torch.Tensor, torch.Tensor] = {}
-    for module in modules:
+    for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in keep:
                 module._parameters[name] = _placeholder(parameter, known)  # type: ignore[assignment]
+    for module in elsewhere:
         for name, buffer in module._buffers.items():
-            if buffers and buffer is not None:
+            if buffer is not None:
                 module._buffers[name] = buffer.to("meta")
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partition.cut import cut
-from lightning_hanayo.partition.ownership import Ownership, leave_out, outside_modules
+from lightning_hanayo.partition.ownership import Ownership, leave_out
 from lightning_hanayo.partition.profile import profile
 from lightning_hanayo.partition.stack import Stack, find_stack, num_outside
 from lightning_hanayo.planner.layout import Layout, choose
@@ -115,12 +115,9 @@ def keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Param
     ownership.check(model)
     own_stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
     kept = {p for stage in own_stages for p in ownership.stage_parameters(model, stage)}
-    if rank > 0:
-        leave_out(outside_modules(model, ownership.stack), kept, buffers=False)
     own_blocks = {block for stage in own_stages for block in ownership.blocks(stage)}
-    for block in ownership.stack.blocks:
-        if block not in own_blocks:
-            leave_out(block.modules(), kept)
+    others = [block for block in ownership.stack.blocks if block not in own_blocks]
+    leave_out(model, kept, elsewhere=[part for block in others for part in block.modules()])
     missing = [name for name, parameter in model.named_parameters() if parameter in kept and parameter.is_meta]
     if missing:
         raise UnsupportedError(

@@ -31,7 +31,8 @@ def owner(name: str) -> int:
 
 def part(model: nn.Module, rank: int) -> nn.Module:
     own = copy.deepcopy(model)
-    leave_out([m for name, m in own.named_modules() if owner(name) != rank or name == ""], set())
+    keep = {parameter for name, parameter in own.named_parameters() if owner(name) == rank}
+    leave_out(own, keep, elsewhere=[m for name, m in own.named_modules() if owner(name) != rank or name == ""])
     return own
 
 

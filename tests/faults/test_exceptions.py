@@ -63,3 +63,21 @@ def test_unknown_option_on_the_command_line(tmp_path: Path) -> None:
     ended = launch(tmp_path, *command.split(), *strategy.split())
     assert ended.code == 2, ended.output
     assert "num_waves" in ended.output and "Traceback" not in ended.output, ended.output
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("TooFew", "the stack has 3 blocks"), ("Odd", "the output of a block is a builtins.object")],
+)
+def test_an_error_that_shows_late_is_said_once_by_the_command_line(tmp_path: Path, model: str, message: str) -> None:
+    where = "tests.faults.late_errors"
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    strategy = ["--trainer.strategy", "lightning_hanayo.HanayoStrategy", "--trainer.strategy.num_waves", "1"]
+    ended = launch(
+        tmp_path, "-m", "lightning_hanayo", "fit", f"--model={where}.{model}", f"--data={where}.Data",
+        "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_steps=2", *strategy,
+        *(f"--trainer.{option}=false" for option in quiet),
+    )  # fmt: skip
+    assert ended.num_started == 2, ended.output
+    assert ended.output.count(message) == 1 and "Traceback" not in ended.output, ended.output
+    assert (ended.code, ended.leftover) == (2, []), ended.output

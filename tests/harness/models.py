@@ -105,6 +105,25 @@ class Regularised(MLP):
         return super().loss(batch) + 0.1 * self.embedding.weight.square().sum()
 
 
+class SharesOutside(MLP):
+    """A norm before the stack shares its weight with the last block's, which lies on rank 0 too in a wave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.norm.weight = self.blocks[-1].norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Summed(MLP):
+    """A loss that is a sum over samples."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        return functional.cross_entropy(self(batch["x"]), batch["y"], reduction="sum")
+
+
 class Metrics(MLP):
     """Logs step values and epoch means; validates a loss, which a plateau schedule reads, and a torchmetrics metric."""
 

@@ -52,7 +52,7 @@ class Training:
     steps: int = 5
     accumulate: int = 1
     clip: float | None = None
-    loss_weight: Literal["samples", "tokens"] | Callable[[Batch], Any] = "samples"
+    loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Batch], Any] = "samples"
 
     def share(self, data_rank: int, data_size: int) -> list[Batch]:
         """The batches of one data rank: every `data_size`-th sample of each."""

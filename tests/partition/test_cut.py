@@ -45,3 +45,8 @@ def test_a_huge_head_leaves_the_last_stage_one_block() -> None:
 def test_too_few_blocks() -> None:
     with pytest.raises(HanayoError, match="3 blocks can't fill 4 stages"):
         cut([1, 1, 1], 4)
+
+
+def test_what_lies_outside_counts_where_it_runs() -> None:
+    assert cut([1.0] * 8, 2, last=4.0) == [range(6), range(6, 8)]
+    assert cut([1.0] * 8, 2, first=4.0) == [range(2), range(2, 8)]

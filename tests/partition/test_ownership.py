@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.ownership import Ownership, leave_out, outside_modules
+from lightning_hanayo.partition.ownership import Ownership, leave_out
 from lightning_hanayo.partition.stack import find_stack
 
 STAGES = (range(2), range(2, 3), range(3, 4), range(4, 6))
@@ -62,9 +62,8 @@ def test_placeholders_look_like_what_they_stand_for() -> None:
     model.blocks[2][0].weight.requires_grad_(False)
     model.blocks[2][0].bias.mark = "no decay"
     before = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
-    owner = ownership(model)
-    leave_out(outside_modules(model, owner.stack), set(), buffers=False)
-    leave_out(model.blocks[2].modules(), set())
+    gone = {model.embedding.weight, *model.blocks[2].parameters()}
+    leave_out(model, {p for p in model.parameters() if p not in gone}, elsewhere=model.blocks[2].modules())
     after = dict(model.named_parameters(remove_duplicate=False))
     assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in after.items()} == before
     assert [name for name, p in after.items() if p.is_meta] == [
@@ -78,7 +77,7 @@ def test_placeholders_look_like_what_they_stand_for() -> None:
 def test_what_is_kept_stays_the_same_object() -> None:
     model = Model()
     keep = set(model.blocks[0].parameters())
-    leave_out(model.modules(), keep)
+    leave_out(model, keep)
     assert {p for p in model.parameters() if not p.is_meta} == keep
 
 

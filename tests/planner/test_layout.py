@@ -87,3 +87,22 @@ def test_a_table_for_other_ranks(tmp_path: Path) -> None:
 def test_schedules_that_cant_be_played(name: str, named: str) -> None:
     with pytest.raises(HanayoError, match=named):
         check_schedule(name)
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        (["0F0,0I0,0W0", "1F0,1I0,1W0"], "has 0I0; the runtime can't split the backward"),
+        (["1F0,1B0", "0F0,0B0"], "has stage 0 on rank 1"),
+    ],
+)
+def test_tables_that_training_cant_play(tmp_path: Path, table: list[str], named: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(table) + "\n")
+    with pytest.raises(HanayoError, match=named):
+        choose(num_ranks=2, num_blocks=8, schedule=str(path))
+
+
+def test_a_wave_ends_where_it_begins_and_a_loop_doesnt() -> None:
+    assert choose(num_ranks=2, num_blocks=8).ends_on_first_rank
+    assert not choose(num_ranks=2, num_blocks=8, schedule="1f1b").ends_on_first_rank

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -49,9 +50,15 @@ class LoopbackPipeline:
         return [first, *(MiddleStage(own) for own in blocks[1:-1]), self.last]
 
     def run(
-        self, step: Callable[[int], Any], weights: Sequence[float], *, train: bool = True, signature: int = 0
+        self,
+        step: Callable[[int], Any],
+        weights: Sequence[float],
+        *,
+        train: bool = True,
+        signature: int = 0,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Any]:
-        """Play one batch; return the step's results."""
+        """Play one batch, every rank within `context`; return the step's results."""
         schedule = self.schedule if train else forward_only(self.schedule)
         self.user.begin(step)
         self.last.weights = weights
@@ -59,7 +66,8 @@ class LoopbackPipeline:
 
         def play(rank: int, engine: Engine) -> None:
             try:
-                engine.play(Program.of(schedule, rank), signature)
+                with context():
+                    engine.play(Program.of(schedule, rank), signature)
             except BaseException as error:
                 errors.append(error)
 

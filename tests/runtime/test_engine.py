@@ -138,7 +138,31 @@ class SkipInside(Model):
         return (x + start) @ self.embedding.weight.T
 
 
-@pytest.mark.parametrize("kind", [Skip, SkipInside])
+class ChangesOutput(Model):
+    """What the stack gave is changed in place: its tensor has another node than when it left the stack."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = start = self.embedding(tokens).tanh()
+        for block in self.blocks:
+            x = block(x)
+        x += start
+        return x @ self.embedding.weight.T
+
+
+class AsksTwin(Model):
+    """A copy of the model, an average say, is called within the step."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not hasattr(self, "twin"):
+            self.__dict__["twin"] = [copy.deepcopy(self.blocks)]
+        with torch.no_grad():
+            x = self.embedding(tokens)
+            for block in self.__dict__["twin"][0]:
+                x = block(x)
+        return super().forward(tokens) + x @ self.embedding.weight.T
+
+
+@pytest.mark.parametrize("kind", [Skip, SkipInside, ChangesOutput, AsksTwin])
 def test_a_skip_connection_past_the_stack_is_exact(kind: type[Model]) -> None:
     torch.manual_seed(0)
     model = kind(4).double()
@@ -210,3 +234,52 @@ def test_what_a_pipeline_cant_play_is_refused_by_name(kind: type[Model], message
     finally:
         if kind is Odd:
             Block.forward = inner
+
+
+class SeesAutocast(torch.autograd.Function):
+    """Notes whether its backward runs under autocast."""
+
+    seen: list[bool] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        SeesAutocast.seen.append(torch.is_autocast_enabled("cpu"))
+        return gradient
+
+
+class Watched(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return SeesAutocast.apply(super().forward(tokens))
+
+
+def test_backward_runs_outside_autocast_as_lightnings_does() -> None:
+    model = Watched(4)
+    (batch,) = batches(1)
+    with pipeline(model, build("hanayo", num_ranks=1, num_microbatches=4, num_waves=2)) as playing:
+
+        def step(microbatch: int) -> Tensor:
+            assert torch.is_autocast_enabled("cpu")
+            return model.step(batch[microbatch])
+
+        playing.run(step, [1 / 4] * 4, context=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert SeesAutocast.seen == [False] * 4
+
+
+def test_a_micro_batch_without_a_share_adds_nothing_not_even_a_nan() -> None:
+    torch.manual_seed(0)
+    model = Model(4)
+    reference = copy.deepcopy(model)
+    (batch,) = batches(1)
+
+    def step(microbatch: int) -> Tensor:
+        return model.step(batch[microbatch]) * (float("nan") if microbatch == 2 else 1.0)
+
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing:
+        playing.run(step, [1 / 3, 1 / 3, 0.0, 1 / 3])
+    expected(reference, [batch[0], batch[1], batch[3]])
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

@@ -20,9 +20,7 @@ def connect(on_failure: Any = None) -> ProcessGroupTransport:
     world = dist.group.WORLD
     assert world is not None
     ranks = range(dist.get_world_size())
-    return ProcessGroupTransport(
-        ranks, control=world, channels={}, device=torch.device("cpu"), on_failure=on_failure
-    )
+    return ProcessGroupTransport(ranks, control=world, channels={}, device=torch.device("cpu"), on_failure=on_failure)
 
 
 def everybody_to_everybody() -> list[int]:

@@ -48,3 +48,31 @@ def test_unknown_length() -> None:
 def test_looking_into_a_shadow_says_what_to_do(key: object) -> None:
     with pytest.raises(UnsupportedError, match=r"was read on a pipeline rank above 0, .* `trainer.is_global_zero`"):
         ShadowBatch()[key]  # type: ignore[index]
+
+
+class Resumable(DataLoader[torch.Tensor]):
+    """Goes on where its state says."""
+
+    begin = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
+        yield from list(super().__iter__())[self.begin :]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"begin": self.begin}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["begin"]
+
+
+def test_a_resumed_loader_takes_its_shadow_along() -> None:
+    chains = [Chain(transport) for transport in Hub(2, timeout=1.0).transports()]
+    first, shadow = (
+        process(Resumable(torch.arange(4.0)), chain, rank)  # type: ignore[arg-type]
+        for rank, chain in enumerate(chains)
+    )
+    assert len(first) == len(shadow) == 4
+    assert first.state_dict() == shadow.state_dict() == {"begin": 0}
+    for loader in (first, shadow):
+        loader.load_state_dict({"begin": 3})
+    assert len(list(first)) == len(list(shadow)) == 1

@@ -54,3 +54,8 @@ def test_nothing_counts() -> None:
 def test_without_labels(batch: Any) -> None:
     with pytest.raises(HanayoError, match="counts the labels that aren't -100, but the batch has none"):
         shares([batch], "tokens", num_data=1, group=None)
+
+
+def test_sums_count_whole_in_the_loss_and_by_samples_in_means() -> None:
+    found = shares([torch.ones(n) for n in (3, 1)], "sum", num_data=2, group=None)
+    assert (found.of_mean, found.of_loss, found.of_gradient) == ((3 / 4, 1 / 4), (1.0, 1.0), (0.5, 0.5))

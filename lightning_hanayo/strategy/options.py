@@ -1,6 +1,6 @@
 """The options of `HanayoStrategy`, checked when it is constructed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -51,6 +51,3 @@ class Options:
         value: Any = getattr(self, name)
         if value not in choices:
             raise HanayoError(f"{name}={value!r} is unknown; {nearest(str(value), choices)}")
-
-
-Check = Callable[[], None]

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_hanayo.checkpoint.gather import gather
 from lightning_hanayo.planner.layout import COSTS
 from lightning_hanayo.plotting import save_comparison, save_schedule
-from lightning_hanayo.runtime.measured import Batch, costs_of, timeline_of, typical
+from lightning_hanayo.runtime.measurement import Batch, costs_of, timeline_of, typical
 from lightning_hanayo.runtime.trace import Event
 from lightning_hanayo.schedule import Action, Timeline, simulate
 from lightning_hanayo.strategy.pipeline import Pipeline
@@ -31,7 +31,7 @@ class WaveReport(Callback):
     """
 
     def __init__(self) -> None:
-        self._first: list[torch.Tensor] = []
+        self._first: torch.Tensor | None = None
         self._last: deque[torch.Tensor] = deque(maxlen=SMOOTHED)
         self._wave: tuple[Path, Timeline, Timeline] | None = None
 
@@ -58,8 +58,7 @@ class WaveReport(Callback):
         if trainer.is_global_zero and outputs and "loss" in outputs:
             loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
             self._last.append(loss)
-            if len(self._first) < 1:
-                self._first.append(loss)
+            self._first = loss if self._first is None else self._first
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -95,12 +94,14 @@ class WaveReport(Callback):
 
     def _lines(self, trainer: "pl.Trainer", runs: list[str]) -> list[str]:
         rows: list[tuple[str, str]] = []
-        if self._first:
+        if self._first is not None:
             last = float(torch.stack(list(self._last)).mean())
             count = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-            losses = f"{float(self._first[0]):.3f} at the first batch, {last:.3f} over the last {len(self._last)}"
+            losses = f"{float(self._first):.3f} at the first batch, {last:.3f} over the last {len(self._last)}"
             rows.append(("train loss", f"{losses} of {count}"))
-        rows += [(name, f"{float(value):.3f}") for name, value in trainer.callback_metrics.items() if "val" in name]
+        rows += [
+            (name, f"{float(value):.3f}") for name, value in trainer.callback_metrics.items() if name.startswith("val")
+        ]
         checkpoint = trainer.checkpoint_callback
         best = getattr(checkpoint, "best_model_path", "")
         if best:

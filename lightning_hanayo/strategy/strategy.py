@@ -12,14 +12,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -37,12 +33,12 @@ from lightning_hanayo.strategy.logging import MicrobatchLog
 from lightning_hanayo.strategy.loss_weight import Shares, counts_labels, shares
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
+from lightning_hanayo.strategy.placement import PlacedStrategy
 from lightning_hanayo.strategy.precision import adapt
 from lightning_hanayo.strategy.shared_metrics import connector_of, reads_step_metrics, share_metrics, unshare_metrics
-from lightning_hanayo.topology import Topology, resolve
 
 
-class HanayoStrategy(ParallelStrategy):
+class HanayoStrategy(PlacedStrategy):
     """Trains a LightningModule as a wave pipeline (Hanayo, SC'23), beside data parallelism.
 
     The module stays as it is. Its stack of blocks is cut into stages that lie in a zig-zag over the pipeline ranks; its
@@ -94,8 +90,7 @@ class HanayoStrategy(ParallelStrategy):
         start_method: Literal["popen"] = "popen",
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        super().__init__()
-        self.options = Options(
+        options = Options(
             pipeline_parallel_size=pipeline_parallel_size,
             num_waves=num_waves,
             cube=cube,
@@ -110,22 +105,12 @@ class HanayoStrategy(ParallelStrategy):
             start_method=start_method,
             timeout=timeout,
         )
-        self.num_nodes = 1
-        self._topology: Topology | None = None
-        self._groups: Groups | None = None
+        super().__init__(options)
         self._failures: Failures | None = None
         self._pipeline: Pipeline | None = None
         self._accumulating = False
         self._example: Any = None
         self._runs: list[range] | None = None
-
-    # where this process lies
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks' places; known once the Trainer is there."""
-        assert self._topology is not None, "the topology is known once the Trainer is constructed"
-        return self._topology
 
     @property
     def pipeline(self) -> Pipeline:
@@ -133,58 +118,7 @@ class HanayoStrategy(ParallelStrategy):
         assert self._pipeline is not None, "the pipeline is there while the Trainer runs"
         return self._pipeline
 
-    @property
-    def groups(self) -> Groups:
-        """This rank's process groups; there once the processes have met."""
-        assert self._groups is not None, "the process groups are there once the processes have met"
-        return self._groups
-
-    @property
-    def data_rank(self) -> int:
-        """This process's place on the data axis."""
-        return self.topology.coordinates(self.global_rank)[0]
-
-    @property
-    def pipe_rank(self) -> int:
-        """This process's place on the pipe axis."""
-        return self.topology.coordinates(self.global_rank)[1]
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on one node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning shall give each data rank its own share of the samples."""
-        return self.topology.data > 1
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.topology.data, "rank": self.data_rank}
-
     # start
-
-    def set_world_ranks(self) -> None:
-        """Called when the Trainer is constructed, and again in each process."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for function in (rank_zero_only, fabric_rank_zero_only):
-            vars(function)["rank"] = self.global_rank
-        self._topology = resolve(
-            self.num_nodes * self.num_processes,
-            pipeline_parallel_size=self.options.pipeline_parallel_size,
-            data_parallel_size=self.options.data_parallel_size,
-            cube=self.options.cube,
-        )
 
     @override
     def _configure_launcher(self) -> None:
@@ -356,42 +290,6 @@ class HanayoStrategy(ParallelStrategy):
         if not sync and (weight == "sum" or not counts_labels(microbatches, weight)):
             weight = "samples"
         return shares(microbatches, weight, num_data=self.topology.data, group=group)
-
-    # all ranks together
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Over the data ranks of this pipeline rank: the ranks above 0 hold no metrics."""
-        group = group or self.groups.data
-        if isinstance(tensor, Tensor) and group is not None:
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self.world_size == 1:
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        group = group or self.groups.data
-        return super().all_gather(tensor, group, sync_grads) if group is not None else tensor.unsqueeze(0)
 
     # checkpoints
 

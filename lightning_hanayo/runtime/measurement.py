@@ -1,4 +1,4 @@
-"""The measured: one timeline out of all ranks' traces, and the costs that a simulation needs to predict it."""
+"""The measurement: one timeline out of all ranks' traces, and the costs that a simulation needs to predict it."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median

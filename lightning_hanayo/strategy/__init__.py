@@ -1,6 +1,10 @@
 """The strategy: where Lightning's hooks meet the pipeline. Importing it registers `"hanayo"`."""
 
-from lightning_hanayo._autoload import register
+try:
+    from lightning_hanayo_autoload import register  # where a package is installed, the module lies beside it
+except ImportError:
+    from lightning_hanayo._autoload import register  # a checkout on the path
+
 from lightning_hanayo.strategy.strategy import HanayoStrategy
 
 register()

@@ -1,5 +1,7 @@
 """hanayo: the paper's order at B = P, and ours at any other B."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +39,7 @@ def test_the_printed_orders() -> None:
 def test_the_closed_form_and_the_peaks(num_ranks: int, num_waves: int) -> None:
     schedule = paper_order("hanayo", num_ranks, num_waves, num_ranks)
     hops = 4 * num_waves * (num_ranks - 1) + 2 * (num_ranks - 2)
-    for ratio, message in ((1, 0.25), (2, 0.0), (3, 0.017)):
+    for ratio, message in product((1, 2, 3), (0.0, 0.017, 0.1, 0.25)):
         timeline = simulate(schedule, costs(ratio, message))
         idle = (num_ranks - 1) * max(1, ratio) / num_waves + hops * message
         assert timeline.makespan == pytest.approx(num_ranks * (1 + ratio) + idle)

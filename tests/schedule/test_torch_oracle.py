@@ -15,7 +15,9 @@ SIZES = [(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 5, 2), (3, 2, 1), (4, 4, 1), (4, 6
 
 @pytest.fixture(scope="module")
 def torchs() -> Any:
-    return pytest.importorskip("torch.distributed.pipelining.schedules")
+    from torch.distributed.pipelining import schedules
+
+    return schedules
 
 
 def loaded(torchs: Any, path: Path, schedule: Schedule) -> tuple[Any, Callable[[int], int]]:

@@ -1,0 +1,38 @@
+"""The main job, made small: trained as a wave by `hanayo fit`, it ends with all it promises, and says where it lies."""
+
+import re
+from pathlib import Path
+
+from tests.harness.launching import ROOT, launch
+
+SMALL = {
+    "data.path": "text.txt", "data.vocab_size": 300, "model.vocab_size": 300, "data.context": 16, "model.context": 16,
+    "model.width": 32, "model.num_heads": 2, "trainer.max_steps": 8, "trainer.val_check_interval": 4,
+    "trainer.limit_val_batches": 2, "trainer.log_every_n_steps": 2, "model.learning_rate": 1e-2,
+}  # fmt: skip
+
+
+def test_ends_with_all_it_promises(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 800)
+    options = [f"--{name}={value}" for name, value in SMALL.items()]
+    config = str(ROOT / "recipes/gpt/wave.yaml")
+    ended = launch(tmp_path, "-m", "lightning_hanayo", "fit", "--config", config, *options)
+    assert (ended.code, ended.leftover) == (0, []), ended.output
+    last = ended.output[ended.output.rindex("train loss") :]
+    first_loss, last_loss = map(float, re.findall(r"(\d+\.\d+) (?:at the first|over the last)", last))
+    assert last_loss < first_loss - 0.5, last
+    assert re.search(r"val_loss +\d+\.\d+", last), last
+    for name, pattern in (("checkpoint", r"(\S+\.ckpt)"), ("wandb run", r"(\S+)"), ("pipeline", r"(\S+wave\.png)")):
+        found = re.search(rf"^{name} +{pattern}", last, re.MULTILINE)
+        assert found and (tmp_path / found[1]).exists(), last
+    (records,) = (tmp_path / "runs/gpt/wandb").glob("offline-run-*/*.wandb")
+    stored = records.read_bytes()
+    names = (
+        "hanayo/layout",
+        "hanayo/predicted_bubble",
+        "hanayo/schedule",
+        "hanayo/wave",
+        "hanayo/bubble",
+        "train_loss",
+    )
+    assert [name for name in names if name.encode() not in stored] == []

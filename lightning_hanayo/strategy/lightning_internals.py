@@ -1,6 +1,6 @@
-"""Lightning's internals: the one place that touches what Lightning keeps private (2.6.6).
+"""Lightning's internals: small things that only Lightning's private side (2.6.6) gives or takes.
 
-Whatever a new Lightning release breaks is mended here.
+What a new release breaks is mended here, in `logging`, `shared_metrics` or `launcher`.
 """
 
 from collections.abc import Callable, Sequence

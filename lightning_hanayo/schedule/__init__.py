@@ -5,7 +5,8 @@ from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.communication import complete
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
-from lightning_hanayo.schedule.loss_stage import forward_only, with_loss_stage
+from lightning_hanayo.schedule.forward_only import forward_only
+from lightning_hanayo.schedule.loss_stage import with_loss_stage
 from lightning_hanayo.schedule.registry import Request, build, register_schedule, schedule_names
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule

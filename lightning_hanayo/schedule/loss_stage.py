@@ -1,4 +1,4 @@
-"""The loss stage: one more stage on rank 0 for schedules that end elsewhere; and the forward-only schedule.
+"""The loss stage: one more stage on rank 0, for schedules that end elsewhere.
 
 1f1b, P = 2     rank 0   0F0 0F1     2F0 2B0   .   0B0 ...      2 = head and loss, where `training_step` lives
                 rank 1       1F0     1F1     1B0 ...
@@ -11,12 +11,6 @@ from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import play, waits_in
 from lightning_hanayo.schedule.table import Schedule
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule without its backwards, for validation and prediction."""
-    rows = tuple(tuple(action for action in row if action.kind is Kind.F) for row in schedule.actions)
-    return replace(schedule, actions=rows)
 
 
 def with_loss_stage(schedule: Schedule) -> Schedule:

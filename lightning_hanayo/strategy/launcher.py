@@ -22,14 +22,14 @@ LAST = GRACE + 3.0
 class CheckingLauncher(_SubprocessScriptLauncher):
     """Starts the ranks of one node by running the script again."""
 
-    check: Callable[[], None] = staticmethod(lambda: None)
+    check: Callable[["pl.Trainer | None"], None] = staticmethod(lambda trainer: None)
 
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
         """As Lightning's, but for the check, and for its observer, which kills all the moment it finds one failed."""
-        self.check()
+        self.check(trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # In a second fit of the same script the processes are there, and run it too.
         if not self.cluster_environment.creates_processes_externally and not self.procs:

@@ -163,9 +163,9 @@ def _finish(logger: WandbLogger) -> str:
     """End the run, which makes wandb say its last words before ours; return where it lies."""
     run = logger.experiment
     directory = _short(Path(run.dir).parent)
-    offline = run.settings._offline
-    run.finish(quiet=True) if "quiet" in run.finish.__code__.co_varnames else run.finish()
-    return f"{directory}{f' (offline; upload it with: wandb sync {directory})' if offline else ''}"
+    upload = f" (offline; upload it with: wandb sync {directory})" if run.offline else ""
+    run.finish()
+    return directory + upload
 
 
 def _short(path: str | Path) -> str:

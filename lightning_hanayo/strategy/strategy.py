@@ -126,13 +126,18 @@ class HanayoStrategy(PlacedStrategy):
         self._launcher = CheckingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         self._launcher.check = self._check_before_launch
 
-    def _check_before_launch(self) -> None:
+    def _check_before_launch(self, trainer: "pl.Trainer | None") -> None:
         module = self.lightning_module
-        assert module is not None
-        refusals.check_module(module, self)
-        refusals.check_example(module, self.options)
+        assert module is not None and trainer is not None
+        self._check(trainer, module)
         if not lightning_internals.defines_model_late(module):
             layout_of(module, self.options, self.topology)
+
+    def _check(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        refusals.check_module(module, self)
+        refusals.check_example(module, self.options)
+        refusals.check_gradients(module, self.topology)
+        refusals.check_callbacks(trainer, self.topology)
 
     @override
     def setup_environment(self) -> None:
@@ -154,9 +159,7 @@ class HanayoStrategy(PlacedStrategy):
         assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
-        refusals.check_module(module, self)
-        refusals.check_callbacks(trainer, self.topology)
-        refusals.check_gradients(module, self.topology)
+        self._check(trainer, module)  # again, for a model that was built by now
         self._setup_pipeline(module)
         self._setup_trainer(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING:

@@ -62,11 +62,20 @@ BAD = {  # options of the strategy, devices, model -> what the message names: th
     "unknown schedule": ({"schedule": "hanyo"}, 2, models.MLP, ["'hanyo'", "did you mean 'hanayo'"]),
     "waves without a wave": ({"schedule": "1f1b", "num_waves": 2}, 2, models.MLP, ["'1f1b' has no waves", "=2"]),
     "unknown weight": ({"loss_weight": "token"}, 2, models.MLP, ["'token'", "'tokens'"]),
+    "time without an example": ({"balance": "time"}, 2, models.MLP, ["balance='time'", "MLP has none"]),
     "no waves": ({"num_waves": 0}, 2, models.MLP, ["num_waves", "0"]),
     "no micro-batches": ({"num_microbatches": 0}, 2, models.MLP, ["num_microbatches", "0"]),
 }  # fmt: skip
 
+
+class Sparse(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, models.WIDTH, sparse=True)
+
+
 REFUSED = {
+    "sparse gradients": ({"data_parallel_size": 2}, Sparse, ["words has sparse gradients"]),
     "manual optimization": ({}, Manual, ["manual optimization"]),
     "a repeated block": ({}, Repeated, ["blocks[6]", "blocks[7]", "used twice"]),
     "a hook on a block": ({}, Hooked, ["blocks[3] has hooks"]),

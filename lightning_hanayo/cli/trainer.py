@@ -9,7 +9,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_hanayo.cli.parser import Parser, condense
+from lightning_hanayo.cli.parser import Parser
+from lightning_hanayo.cli.readable import condense
 from lightning_hanayo.cli.wandb_mode import default_to_offline
 from lightning_hanayo.errors import HanayoError
 

@@ -33,7 +33,7 @@ CLOSE = 1.005
 """An order within half a percent of the one that idles no longer than the paper's single group ends the search."""
 
 
-@register_schedule("hanayo")
+@register_schedule("hanayo", depth="waves")
 def hanayo(request: Request) -> Schedule:
     """The paper's order at B = P, elsewhere the best of a few candidates; always within the budget (default P)."""
     request.stages_per_rank(2 * request.num_waves, default=2 * request.num_waves)

@@ -13,7 +13,7 @@ from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.table import Schedule
 
 
-@register_schedule("interleaved")
+@register_schedule("interleaved", depth="stages")
 def interleaved(request: Request) -> Schedule:
     """V stages per rank (default 2), their order as in the picture."""
     request.refuse_waves()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule.cost import CostModel
@@ -51,10 +52,14 @@ class Request:
 
 Builder = Callable[[Request], Schedule]
 
+Depth = Literal["one", "two", "stages", "waves"]
+"""how many stages per rank a schedule can have: one; two (once down the ranks and back); any; or twice its waves"""
+
 _BUILDERS: dict[str, Builder] = {}
+_DEPTHS: dict[str, Depth] = {}
 
 
-def register_schedule(name: str) -> Callable[[Builder], Builder]:
+def register_schedule(name: str, depth: Depth = "one") -> Callable[[Builder], Builder]:
     """Make a builder known to `build` under `name`.
 
     Example:
@@ -69,6 +74,7 @@ def register_schedule(name: str) -> Callable[[Builder], Builder]:
         if name in _BUILDERS:
             raise HanayoError(f"a schedule named {name!r} is registered already; choose another name")
         _BUILDERS[name] = builder
+        _DEPTHS[name] = depth
         return builder
 
     return register
@@ -77,6 +83,29 @@ def register_schedule(name: str) -> Callable[[Builder], Builder]:
 def schedule_names() -> tuple[str, ...]:
     """The names `build` knows, sorted."""
     return tuple(sorted(_BUILDERS))
+
+
+def sizes_for(name: str, num_waves: int) -> dict[str, int]:
+    """The arguments of `build` that give the schedule as many stages per rank as `num_waves` waves have, 2W.
+
+    A schedule of one stage per rank has no such choice, and takes part as it is.
+
+    Example:
+        >>> sizes_for("hanayo", 2), sizes_for("interleaved", 2), sizes_for("1f1b", 2)
+        ({'num_waves': 2}, {'num_stages_per_rank': 4}, {})
+
+    Raises:
+        HanayoError: the schedule has two stages per rank and can't have more.
+    """
+    match _DEPTHS[name]:
+        case "waves":
+            return {"num_waves": num_waves}
+        case "stages":
+            return {"num_stages_per_rank": 2 * num_waves}
+        case "two" if num_waves != 1:
+            raise HanayoError(f"{name!r} has two stages per rank, as one wave has; got num_waves={num_waves}")
+        case _:
+            return {}
 
 
 def build(

@@ -1,6 +1,14 @@
 """Schedules: what happens when on which pipeline rank. Standard library only."""
 
-from lightning_hanayo.schedule import gpipe, hanayo, interleaved, one_f_one_b  # noqa: F401 - they register themselves
+from lightning_hanayo.schedule import (  # noqa: F401 - they register themselves
+    gpipe,
+    hanayo,
+    interleaved,
+    interleaved_zb,
+    one_f_one_b,
+    zb_h1,
+    zbv,
+)
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.communication import complete
 from lightning_hanayo.schedule.cost import CostModel

@@ -10,7 +10,7 @@ from lightning_hanayo.schedule import Action, Kind, Schedule, build, with_loss_s
 unhurried = settings(deadline=None, max_examples=50)
 """For every property: a busy machine is no failure."""
 
-NAMES = ("gpipe", "1f1b", "interleaved", "hanayo")
+NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "interleaved-zb", "zbv", "hanayo")
 
 
 def row(text: str) -> tuple[Action, ...]:
@@ -26,13 +26,13 @@ def make(name: str, num_ranks: int, num_microbatches: int, depth: int = 1) -> Sc
     """`depth` waves, or stages per rank, where the schedule has such a thing."""
     if name == "hanayo":
         return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_waves=depth)
-    if name == "interleaved":
+    if name in ("interleaved", "interleaved-zb"):
         return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=depth)
     return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
 
 
 def split(schedule: Schedule) -> Schedule:
-    """Each backward cut in two, W right after I; every third W waits until its rank's end."""
+    """Each whole backward cut in two, W right after I; every third W waits until its rank's end."""
 
     def rewritten(row: tuple[Action, ...]) -> tuple[Action, ...]:
         done: list[Action] = []

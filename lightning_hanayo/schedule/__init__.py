@@ -1,6 +1,7 @@
 """Schedules: what happens when on which pipeline rank. Standard library only."""
 
 from lightning_hanayo.schedule import (  # noqa: F401 - they register themselves
+    chimera,
     gpipe,
     hanayo,
     interleaved,

@@ -3,11 +3,18 @@
 Between two compute actions of a rank stands one run of communication, which the engine hands to the transport as one
 call:
 
-    ... 1F2 | 1SEND_F2  1RECV_F4  (1REDUCE_GRAD) | 1F3 | ... 1F4
+    ... 1F2 | 1SEND_F2  1RECV_F4 | 1F3 | ... 1F4
           sent right after      posted one compute ahead of its consumer, or earlier
 
 A message needs a send and a receive only between different ranks. A pair of ranks matches messages by order alone
 (NCCL), so receives from one rank stand in the order of its sends: one that would come too late moves ahead.
+
+A stage's reduction stands right after its last weight gradient. Twins reduce together, each rank with an entry of its
+own (also where one of them had no micro-batch). So that both ranks of every pair meet in the same order, all reductions
+of a table have one order, by when both twins are done; a stage that is done out of turn waits for those before it:
+
+    chimera, P = 4      rank 0   ... 7B3 | 7REDUCE_GRAD | 0B0  0B1 | 0REDUCE_GRAD        twins: 0 and 4, 3 and 7
+                        rank 3   ... 3B1 | 3REDUCE_GRAD | 4B2  4B3 | 4REDUCE_GRAD
 """
 
 from collections import defaultdict
@@ -27,8 +34,11 @@ def complete(schedule: Schedule, ahead: int = 1) -> tuple[tuple[Action, ...], ..
     Sends and receives must not block: a receive is posted before the send it matches can even run. So the transport
     needs a channel of its own per ordered pair of ranks. Where a receive holds up a send (one NCCL stream for both
     directions, or one grouped call for a whole run), tables hang; see docs/design/facts.md.
+
+    Nor may reductions block: a rank starts its part when it gets there, goes on computing (its twin may wait for just
+    that before it can start its own), and waits for the sums after its last action.
     """
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches)
+    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
     rank_of = schedule.stage_ranks
     place = {action: place for row in schedule.actions for place, action in enumerate(row)}
     sends: dict[Action, list[Action]] = defaultdict(list)
@@ -42,19 +52,19 @@ def complete(schedule: Schedule, ahead: int = 1) -> tuple[tuple[Action, ...], ..
                     pair = rank_of[source.stage], rank_of[action.stage]
                     pairs[pair].append((place[source], max(0, place[action] - ahead), receive))
     receives = _in_order_of_sends(pairs)
-    reduces = _last_weight_gradients(schedule)
+    reduces = _reductions(schedule, place)
     return tuple(
         tuple(
             entry
             for place, action in enumerate(row)
             for entry in (
                 *receives[rank, place],
-                *reduces.get(row[place - 1] if place else None, ()),
+                *reduces[rank, place],
                 action,
                 *sends[action],
             )
         )
-        + reduces.get(row[-1] if row else None, ())
+        + tuple(reduces[rank, len(row)])
         for rank, row in enumerate(schedule.actions)
     )
 
@@ -80,6 +90,17 @@ def _in_order_of_sends(
     return receives
 
 
-def _last_weight_gradients(schedule: Schedule) -> dict[Action | None, tuple[Action, ...]]:
-    last = {action.stage: action for row in schedule.actions for action in row if action.kind in (Kind.B, Kind.W)}
-    return {action: (Action(stage, Kind.REDUCE_GRAD, None),) for stage, action in last.items()}
+def _reductions(schedule: Schedule, place: dict[Action, int]) -> dict[tuple[int, int], list[Action]]:
+    """The reductions by (rank, place before which they are started): all ranks meet in them in one order."""
+    ends = (action for row in schedule.actions for action in row if action.kind in (Kind.B, Kind.W))
+    last = {action.stage: place[action] for action in ends}
+    twins = schedule.replica_of or range(schedule.num_stages)
+    last = {**{twins[stage]: -1 for stage in last}, **last}
+    both_done = {stage: max(done, last[twins[stage]]) for stage, done in last.items()}
+    reduces: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    begun = [0] * schedule.num_ranks
+    for stage in sorted(last, key=lambda stage: (both_done[stage], stage % schedule.chain_length)):
+        rank = schedule.stage_ranks[stage]
+        begun[rank] = max(begun[rank], last[stage] + 1)
+        reduces[rank, begun[rank]].append(Action(stage, Kind.REDUCE_GRAD, None))
+    return reduces

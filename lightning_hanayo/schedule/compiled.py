@@ -127,7 +127,7 @@ noted as done; and what it waits for: how far that slot stands, and the hop from
 def _node(shape: Schedule, costs: CostModel, action: Action) -> Node:
     code = (_BASE[action.kind] * shape.num_stages + action.stage) * shape.num_microbatches
     waits = []
-    for one_of in waits_for(action, shape.num_stages):
+    for one_of in waits_for(action, shape.num_stages, num_chains=shape.num_chains):
         (slot,) = {_slot(shape, other) for other in one_of if other.kind in COMPUTE}
         other = one_of[-1]
         near = shape.stage_ranks[other.stage] == shape.stage_ranks[action.stage]

@@ -1,6 +1,7 @@
 """CSV: the table as torch.distributed.pipelining writes and reads it, a row per rank, a cell per action."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_hanayo.errors import HanayoError
@@ -35,14 +36,27 @@ def read_csv(path: str | Path) -> Schedule:
     missing = [stage for stage in range(num_stages) if stage not in ranks]
     if missing:
         raise HanayoError(f"{path} has stages up to {num_stages - 1} but no action of stage {missing[0]}")
+    microbatches = [(action.microbatch or 0, action.stage >= num_stages // 2) for action, _ in found]
     schedule = Schedule(
         name=path.stem,
         stage_ranks=tuple(ranks[stage] for stage in range(num_stages)),
         actions=tuple(rows),
-        num_microbatches=1 + max(action.microbatch or 0 for action, _ in found),
+        num_microbatches=1 + max(microbatch for microbatch, _ in microbatches),
+        replica_of=_twins(num_stages) if num_stages % 2 == 0 and _are_two_chains(microbatches) else (),
     )
     validate(schedule)
     return schedule
+
+
+def _twins(num_stages: int) -> tuple[int, ...]:
+    return tuple((stage + num_stages // 2) % num_stages for stage in range(num_stages))
+
+
+def _are_two_chains(visits: Sequence[tuple[int, bool]]) -> bool:
+    """Whether each micro-batch stays in one half of the stages, and both halves have some."""
+    half_of: dict[int, bool] = {}
+    same = all(half_of.setdefault(microbatch, half) is half for microbatch, half in visits)
+    return same and len(set(half_of.values())) == 2
 
 
 def _row(path: Path, rank: int, cells: list[str]) -> tuple[Action, ...]:

@@ -5,6 +5,12 @@
     B(s-1) <- B(s) <- B(s+1)            and back; B may be cut into I (hands on) and W (waits for its own I)
 
 Between two ranks a message stands in between: F(s-1) -> SEND_F(s-1) -> RECV_F(s) -> F(s).
+
+Where the model is there several times (chimera), its copies' stages are numbered one chain after another, and nothing
+crosses from one chain into the next; only the gradients of a stage and its twins are summed together:
+
+    chain 0    F(0) -> F(1) -> ... F(P-1)       B(P-1) ...      REDUCE_GRAD(s) waits for s and s + P
+    chain 1    F(P) -> ... F(2P-1)
 """
 
 from collections import defaultdict
@@ -16,25 +22,29 @@ Lists = Sequence[Sequence[Action]]
 """One list of actions per pipeline rank."""
 
 
-def waits_for(action: Action, num_stages: int, num_microbatches: int = 1) -> tuple[tuple[Action, ...], ...]:
+def waits_for(
+    action: Action, num_stages: int, num_microbatches: int = 1, num_chains: int = 1
+) -> tuple[tuple[Action, ...], ...]:
     """All of these must be done before `action`; of each inner tuple, the first that its table holds.
 
     So a stage's input counts as arrived with its receive where the table has one, else with the previous stage's
-    forward. `num_microbatches` matters for `REDUCE_GRAD` only, which waits for every weight gradient of its stage.
+    forward. `num_microbatches` matters for `REDUCE_GRAD` only, which waits for every weight gradient of its stage and
+    its twins. `num_stages` counts the stages of all chains.
 
     Example:
         >>> [[str(a) for a in one_of] for one_of in waits_for(Action(1, Kind.B, 0), num_stages=3)]
         [['1F0'], ['1RECV_B0', '2B0', '2I0']]
     """
     stage, microbatch = action.stage, action.microbatch
+    length = num_stages // num_chains
     match action.kind:
         case Kind.F:
-            if stage == 0:
+            if stage % length == 0:
                 return ()
             return ((Action(stage, Kind.RECV_F, microbatch), Action(stage - 1, Kind.F, microbatch)),)
         case Kind.B | Kind.I:
             own = (Action(stage, Kind.F, microbatch),)
-            if stage == num_stages - 1:
+            if (stage + 1) % length == 0:
                 return (own,)
             return (own, (Action(stage, Kind.RECV_B, microbatch), *_hands_on_gradient(stage + 1, microbatch)))
         case Kind.W:
@@ -48,7 +58,11 @@ def waits_for(action: Action, num_stages: int, num_microbatches: int = 1) -> tup
         case Kind.RECV_B:
             return ((Action(stage + 1, Kind.SEND_B, microbatch),),)
         case Kind.REDUCE_GRAD:
-            return tuple((Action(stage, Kind.B, m), Action(stage, Kind.W, m)) for m in range(num_microbatches))
+            twins = range(stage % length, num_stages, length)
+            return tuple(
+                tuple(Action(twin, kind, m) for twin in twins for kind in (Kind.B, Kind.W))
+                for m in range(num_microbatches)
+            )
 
 
 def _hands_on_gradient(stage: int, microbatch: int | None) -> tuple[Action, ...]:
@@ -59,13 +73,15 @@ Waits = Mapping[Action, tuple[Action, ...]]
 """For each action of a table, the actions of the same table that it waits for."""
 
 
-def waits_in(lists: Lists, num_stages: int, num_microbatches: int) -> dict[Action, tuple[Action, ...]]:
+def waits_in(
+    lists: Lists, num_stages: int, num_microbatches: int, num_chains: int = 1
+) -> dict[Action, tuple[Action, ...]]:
     """The rule applied to one table. What the table doesn't hold isn't waited for (validation reports it)."""
     present = {action for row in lists for action in row}
     return {
         action: tuple(
             held
-            for one_of in waits_for(action, num_stages, num_microbatches)
+            for one_of in waits_for(action, num_stages, num_microbatches, num_chains)
             if (held := next((other for other in one_of if other in present), None)) is not None
         )
         for action in present

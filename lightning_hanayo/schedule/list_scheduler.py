@@ -132,7 +132,7 @@ def _who_wakes_whom(
     missing: dict[Node, int] = {(0, Kind.F): 1}
     for stage, rank in enumerate(table.stage_ranks):
         for kind in kinds:
-            groups = waits_for(Action(stage, kind, 0), table.num_stages)
+            groups = waits_for(Action(stage, kind, 0), table.num_stages, num_chains=table.num_chains)
             for one_of in groups:
                 other = next(action for action in one_of if action.kind in kinds)
                 hop = costs.hop(table, min(stage, other.stage)) if table.stage_ranks[other.stage] != rank else 0.0

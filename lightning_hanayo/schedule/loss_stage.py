@@ -7,6 +7,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import play, waits_in
@@ -18,7 +19,16 @@ def with_loss_stage(schedule: Schedule) -> Schedule:
 
     The loss's `F` and `B` (no time, and everyone waits for them) stand where they become ready while the schedule runs
     with T_F = 1, T_B = 2, ahead of what rank 0 would start next. That is the order of one possible run: no deadlock.
+
+    Raises:
+        HanayoError: the model is there twice, so that the losses lie on two ranks.
     """
+    if schedule.replica_of:
+        ends = schedule.stage_ranks[schedule.chain_length - 1], schedule.stage_ranks[-1]
+        raise HanayoError(
+            f"schedule {schedule.name!r} has its losses on two ranks, {ends[0]} and {ends[1]}; a loss stage on rank 0 "
+            "can't hold them. Play it on stages that compute their own loss, or choose another schedule ('hanayo')"
+        )
     if schedule.stage_ranks[0] == schedule.stage_ranks[-1] == 0 and schedule.num_stages > 1:
         return schedule
     extended = replace(schedule, stage_ranks=(*schedule.stage_ranks, 0), loss_stage=True)

@@ -25,6 +25,9 @@ class Schedule:
     num_microbatches: int
     loss_stage: bool = False
     """whether the last stage holds only head and loss (see `with_loss_stage`)"""
+    replica_of: tuple[int, ...] = ()
+    """for each stage its twin, where the model is there twice (chimera): stages 0..S/2-1 are one chain, the others its
+    copy, and a micro-batch visits one of the two; empty: no stage has a twin"""
 
     @property
     def num_ranks(self) -> int:
@@ -35,6 +38,16 @@ class Schedule:
     def num_stages(self) -> int:
         """Stages, the loss stage included."""
         return len(self.stage_ranks)
+
+    @property
+    def num_chains(self) -> int:
+        """Copies of the model, each a chain of stages."""
+        return 2 if self.replica_of else 1
+
+    @property
+    def chain_length(self) -> int:
+        """Stages that a micro-batch visits."""
+        return self.num_stages // self.num_chains
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
@@ -48,12 +61,15 @@ class Schedule:
         return self._stages[rank]
 
     def share_of(self, stage: int) -> float:
-        """The part of its rank's share of the model that `stage` holds: 1/(stages per rank), 0 for the loss stage."""
+        """The part of its rank's share of the model that `stage` holds: 1/(stages per rank), 0 for the loss stage.
+
+        Of a rank's share in each copy of the model: a rank that holds a stage and another one's twin holds two shares.
+        """
         if self.loss_stage and stage == self.num_stages - 1:
             return 0.0
-        rank = self.stage_ranks[stage]
+        rank, length = self.stage_ranks[stage], self.chain_length
         has_loss = self.loss_stage and self.stage_ranks[-1] == rank
-        return 1 / (len(self._stages[rank]) - has_loss)
+        return 1 / (sum(other // length == stage // length for other in self._stages[rank]) - has_loss)
 
     def to_csv(self, path: str | Path, communication: bool = False) -> None:
         """Write the table torch.distributed.pipelining reads: a row per rank, a cell per action.

@@ -37,6 +37,15 @@ def _check_shape(schedule: Schedule) -> None:
                 f"schedule {schedule.name!r}: stage {stage} lies on rank {rank}, but there are rows for "
                 f"{schedule.num_ranks} ranks (0 to {schedule.num_ranks - 1})"
             )
+    half = schedule.chain_length
+    twins = tuple((stage + half) % schedule.num_stages for stage in range(schedule.num_stages))
+    if schedule.replica_of not in ((), twins):
+        raise HanayoError(
+            f"schedule {schedule.name!r}: replica_of={schedule.replica_of}, expected () or, for {schedule.num_stages} "
+            f"stages in two equal chains, {twins}"
+        )
+    if schedule.replica_of and schedule.loss_stage:
+        raise HanayoError(f"schedule {schedule.name!r}: two chains end in two losses; one loss stage can't hold them")
 
 
 def _check_cells(schedule: Schedule) -> None:
@@ -72,12 +81,19 @@ def _check_cells(schedule: Schedule) -> None:
 
 def _check_coverage(schedule: Schedule) -> None:
     kinds: dict[tuple[int, int | None], dict[Kind, tuple[int, int]]] = defaultdict(dict)
+    length = schedule.chain_length
+    first: dict[int | None, Action] = {}
     for rank, row in enumerate(schedule.actions):
         for place, action in enumerate(row):
             kinds[action.stage, action.microbatch][action.kind] = (rank, place)
+            begun = first.setdefault(action.microbatch, action)
+            if begun.stage // length != action.stage // length:
+                _refuse(schedule, (rank, place), _strays(action, begun, schedule))
     trains = any(kind is not Kind.F for cell in kinds.values() for kind in cell)
     for stage, rank in enumerate(schedule.stage_ranks):
         for m in range(schedule.num_microbatches):
+            if m in first and first[m].stage // length != stage // length:
+                continue
             found = kinds[stage, m]
             here = next(iter(found.values()), (rank, len(schedule.actions[rank])))
             if Kind.F not in found:
@@ -89,8 +105,17 @@ def _check_coverage(schedule: Schedule) -> None:
                 _refuse(schedule, here, f"stage {stage} has no whole backward of micro-batch {m}: {wanted}, {got}")
 
 
+def _strays(action: Action, begun: Action, schedule: Schedule) -> str:
+    length = schedule.chain_length
+    return (
+        f"{action}: micro-batch {action.microbatch} visits stage {begun.stage} of the other chain too (at {begun}); "
+        f"stages {_span(length)} are one copy of the model, {length} to {2 * length - 1} the other, and a micro-batch "
+        "visits one of them"
+    )
+
+
 def _check_order(schedule: Schedule) -> None:
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches)
+    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
     done = set(play(schedule.actions, waits))
     heads = {
         rank: place

@@ -11,6 +11,7 @@ unhurried = settings(deadline=None, max_examples=50)
 """For every property: a busy machine is no failure."""
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "interleaved-zb", "zbv", "hanayo")
+"""one chain of stages each; chimera has two, needs an even number of ranks, and has no loss stage"""
 
 
 def row(text: str) -> tuple[Action, ...]:
@@ -51,12 +52,11 @@ def split(schedule: Schedule) -> Schedule:
 @st.composite
 def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 8) -> Schedule:
     """Any schedule, with or without its loss stage, its backward whole or split."""
-    schedule = make(
-        draw(st.sampled_from(NAMES)),
-        draw(st.integers(1, max_ranks)),
-        draw(st.integers(1, max_microbatches)),
-        draw(st.integers(1, 3)),
-    )
-    if draw(st.booleans()):
+    name = draw(st.sampled_from((*NAMES, "chimera")))
+    num_ranks, num_microbatches = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
+    if name == "chimera":
+        num_ranks, num_microbatches = num_ranks + num_ranks % 2, max(2, num_microbatches)
+    schedule = make(name, num_ranks, num_microbatches, draw(st.integers(1, 3)))
+    if draw(st.booleans()) and not schedule.replica_of:
         schedule = with_loss_stage(schedule)
     return split(schedule) if draw(st.booleans()) else schedule

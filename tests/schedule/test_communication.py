@@ -112,7 +112,7 @@ def test_a_completed_table_never_hangs(schedule: Schedule, ahead: int) -> None:
     """Sends and receives don't block, a compute waits for its own receive: then everything gets done."""
     for one in (schedule, forward_only(schedule)):
         completed = complete(one, ahead)
-        waits = waits_in(completed, one.num_stages, one.num_microbatches)
+        waits = waits_in(completed, one.num_stages, one.num_microbatches, one.num_chains)
         assert sum(1 for _ in play(completed, waits)) == sum(map(len, completed))
 
 
@@ -153,7 +153,7 @@ def test_gradients_are_reduced_right_after_the_last_of_them(schedule: Schedule) 
     for rank, actions in enumerate(complete(schedule)):
         reduced = [action.stage for action in actions if action.kind is Kind.REDUCE_GRAD]
         assert sorted(reduced) == list(schedule.stages_of(rank))
-        for stage in reduced:
+        for stage in () if schedule.replica_of else reduced:
             place = actions.index(Action(stage, Kind.REDUCE_GRAD, None))
             last = max(i for i, a in enumerate(actions) if a.stage == stage and a.kind in (Kind.B, Kind.W))
             assert last < place
@@ -179,3 +179,35 @@ def test_a_wave_sends_to_neighbours_only(num_waves: int) -> None:
     sends = [(rank, a) for rank, actions in enumerate(complete(schedule)) for a in actions if a.kind in SENDS]
     assert {abs(rank - other_rank(schedule, action)) for rank, action in sends} == {1}
     assert len(sends) == 4 * 4 * num_waves * 3
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 6])
+@pytest.mark.parametrize("num_microbatches", range(1, 14))
+def test_twins_meet_in_one_order(num_ranks: int, num_microbatches: int) -> None:
+    """Taken in its own rank's order, every reduction finds its twin's at the head of the other rank's list."""
+    schedule = build("chimera", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    completed = complete(schedule)
+    left = [[action.stage for action in row if action.kind is Kind.REDUCE_GRAD] for row in completed]
+    assert list(map(sorted, left)) == [list(schedule.stages_of(rank)) for rank in range(num_ranks)]
+    while any(left):
+        met = next(row[0] for row in left if row and _waits_for_its_twin(row[0], schedule, left))
+        for stage in (met, schedule.replica_of[met]):
+            assert left[schedule.stage_ranks[stage]].pop(0) == stage
+
+
+def _waits_for_its_twin(stage: int, schedule: Schedule, left: list[list[int]]) -> bool:
+    twin = schedule.replica_of[stage]
+    return left[schedule.stage_ranks[twin]][:1] == [twin]
+
+
+def test_twins_start_as_soon_as_they_are_done() -> None:
+    completed = complete(build("chimera", num_ranks=4, num_microbatches=4))
+    assert completed[0][-4:] == row("7REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD")
+    assert completed[3][-4:] == row("3REDUCE_GRAD 4B2 4B3 4REDUCE_GRAD")
+
+
+def test_a_twin_without_micro_batches_reduces_too() -> None:
+    assert complete(build("chimera", num_ranks=2, num_microbatches=1)) == (
+        row("0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD 3REDUCE_GRAD"),
+        row("1RECV_F0 2REDUCE_GRAD 1F0 1B0 1SEND_B0 1REDUCE_GRAD"),
+    )

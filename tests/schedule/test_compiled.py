@@ -32,7 +32,7 @@ def test_the_codes_of_two_stages_and_three_micro_batches() -> None:
 def test_each_action_starts_when_its_rank_is_free_and_all_has_arrived(schedule: Schedule, message: float) -> None:
     """Against the rule itself, applied to whole actions."""
     costs = CostModel(forward=1.0, backward_input=1.25, backward_weight=0.75, message=message)
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches)
+    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
     rank_of, free, ends = schedule.stage_ranks, [0.0] * schedule.num_ranks, dict[Action, float]()
     for action in play(schedule.actions, waits):
         rank = rank_of[action.stage]

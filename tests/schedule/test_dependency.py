@@ -40,7 +40,7 @@ def test_a_table_with_receives_waits_for_them() -> None:
 @given(schedules())
 @unhurried
 def test_playing_does_everything_once_and_nothing_too_early(schedule: Schedule) -> None:
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches)
+    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
     order = list(play(schedule.actions, waits))
     place = {action: place for place, action in enumerate(order)}
     assert len(order) == len(place) == sum(map(len, schedule.actions))

@@ -1,42 +1,58 @@
-"""Palette: the colour of an action, by kind and, for waves, by leg, so that the zig-zag can be seen.
+"""Palette: the colour of an action, by kind and leg, so that a zig-zag can be seen.
 
-Forward is blue and backward orange, legs 0, 2, ... (down the ranks in a wave) darker than 1, 3, ... (up); a split
-backward has green input gradients and grey weight gradients; head and loss are red, gradient reductions violet.
+Forward is blue, backward in one piece orange, input gradient red, weight gradient grey; legs 0, 2, ... (down the ranks
+in a wave) are darker than 1, 3, ... (up). Head and loss are nearly black, gradient reductions green. Chosen so that kinds
+and legs stay apart for colour-blind readers too, which the tests check.
 """
 
+from lightning_hanayo.plotting.legs import Legs
 from lightning_hanayo.schedule import Action, Kind
 
-_SHADES = {
-    Kind.F: ("#4c86c6", "#9dc3ea"),
-    Kind.B: ("#e8a33d", "#f6d08f"),
-    Kind.I: ("#5fa55a", "#abd6a4"),
-    Kind.W: ("#9a9a9a", "#cccccc"),
+SHADES = {
+    Kind.F: ("#4484c6", "#a3c9ee"),
+    Kind.B: ("#e69a2e", "#f8d595"),
+    Kind.I: ("#b8483c", "#e2a096"),
+    Kind.W: ("#6f6b7a", "#b3afbc"),
 }
-_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
-_REDUCE = "#8e6bb5"
-_LOSS = "#c8553d"
+NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+REDUCE = "#2a9d7c"
+LOSS = "#33264d"
 
 IDLE = "#f4f1ea"
+DARK, LIGHT = "#1c1c1c", "#ffffff"
+"""text on light and on dark boxes"""
 
 
-def colour(action: Action, leg: int | None) -> str:
-    """The colour of `action`, whose stage lies on leg `leg` of the placement; None: it is the loss stage."""
+def colour(action: Action, legs: Legs) -> str:
+    """The colour of `action`."""
     if action.kind is Kind.REDUCE_GRAD:
-        return _REDUCE
-    if leg is None:
-        return _LOSS
-    return _SHADES[action.kind][leg % 2]
+        return REDUCE
+    leg = legs.of[action.stage]
+    return LOSS if leg is None else SHADES[action.kind][leg % 2]
 
 
-def name(action: Action, leg: int | None, num_legs: int) -> str:
+def ink(shade: str) -> str:
+    """The colour of text that can be read on `shade`.
+
+    Example:
+        >>> ink("#ffffff"), ink("#33264d")
+        ('#1c1c1c', '#ffffff')
+    """
+    red, green, blue = (int(shade[at : at + 2], 16) for at in (1, 3, 5))
+    return DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 115 else LIGHT
+
+
+def name(action: Action, legs: Legs) -> str:
     """What the legend says about that colour."""
     if action.kind is Kind.REDUCE_GRAD:
         return "gradient reduction"
+    leg = legs.of[action.stage]
     if leg is None:
         return "head and loss"
-    if num_legs == 1:
-        return _NAMES[action.kind]
-    forward = action.kind is Kind.F
-    numbers = [number for number in range(num_legs) if number % 2 == leg % 2]
-    shown = ", ".join(map(str, numbers if forward else numbers[::-1]))
-    return f"{_NAMES[action.kind]}, leg {shown}"
+    if legs.count == 1:
+        return NAMES[action.kind]
+    if legs.directions:
+        return f"{NAMES[action.kind]}, {('down', 'up')[leg % 2]} the ranks"
+    numbers = [number for number in range(legs.count) if number % 2 == leg % 2]
+    shown = ", ".join(map(str, numbers if action.kind is Kind.F else numbers[::-1]))
+    return f"{NAMES[action.kind]}, leg {shown}"

@@ -1,13 +1,34 @@
-"""Picture: timelines saved as a file, PNG or SVG by its suffix."""
+"""Picture: timelines saved as a file, PNG, SVG or PDF by its suffix. A long one is cut into bands, like lines of text.
+
+title: makespan, bubble
+rank 0 | 0 1 2 3 ...                band 0
+rank 1 |   0 1 2 ...
+rank 0 | ... 6 6 7 7                band 1: what comes after
+rank 1 | ...  6 6 7
+"""
 
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting.rows import draw_timeline, legend
+from lightning_hanayo.plotting.rows import draw_rows, draw_timeline, legend
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, simulate
 
-_FORMATS = ("png", "svg", "pdf")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg", "pdf")
+
+DPI = 160
+_ABOVE, _BELOW, _AROUND_ROWS, _BETWEEN = 0.3, 0.3, 0.9, 0.25
+"""inches: over the panels (the title), under them (the legend), around one panel's rows (its title and time axis), and
+what a band without a title has around its rows"""
+_BOX = 0.13
+"""inches: so wide is the narrowest usual box where there is room; a number of two digits fits"""
+_NARROWEST, _WIDEST, _HIGHEST = 9.0, 20.0, 40.0
+"""inches of a whole picture"""
 
 
 def save_comparison(
@@ -25,62 +46,96 @@ def save_comparison(
         unit: the unit of time of both.
 
     Raises:
-        HanayoError: the suffix names no picture format.
+        HanayoError: the suffix names no picture format, or the file can't be written.
     """
-    _save(path, [("measured", measured), ("predicted", predicted)], title, unit)
+    check_suffix(path, FORMATS)
+    both = [measured, predicted]
+    width = min(28.0, max(_NARROWEST, 0.9 + max(map(_wanted_width, both))))
+    until = max(timeline.makespan for timeline in both)
+    height = _ABOVE + sum(_AROUND_ROWS + _rows_height(timeline) for timeline in both) + _BELOW
+    figure = new_figure(width, height)
+    top = height - _ABOVE * bool(title)
+    for label, timeline in zip(("measured", "predicted"), both, strict=True):
+        rows = _rows_height(timeline)
+        box = (0.7 / width, (top - 0.35 - rows) / height, (width - 0.9) / width, rows / height)
+        draw_timeline(timeline, figure.add_axes(box), title=label, unit=unit, until=until)
+        top -= _AROUND_ROWS + rows
+    draw_legend(figure, both)
+    if title:
+        figure.text(0.1 / width, 1 - 0.08 / height, title, va="top", fontsize=11, weight="bold")
+    write(figure, path)
 
 
 def save_schedule(path: str | Path, schedule: Schedule, costs: CostModel | None = None, unit: str = "") -> None:
     """One picture of `schedule` as it would run under `costs` (default T_F = 1, T_B = 2, messages free).
 
     Raises:
-        HanayoError: the suffix names no picture format.
+        HanayoError: the suffix names no picture format, or the file can't be written.
     """
     name = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
-    _save(path, [(name, simulate(schedule, costs))], None, unit)
+    save_timeline(path, simulate(schedule, costs), title=name, unit=unit)
 
 
-def _save(path: str | Path, timelines: Sequence[tuple[str, Timeline]], title: str | None, unit: str) -> None:
-    path = Path(path)
-    if path.suffix[1:].lower() not in _FORMATS:
-        raise HanayoError(f"{path} names no picture: its suffix must be one of {', '.join(_FORMATS)}")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+def save_timeline(
+    path: str | Path,
+    timeline: Timeline,
+    *,
+    title: str | None = None,
+    unit: str = "",
+    follow: Sequence[int] = (),
+) -> None:
+    """One picture of `timeline`, in as many bands as its boxes need to hold their numbers.
 
-    drawn = [timeline for _, timeline in timelines]
-    until = max(timeline.makespan for timeline in drawn)
-    # A figure of its own: no pyplot, so nothing global and no window system.
-    figure = Figure(figsize=(_width(drawn), _ABOVE + sum(map(_panel_height, drawn)) + _BELOW), dpi=160)
-    FigureCanvasAgg(figure)
-    width, height = figure.get_size_inches()
-    top = height - _ABOVE * bool(title)
-    for label, timeline in timelines:
-        rows = _panel_height(timeline) - _AROUND_ROWS
-        bottom = top - 0.35 - rows
-        axes = figure.add_axes((0.7 / width, bottom / height, (width - 0.9) / width, rows / height))
-        draw_timeline(timeline, axes, title=label, unit=unit, until=until)
-        top -= _panel_height(timeline)
-    entries = legend(drawn)
-    handles = [Patch(facecolor=colour, label=name) for name, colour in entries.items()]
-    figure.legend(handles=handles, loc="lower center", ncols=max(1, len(handles)), frameon=False, fontsize=8)
-    if title:
-        figure.text(0.1 / width, 1 - 0.08 / height, title, va="top", fontsize=11, weight="bold")
-    figure.savefig(path)
+    Args:
+        path: the file, ending in .png, .svg or .pdf.
+        timeline: simulated or measured.
+        title: stands before makespan and bubble ratio.
+        unit: of time, e.g. `"s"`.
+        follow: micro-batches whose way over the ranks is drawn as a line.
+
+    Raises:
+        HanayoError: the suffix names no picture format, or the file can't be written.
+    """
+    check_suffix(path, FORMATS)
+    bands = _bands(timeline)
+    rows = _rows_height(timeline)
+    width = min(_WIDEST, max(_NARROWEST, 0.9 + _wanted_width(timeline) / len(bands)))
+    height = 0.35 + len(bands) * (rows + _BETWEEN) + 0.4 + _BELOW
+    figure = new_figure(width, height)
+    for number, band in enumerate(bands):
+        top = height - 0.35 - number * (rows + _BETWEEN)
+        box = (0.7 / width, (top - rows) / height, (width - 0.9) / width, rows / height)
+        axes = figure.add_axes(box)
+        if len(bands) == 1:
+            draw_timeline(timeline, axes, title=title, unit=unit, follow=follow)
+        else:
+            draw_rows(timeline, axes, window=band, follow=follow)
+            axes.tick_params(axis="x", labelsize=8, pad=1)
+    if len(bands) > 1:
+        facts = f"makespan {timeline.makespan:.4g} {unit}".rstrip() + f", bubble {timeline.bubble_ratio:.1%}"
+        text = f"{title}: {facts}" if title else facts
+        figure.text(0.7 / width, 1 - 0.1 / height, text, va="top", fontsize=10)
+        figure.text(0.5, 0.3 / height, f"time [{unit}]" if unit else "time", ha="center", fontsize=9)
+    draw_legend(figure, [timeline])
+    write(figure, path)
 
 
-_ABOVE, _BELOW, _AROUND_ROWS = 0.3, 0.3, 0.9
-"""inches: over the panels (the title), under them (the legend), around one panel's rows (its title and time axis)"""
+def _bands(timeline: Timeline) -> list[tuple[float, float]]:
+    """Begin and end of equal parts of the time: as many as it takes for numbers to fit, in a picture not too high."""
+    makespan = timeline.makespan or 1.0
+    most = max(1, int(_HIGHEST / (_rows_height(timeline) + _BETWEEN)))
+    count = min(most, max(1, ceil(_wanted_width(timeline) / (_WIDEST - 0.9))))
+    length = makespan / count
+    return [(number * length, (number + 1) * length) for number in range(count)]
 
 
-def _panel_height(timeline: Timeline) -> float:
-    return _AROUND_ROWS + max(0.3, 0.5 - 0.01 * timeline.num_ranks) * timeline.num_ranks
+def _wanted_width(timeline: Timeline) -> float:
+    """Inches: so wide that a number fits the narrowest usual box."""
+    return _BOX * (timeline.makespan or 1.0) / min(_usual(timeline), default=1.0)
 
 
-def _width(timelines: Sequence[Timeline]) -> float:
-    """Inches: so wide that a number fits the narrowest usual box, within reason."""
-    shortest = min(min(_usual(timeline), default=1.0) / (timeline.makespan or 1.0) for timeline in timelines)
-    return min(28.0, max(9.0, 0.9 + 0.12 / shortest))
+def _rows_height(timeline: Timeline) -> float:
+    return max(0.3, 0.5 - 0.01 * timeline.num_ranks) * timeline.num_ranks
 
 
 def _usual(timeline: Timeline) -> list[float]:
@@ -89,3 +144,45 @@ def _usual(timeline: Timeline) -> list[float]:
         span.end - span.start for span in timeline.spans if span.action.kind.is_compute and span.end > span.start
     )
     return lengths[len(lengths) // 10 :]
+
+
+def check_suffix(path: str | Path, formats: Sequence[str]) -> str:
+    """The suffix, in lower case and without its dot.
+
+    Raises:
+        HanayoError: it isn't one of `formats`.
+    """
+    suffix = Path(path).suffix[1:].lower()
+    if suffix not in formats:
+        raise HanayoError(f"{path} names no picture: its suffix must be one of {', '.join(formats)}")
+    return suffix
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """A figure of its own, in inches: no pyplot, so nothing global and no window system."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
+    """What the colours mean, at the foot."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=name) for name, colour in legend(timelines).items()]
+    figure.legend(handles=handles, loc="lower center", ncols=max(1, len(handles)), frameon=False, fontsize=8)
+
+
+def write(figure: "Figure", path: str | Path) -> None:
+    """Save the figure.
+
+    Raises:
+        HanayoError: the file can't be written.
+    """
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None

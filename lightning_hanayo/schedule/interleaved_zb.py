@@ -23,7 +23,7 @@ Cells = Sequence[tuple[int, int]]
 """(stage, micro-batch), in the order a rank runs them."""
 
 
-@register_schedule("interleaved-zb")
+@register_schedule("interleaved-zb", depth="stages")
 def interleaved_zb(request: Request) -> Schedule:
     """V stages per rank (default 2)."""
     request.refuse_waves()

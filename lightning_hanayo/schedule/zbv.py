@@ -26,7 +26,7 @@ _F0, _I0, _W0 = _DOWN = tuple((0, kind) for kind in (Kind.F, Kind.I, Kind.W))
 _F1, _I1, _W1 = _UP = tuple((1, kind) for kind in (Kind.F, Kind.I, Kind.W))
 
 
-@register_schedule("zbv")
+@register_schedule("zbv", depth="two")
 def zbv(request: Request) -> Schedule:
     """Two stages per rank, as in the picture."""
     request.refuse_waves()

@@ -11,11 +11,12 @@ B = P is the paper's order (figure 3), half of the micro-batches each way; here 
 On these slots the i-th micro-batch down runs forward on rank r at r + 2i and backward at 2P-1-r + 2i, and up the same
 from the other end. A rank's odd slots belong to one way, its even ones to the other: nothing meets. A unit of P fills
 2P slots of every rank, so the next unit follows 2P slots later (the paper's direct concatenation) and its forwards fill
-the tail of the one before. At B = P, T_B >= T_F, the makespan is
+the tail of the one before. For T_B >= T_F the makespan of U units, B = UP, is
 
-    P T_F + (2P-2) T_B + (3P-5) T_C            P >= 4; for P = 2 there is no bubble: 2 (T_F + T_B) + 2 T_C
+    P T_F + (2P-2) T_B + (U-1) (2 T_F + (2P-2) T_B)            and at U = 1, P >= 4, another (3P-5) T_C
 
-With T_B = 2 T_F every further unit takes (4P-2) T_F, of which a rank works 3P: equal slots fit unequal work badly.
+A rank works P (T_F + T_B) for a unit: with T_B = T_F it idles at both ends only, with T_B = 2 T_F in every unit, for
+equal slots fit unequal work badly (the paper's remedies take twice the activations, or halve the micro-batches).
 """
 
 from lightning_hanayo.errors import HanayoError

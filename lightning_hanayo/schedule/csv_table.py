@@ -1,7 +1,8 @@
 """CSV: the table as torch.distributed.pipelining writes and reads it, a row per rank, a cell per action."""
 
 import csv
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_hanayo.errors import HanayoError
@@ -9,6 +10,16 @@ from lightning_hanayo.schedule.action import Action
 from lightning_hanayo.schedule.dependency import Lists
 from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.validation import validate
+
+MAX_BYTES = 64 << 20
+MAX_CELLS = 4_000_000
+"""The largest file that is read: a completed table of a million actions has a third of both."""
+_LONGEST_CELL = 64
+_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+Found = Sequence[tuple[Action, int]]
+"""Compute actions and the ranks in whose rows they stand."""
 
 
 def write_csv(path: str | Path, lists: Lists) -> None:
@@ -20,54 +31,86 @@ def write_csv(path: str | Path, lists: Lists) -> None:
 def read_csv(path: str | Path) -> Schedule:
     """The schedule in the file (see `Schedule.from_csv`)."""
     path = Path(path)
-    try:
-        with open(path, newline="") as file:
-            cells = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise HanayoError(f"the schedule table {path} can't be read: {error}") from None
-    rows = [_row(path, rank, row) for rank, row in enumerate(cells)]
+    rows = [_row(path, rank, cells) for rank, cells in enumerate(_cells(path))]
     found = [(action, rank) for rank, row in enumerate(rows) for action in row]
     if not found:
         raise HanayoError(f"{path} holds no action; expected a row per rank with cells like 0F0, 3B2")
-    ranks: dict[int, int] = {}
-    for action, rank in found:
-        ranks.setdefault(action.stage, rank)
-    num_stages = max(ranks) + 1
-    missing = [stage for stage in range(num_stages) if stage not in ranks]
-    if missing:
-        raise HanayoError(f"{path} has stages up to {num_stages - 1} but no action of stage {missing[0]}")
-    microbatches = [(action.microbatch or 0, action.stage >= num_stages // 2) for action, _ in found]
+    stage_ranks = _stage_ranks(path, found)
     schedule = Schedule(
         name=path.stem,
-        stage_ranks=tuple(ranks[stage] for stage in range(num_stages)),
+        stage_ranks=stage_ranks,
         actions=tuple(rows),
-        num_microbatches=1 + max(microbatch for microbatch, _ in microbatches),
-        replica_of=_twins(num_stages) if num_stages % 2 == 0 and _are_two_chains(microbatches) else (),
+        num_microbatches=1 + max(action.microbatch or 0 for action, _ in found),
+        replica_of=_twins(found, len(stage_ranks)),
     )
-    validate(schedule)
+    try:
+        validate(schedule)
+    except HanayoError as error:
+        raise HanayoError(f"{path}: {error}") from None
     return schedule
 
 
-def _twins(num_stages: int) -> tuple[int, ...]:
-    return tuple((stage + num_stages // 2) % num_stages for stage in range(num_stages))
+def _cells(path: Path) -> list[list[str]]:
+    """The file's cells as text. Refuses what is too large before it is taken apart."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise HanayoError(f"{path} has more than {MAX_BYTES >> 20} MiB; {_SMALLER}")
+        cells = data.count(b",") + data.count(b"\n")
+        if cells > MAX_CELLS:
+            raise HanayoError(f"{path} has about {cells:,} cells, more than {MAX_CELLS:,}; {_SMALLER}")
+        return list(csv.reader(data.decode("utf-8-sig").splitlines()))
+    except UnicodeDecodeError as error:
+        why = f"it is no text, see byte {error.start}; expected comma-separated cells like 0F0, 3B2"
+        raise HanayoError(f"the schedule table {path} can't be read: {why}") from None
+    except (OSError, csv.Error) as error:
+        raise HanayoError(f"the schedule table {path} can't be read: {error}") from None
 
 
-def _are_two_chains(visits: Sequence[tuple[int, bool]]) -> bool:
-    """Whether each micro-batch stays in one half of the stages, and both halves have some."""
-    half_of: dict[int, bool] = {}
-    same = all(half_of.setdefault(microbatch, half) is half for microbatch, half in visits)
-    return same and len(set(half_of.values())) == 2
+_SMALLER = "that is no schedule, or too large a one: write it without communication, or for fewer micro-batches"
 
 
-def _row(path: Path, rank: int, cells: list[str]) -> tuple[Action, ...]:
-    actions = []
+def _row(path: Path, rank: int, cells: Sequence[str]) -> tuple[Action, ...]:
+    actions: list[Action] = []
     for column, cell in enumerate(cells):
-        if not cell.strip():
-            continue
         try:
-            action = Action.parse(cell)
+            actions += (action for action in _actions(cell.strip()) if action.kind.is_compute)
         except HanayoError as error:
             raise HanayoError(f"{path}, row {rank + 1}, cell {column + 1}: {error}") from None
-        if action.kind.is_compute:
-            actions.append(action)
     return tuple(actions)
+
+
+def _actions(cell: str) -> Iterator[Action]:
+    """What a cell names. torch's own tables also gather and free sharded parameters (dropped here), and have pairs of
+    actions that may overlap, `(3F1;2B4)OVERLAP_F_B` (taken one after the other).
+    """
+    if len(cell) > _LONGEST_CELL:
+        cell = f"{cell[:_LONGEST_CELL]}..."
+    if not cell or _SHARDING.fullmatch(cell):
+        return
+    if both := _OVERLAPPED.fullmatch(cell):
+        yield from map(Action.parse, both[1].split(";"))
+    else:
+        yield Action.parse(cell)
+
+
+def _stage_ranks(path: Path, found: Found) -> tuple[int, ...]:
+    """The rank of each stage: the first that has an action of it (validation refuses a second)."""
+    ranks: dict[int, int] = {}
+    for action, rank in found:
+        ranks.setdefault(action.stage, rank)
+    missing = next((stage for stage, held in enumerate(sorted(ranks)) if stage != held), None)
+    if missing is not None:
+        raise HanayoError(f"{path} has stages up to {max(ranks)} but no action of stage {missing}")
+    return tuple(ranks[stage] for stage in range(len(ranks)))
+
+
+def _twins(found: Found, num_stages: int) -> tuple[int, ...]:
+    """`replica_of`: two chains where each micro-batch stays in one half of the stages, and both halves have some."""
+    half = num_stages // 2
+    up: dict[int | None, bool] = {}
+    stays = all(up.setdefault(action.microbatch, action.stage >= half) is (action.stage >= half) for action, _ in found)
+    if num_stages % 2 or not stays or len(set(up.values())) < 2:
+        return ()
+    return tuple((stage + half) % num_stages for stage in range(num_stages))

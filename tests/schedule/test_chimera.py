@@ -1,9 +1,9 @@
 """chimera: the paper's figure, its bubble ratios, and what follows from two chains.
 
-    rank 0   F0 .  F1 f2 b2 f3 b3 B0 .  B1
-    rank 1      F0 f2 F1 f3 b2 B0 b3 B1
-    rank 2      f2 F0 f3 F1 B0 b2 B1 b3
-    rank 3   f2 .  f3 F0 B0 F1 B1 b2 .  b3
+rank 0   F0 .  F1 f2 b2 f3 b3 B0 .  B1
+rank 1      F0 f2 F1 f3 b2 B0 b3 B1
+rank 2      f2 F0 f3 F1 B0 b2 B1 b3
+rank 3   f2 .  f3 F0 B0 F1 B1 b2 .  b3
 """
 
 import pytest
@@ -45,9 +45,18 @@ def test_the_bubbles_hanayo_prints_for_it(num_ranks: int, bubble: float) -> None
 @pytest.mark.parametrize("num_ranks", [2, 4, 6, 8, 16])
 @pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
 def test_the_closed_form(num_ranks: int, backward: float) -> None:
-    messages = max(3 * num_ranks - 5, 2)
-    timeline = simulate(chimera(num_ranks, num_ranks), CostModel(1.0, backward / 2, backward / 2, message=0.01))
-    assert timeline.makespan == pytest.approx(num_ranks + (2 * num_ranks - 2) * backward + messages * 0.01)
+    for units in (1, 2, 3):
+        timeline = simulate(chimera(num_ranks, units * num_ranks), CostModel(1.0, backward / 2, backward / 2))
+        further = (units - 1) * (2 + (2 * num_ranks - 2) * backward)
+        assert timeline.makespan == pytest.approx(num_ranks + (2 * num_ranks - 2) * backward + further)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 6, 8, 16, 32])
+def test_messages_on_the_longest_way(num_ranks: int) -> None:
+    """Hanayo's formula for chimera has 3P - 2 of them; its order has three fewer."""
+    schedule = chimera(num_ranks, num_ranks)
+    dearer = simulate(schedule, CostModel(message=0.01)).makespan - simulate(schedule).makespan
+    assert dearer == pytest.approx((3 * num_ranks - 5) * 0.01)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

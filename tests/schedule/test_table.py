@@ -1,5 +1,6 @@
 """Schedules as values and as CSV files."""
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Schedule, build, with_loss_stage
-from tests.schedule.samples import make, schedules
+from tests.schedule.samples import make, row, schedules
 
 
 def written(path: Path, text: str) -> Path:
@@ -32,6 +33,7 @@ def test_csv_and_back(tmp_path: Path, schedule: Schedule) -> None:
         again = Schedule.from_csv(tmp_path / "again.csv")
         assert again.name == "again"
         assert (again.actions, again.stage_ranks) == (schedule.actions, schedule.stage_ranks)
+        assert again.replica_of == schedule.replica_of
         assert again.num_microbatches == schedule.num_microbatches
 
 
@@ -49,17 +51,46 @@ def test_empty_cells_are_idle(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("0F0,0X0\n", r"mine\.csv, row 1, cell 2: '0X0' is no action"),
+        ("0F0,0B0\n1F0;1B0\n", r"mine\.csv, row 2, cell 1: '1F0;1B0' is no action"),
+        ("0F0," + 5000 * "9" + "F0\n", r"row 1, cell 2: '9{64}\.\.\.' is no action"),
         ("", "holds no action"),
         (",,\n", "holds no action"),
         ("0F0,0B0\n2F0,2B0\n", "stages up to 2 but no action of stage 1"),
-        ("0F0,0B0\n1F0\n", "stage 1 has no whole backward"),
-        ("0F0,0B0\n0F1,0B1\n", "both claim stage 0"),
+        ("0F0,0B0\n99999999999F0\n", "stages up to 99999999999 but no action of stage 1"),
+        ("0F0,0B0,0F99999999999\n", "no forward of micro-batch 1"),
+        ("0F0,0B0\n1F0\n", r"mine\.csv: .* rank 1, place 0: stage 1 has no whole backward(.|\n)*\[1F0\]"),
+        ("0F0,0B0\n0F1,0B1\n", r"rank 1, place 0: ranks 0 and 1 both claim stage 0(.|\n)*\[0F1\]"),
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", r"wait for each other(.|\n)*\[0B0\]"),
         ("0F0,0B0\n\n", "rank 1 holds no stage"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, why: str) -> None:
-    with pytest.raises(HanayoError, match=why):
+    with pytest.raises(HanayoError, match=why) as error:
         Schedule.from_csv(written(tmp_path, text))
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("count", "cell", "why"), [(13_000_000, "10F1000,", "more than 64 MiB"), (9_000_000, ",", "9,000,000 cells")]
+)
+def test_a_huge_file_is_refused_before_it_is_taken_apart(tmp_path: Path, count: int, cell: str, why: str) -> None:
+    file = written(tmp_path, count * cell)
+    tracemalloc.start()
+    try:
+        with pytest.raises(HanayoError, match=why):
+            Schedule.from_csv(file)
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(bytes(range(256)))
+    with pytest.raises(HanayoError, match="it is no text, see byte 128"):
+        Schedule.from_csv(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_bytes(b"\0\1\2")
+    with pytest.raises(HanayoError, match=r"row 1, cell 1: '\\x00"):
+        Schedule.from_csv(tmp_path / "a.csv")
 
 
 def test_no_such_file(tmp_path: Path) -> None:
@@ -67,3 +98,21 @@ def test_no_such_file(tmp_path: Path) -> None:
         Schedule.from_csv(tmp_path / "none.csv")
     with pytest.raises(HanayoError, match="can't be read"):
         Schedule.from_csv(tmp_path)
+
+
+def test_a_table_with_torchs_other_cells(tmp_path: Path) -> None:
+    """It gathers and frees sharded parameters, and may let a forward and a backward overlap."""
+    text = "0UNSHARD,0F0,0F1,(0B0;0F2)OVERLAP_F_B,0B1,0B2,0RESHARD,0REDUCE_GRAD"
+    schedule = Schedule.from_csv(written(tmp_path, text))
+    assert schedule.actions == (row("0F0 0F1 0B0 0F2 0B1 0B2"),)
+
+
+def test_two_chains_are_told_by_their_micro_batches(tmp_path: Path) -> None:
+    schedule = make("chimera", 4, 6)
+    schedule.to_csv(tmp_path / "chimera.csv")
+    assert Schedule.from_csv(tmp_path / "chimera.csv") == schedule
+
+
+def test_a_chain_that_no_micro_batch_visits_leaves_no_trace(tmp_path: Path) -> None:
+    make("chimera", 4, 1).to_csv(tmp_path / "a.csv")
+    assert Schedule.from_csv(tmp_path / "a.csv").stage_ranks == (0, 1, 2, 3)

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_hanayo.schedule import Schedule, with_loss_stage
 from tests.schedule.samples import NAMES, make, split
+from tests.schedule.torch_orders import as_text, torch_order
 
 SIZES = [(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 5, 2), (3, 2, 1), (4, 4, 1), (4, 6, 2), (4, 8, 3), (5, 12, 2)]
 
@@ -65,3 +66,27 @@ def test_torch_refuses_what_we_refuse(torchs: Any, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("0F0,0B0\n1F0\n")
     with pytest.raises(AssertionError):
         loaded(torchs, tmp_path / "table.csv", make("1f1b", 2, 1))
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
+def test_we_read_the_tables_torch_makes(tmp_path: Path, name: str) -> None:
+    """DualPipeV's have cells of two actions."""
+    order = torch_order(name, 4, 8, 2)
+    (tmp_path / "torchs.csv").write_text("\n".join(map(",".join, order)))
+    schedule = Schedule.from_csv(tmp_path / "torchs.csv")
+    assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (4, 8, 8)
+    cells = [[cell.removesuffix("OVERLAP_F_B").strip("()").split(";") for cell in row] for row in order]
+    assert as_text(schedule) == [sum(row, []) for row in cells]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_we_read_what_torch_completed(torchs: Any, tmp_path: Path, name: str) -> None:
+    schedule = make(name, 4, 8, 2)
+    schedule.to_csv(tmp_path / "table.csv")
+    runtime, rank_of = loaded(torchs, tmp_path / "table.csv", schedule)
+    order = {rank: torchs._add_unshard_reshard(actions) for rank, actions in runtime.pipeline_order.items()}
+    lowered = torchs._add_send_recv(order, rank_of, schedule.num_stages)
+    completed = [",".join(map(str, torchs._add_reduce_grad(row, 8))) for row in lowered.values()]
+    (tmp_path / "completed.csv").write_text("\n".join(completed))
+    again = Schedule.from_csv(tmp_path / "completed.csv")
+    assert (again.actions, again.stage_ranks) == (schedule.actions, schedule.stage_ranks)

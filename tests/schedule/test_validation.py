@@ -73,6 +73,13 @@ def test_a_long_table_is_shown_around_the_culprit_only() -> None:
     assert "..." in str(error.value)
 
 
+def test_of_many_ranks_those_around_the_culprit_are_shown() -> None:
+    schedule = make("1f1b", 200, 2)
+    with pytest.raises(HanayoError) as error:
+        validate(replace(schedule, actions=(*schedule.actions[:100], (), *schedule.actions[101:])))
+    assert [line.split()[1] for line in str(error.value).splitlines()[1:]] == [str(rank) for rank in range(94, 107)]
+
+
 def test_it_takes_linear_time() -> None:
     """A chain as long as the table: repeated scans would take the square of it, minutes."""
     schedule = make("gpipe", 32, 128)

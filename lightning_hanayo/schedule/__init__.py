@@ -16,6 +16,7 @@ from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
 from lightning_hanayo.schedule.forward_only import forward_only
 from lightning_hanayo.schedule.loss_stage import with_loss_stage
+from lightning_hanayo.schedule.memory import MemoryModel, RankMemory
 from lightning_hanayo.schedule.registry import Request, build, register_schedule, schedule_names
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
@@ -27,6 +28,8 @@ __all__ = [
     "Action",
     "CostModel",
     "Kind",
+    "MemoryModel",
+    "RankMemory",
     "Request",
     "Schedule",
     "Span",

@@ -12,11 +12,12 @@ Cost = float | tuple[float, ...]
 @dataclass(frozen=True)
 class CostModel:
     """Times of one micro-batch. A number is for one rank's whole share of the model (a stage takes its part of it); a
-    tuple gives each stage's own time. `B` takes input plus weight time.
+    tuple gives each stage's own time (where the model is there twice, one copy's are enough). `B` takes input plus
+    weight time.
 
     Example:
-        >>> CostModel(forward=1.0, backward_input=1.0, backward_weight=1.0)   # the paper's T_F = 1, T_B = 2
-        CostModel(forward=1.0, backward_input=1.0, backward_weight=1.0, message=0.0, gradient_reduce=0.0)
+        >>> CostModel(forward=1.0, backward_input=1.0, backward_weight=1.0)     # the paper's T_F = 1, T_B = 2
+        >>> CostModel(message=0.02, message_between_nodes=0.1, ranks_per_node=8)
     """
 
     forward: Cost = 1.0
@@ -26,15 +27,34 @@ class CostModel:
     """one hop between two ranks (T_C); as a tuple: between stage s and s + 1, in either direction"""
     gradient_reduce: Cost = 0.0
     """summing the gradients of a rank's whole share over the data axis, once per step"""
+    replica_reduce: Cost = 0.0
+    """what summing them over a stage and its replica adds (chimera), without a data axis too"""
+    message_between_nodes: float | None = None
+    """one hop between ranks of different nodes; `message`, a number then, is the hop within a node"""
+    ranks_per_node: int | None = None
+    """pipeline ranks 0 to ranks_per_node - 1 are the first node, and so on"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
-            if not values or any(not one >= 0 for one in values):
+            if value is not None and (not values or any(not one >= 0 for one in values)):
                 raise HanayoError(
                     f"CostModel: {field.name}={value!r}; a cost is a number of at least 0, or one per stage"
                 )
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        nodes = (self.message_between_nodes, self.ranks_per_node)
+        if nodes == (None, None):
+            return
+        numbers = not any(value is None or isinstance(value, tuple) for value in (self.message, *nodes))
+        if not numbers or not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
+            raise HanayoError(
+                f"CostModel: message={self.message!r}, message_between_nodes={nodes[0]!r}, "
+                f"ranks_per_node={nodes[1]!r}; hops by node take two numbers and a whole number of ranks of at least 1, all three; a tuple of "
+                "messages already says what each hop takes, so leave the other two out"
+            )
 
     def of(self, schedule: Schedule, action: Action) -> float:
         """How long `action` takes in `schedule`."""
@@ -49,7 +69,8 @@ class CostModel:
                 split = ("backward_input", "backward_weight")
                 return sum(self._stage(part, schedule, action.stage) for part in split)
             case Kind.REDUCE_GRAD:
-                return self._stage("gradient_reduce", schedule, action.stage)
+                twins = self._stage("replica_reduce", schedule, action.stage) if schedule.replica_of else 0.0
+                return self._stage("gradient_reduce", schedule, action.stage) + twins
             case Kind.SEND_F | Kind.RECV_B:
                 return self.hop(schedule, action.stage)
             case Kind.RECV_F | Kind.SEND_B:
@@ -59,7 +80,10 @@ class CostModel:
         """How long a message between `stage` and `stage + 1` takes, were they on different ranks."""
         if isinstance(self.message, tuple):
             return self._own("message", schedule, stage)
-        return self.message
+        if self.message_between_nodes is None or self.ranks_per_node is None:
+            return self.message
+        here, there = (rank // self.ranks_per_node for rank in schedule.stage_ranks[stage : stage + 2])
+        return self.message if here == there else self.message_between_nodes
 
     def _stage(self, name: str, schedule: Schedule, stage: int) -> float:
         value = getattr(self, name)
@@ -67,7 +91,8 @@ class CostModel:
 
     def _own(self, name: str, schedule: Schedule, stage: int) -> float:
         values: tuple[float, ...] = getattr(self, name)
-        wanted = schedule.num_stages - schedule.loss_stage
-        if len(values) not in (wanted, schedule.num_stages):
+        wanted = schedule.chain_length - schedule.loss_stage
+        if len(values) not in (wanted, schedule.chain_length, schedule.num_stages):
             raise HanayoError(f"CostModel: {name} has {len(values)} values, schedule {schedule.name!r} {wanted} stages")
-        return values[stage] if stage < len(values) else 0.0
+        place = stage if len(values) == schedule.num_stages else stage % schedule.chain_length
+        return values[place] if place < len(values) else 0.0

@@ -1,8 +1,12 @@
 """Simulation: a schedule under a cost model, as a timeline."""
 
-from lightning_hanayo.schedule.action import Action, Kind
+from collections.abc import Iterator
+from itertools import repeat
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
+from lightning_hanayo.schedule.compiled import Compiled, Played
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.dependency import play, waits_in
 from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.timeline import Span, Timeline
 from lightning_hanayo.schedule.validation import validate
@@ -11,68 +15,89 @@ from lightning_hanayo.schedule.validation import validate
 def simulate(schedule: Schedule, costs: CostModel | None = None, steps: int = 1) -> Timeline:
     """When each action of `schedule` runs: as early as its rank is free and what it waits for has arrived.
 
-    A message takes `costs.message` from its sender's end to its receiver's earliest start and holds up nobody else: the
-    sender goes on at once, any number of messages travel at the same time, and a hop within a rank costs nothing. (With
-    this meaning the closed forms of Hanayo, GPipe, 1F1B and interleaved 1F1B hold exactly, see docs/design/facts.md.)
+    A message takes `costs.hop` from its sender's end to its receiver's earliest start and holds up nobody else: the
+    sender goes on at once, any number of messages travel at the same time, receives are posted early enough, and a hop
+    within a rank costs nothing. (With this meaning the closed forms of Hanayo, GPipe, 1F1B and interleaved 1F1B hold
+    exactly, see docs/design/facts.md.)
 
     With a cost for it, a stage's gradient reduction starts after its last weight gradient, one at a time per rank,
-    beside the compute. With `steps` > 1 a rank starts the next step as soon as its own actions of the last are done,
-    its reductions included.
+    beside the compute; a stage and its replica reduce together, once both are ready and neither rank reduces.
+
+    With `steps` > 1 there is no barrier between steps: a rank starts the next as soon as its own actions of the last
+    are done, its reductions included. `Timeline.step_times` tells what each step adds.
 
     Raises:
-        HanayoError: the schedule isn't valid, or a tuple in `costs` has the wrong length.
+        HanayoError: the schedule isn't valid, a tuple in `costs` has the wrong length, or `steps` is below 1.
     """
-    costs = costs or CostModel()
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches)
-    order = list(play(schedule.actions, waits))
-    if len(order) != sum(map(len, schedule.actions)):
+    if steps < 1:
+        raise HanayoError(f"simulate: steps={steps}, expected at least 1")
+    if not _can_be_coded(schedule):
         validate(schedule)
-    takes = {(a.stage, a.kind): costs.of(schedule, a) for a in order}
-    free = [0.0] * schedule.num_ranks
+    costs = costs or CostModel()
+    compiled = Compiled(schedule, costs)
+    rows = compiled.rows(schedule.actions)
+    reductions = _Reductions(schedule, costs)
+    begin = [0.0] * schedule.num_ranks
     spans: list[Span] = []
     for _ in range(steps):
-        step = _step(schedule, costs, order, waits, takes, free)
-        reductions = _reductions(schedule, costs, step)
-        for span in (*step, *reductions):
-            free[span.rank] = max(free[span.rank], span.end)
-        spans += [*step, *reductions]
-    return Timeline.of(schedule, spans)
+        played = compiled.play(rows, begin)
+        if played is None:
+            validate(schedule)
+        assert played is not None
+        for rank, timed in enumerate(zip(schedule.actions, played.starts, played.ends, strict=True)):
+            spans.extend(map(Span, repeat(rank), *timed))
+        begin = played.last
+        for span in reductions.after(played):
+            spans.append(span)
+            begin[span.rank] = max(begin[span.rank], span.end)
+    return Timeline.of(schedule, spans, steps)
 
 
-def _step(
-    schedule: Schedule,
-    costs: CostModel,
-    order: list[Action],
-    waits: dict[Action, tuple[Action, ...]],
-    takes: dict[tuple[int, Kind], float],
-    begin: list[float],
-) -> list[Span]:
-    rank_of = schedule.stage_ranks
-    free = list(begin)
-    ends: dict[Action, float] = {}
-    spans = []
-    for action in order:
-        rank = rank_of[action.stage]
-        start = free[rank]
-        for other in waits[action]:
-            arrival = ends[other]
-            if rank_of[other.stage] != rank:
-                arrival += costs.hop(schedule, min(other.stage, action.stage))
-            start = max(start, arrival)
-        free[rank] = ends[action] = start + takes[action.stage, action.kind]
-        spans.append(Span(rank, action, start, free[rank]))
-    return spans
+def _can_be_coded(schedule: Schedule) -> bool:
+    """Whether every action is one of this placement's, on its rank."""
+    rank_of, microbatches = dict(enumerate(schedule.stage_ranks)), range(schedule.num_microbatches)
+    return all(
+        rank_of.get(action.stage) == rank and action.kind in COMPUTE and action.microbatch in microbatches
+        for rank, row in enumerate(schedule.actions)
+        for action in row
+    )
 
 
-def _reductions(schedule: Schedule, costs: CostModel, step: list[Span]) -> list[Span]:
-    last = {span.action.stage: span for span in step if span.action.kind in (Kind.B, Kind.W)}
-    lane = [0.0] * schedule.num_ranks
-    spans = []
-    for stage, span in sorted(last.items(), key=lambda item: item[1].end):
-        action = Action(stage, Kind.REDUCE_GRAD, None)
-        takes = costs.of(schedule, action)
-        if takes > 0:
-            start = max(span.end, lane[span.rank])
-            lane[span.rank] = start + takes
-            spans.append(Span(span.rank, action, start, lane[span.rank]))
-    return spans
+class _Reductions:
+    """The gradient reductions of a step, each of one stage or of a stage and its twin, on both ranks at once."""
+
+    def __init__(self, schedule: Schedule, costs: CostModel) -> None:
+        self._rank_of = schedule.stage_ranks
+        self._lasts = _last_weight_gradients(schedule)
+        twins = schedule.replica_of or range(schedule.num_stages)
+        groups = [tuple({stage, twin}) for stage, twin in enumerate(twins) if stage <= twin]
+        self._groups = [
+            (stages, takes)
+            for stages in groups
+            if any(stage in self._lasts for stage in stages)
+            if (takes := max(costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)) for stage in stages)) > 0
+        ]
+
+    def after(self, played: Played) -> Iterator[Span]:
+        """The reductions after a step's compute: what is ready first goes first, one at a time on each rank."""
+        lane = [0.0] * len(played.last)
+        ends = {stage: played.ends[rank][place] for stage, (rank, place) in self._lasts.items()}
+        ready = [
+            (max(ends[stage] for stage in stages if stage in ends), stages, takes) for stages, takes in self._groups
+        ]
+        for time, stages, takes in sorted(ready):
+            start = max([time, *(lane[self._rank_of[stage]] for stage in stages)])
+            for stage in stages:
+                rank = self._rank_of[stage]
+                lane[rank] = start + takes
+                yield Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, lane[rank])
+
+
+def _last_weight_gradients(schedule: Schedule) -> dict[int, tuple[int, int]]:
+    """The rank and place of each stage's last `B` or `W`."""
+    return {
+        action.stage: (rank, place)
+        for rank, row in enumerate(schedule.actions)
+        for place, action in enumerate(row)
+        if action.kind is Kind.B or action.kind is Kind.W
+    }

@@ -1,13 +1,13 @@
 """Timeline: which rank did what from when to when, simulated or measured."""
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
 from lightning_hanayo.schedule.table import Schedule
 
 
@@ -19,6 +19,10 @@ class Span:
     action: Action
     start: float
     end: float
+
+
+Curve = tuple[tuple[float, float], ...]
+"""A step function: (time, how much from then on), ascending."""
 
 
 @dataclass(frozen=True)
@@ -34,41 +38,72 @@ class Timeline:
     spans: tuple[Span, ...]
     shares: tuple[float, ...] = ()
     """the part of M_a that one micro-batch's activations of each stage take; empty: equal parts of each rank"""
+    num_steps: int = 1
+    """how many steps `spans` holds, one after another, each of as many spans"""
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1 or len(self.spans) % self.num_steps:
+            raise HanayoError(
+                f"this is no timeline: {len(self.spans)} spans and num_steps={self.num_steps}; expected at least one "
+                "step, and as many spans in each"
+            )
 
     @classmethod
-    def of(cls, schedule: Schedule, spans: Iterable[Span]) -> "Timeline":
+    def of(cls, schedule: Schedule, spans: Iterable[Span], num_steps: int = 1) -> "Timeline":
         """The timeline of spans that were run (or simulated) for `schedule`."""
-        return cls(tuple(spans), tuple(schedule.share_of(stage) for stage in range(schedule.num_stages)))
+        return cls(tuple(spans), tuple(schedule.share_of(stage) for stage in range(schedule.num_stages)), num_steps)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Pipeline ranks that appear."""
         return max((span.rank for span in self.spans), default=-1) + 1
 
-    @property
+    @cached_property
     def begin(self) -> float:
         """The first start."""
         return min((span.start for span in self.spans), default=0.0)
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """From the first start to the last end."""
         return max((span.end for span in self.spans), default=0.0) - self.begin
 
-    @property
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """How long each rank computed."""
         total = [0.0] * self.num_ranks
         for span in self.spans:
-            if span.action.kind.is_compute:
+            if span.action.kind in COMPUTE:
                 total[span.rank] += span.end - span.start
         return tuple(total)
 
     @property
     def bubble_ratio(self) -> float:
         """The part of all ranks' time in which they don't compute: 1 - busy / (P makespan)."""
-        whole = self.num_ranks * self.makespan
-        return 1 - sum(self.busy) / whole if whole else 0.0
+        return _idle(self.busy, self.makespan)
+
+    @cached_property
+    def steps(self) -> tuple["Timeline", ...]:
+        """Each step by itself, at the times it has here."""
+        size = len(self.spans) // self.num_steps
+        starts = range(0, size * self.num_steps, size) if size else range(0)
+        return tuple(Timeline(self.spans[start : start + size], self.shares) for start in starts)
+
+    @property
+    def step_times(self) -> tuple[float, ...]:
+        """What each step adds: from the end of the one before, for the first from the begin, to its own end.
+
+        rank 0   000000 111111 222222          the first step fills and drains the pipeline alone;
+        rank 1      000000 111111 222222       the others begin in the slope of the one before
+                 |       |      |      |
+        """
+        ends = [step.begin + step.makespan for step in self.steps]
+        return tuple(end - before for before, end in pairwise((self.begin, *ends)))
+
+    @property
+    def step_bubbles(self) -> tuple[float, ...]:
+        """The bubble ratio of each of `step_times`; the last one is nearest to that of a long training."""
+        return tuple(_idle(step.busy, time) for step, time in zip(self.steps, self.step_times, strict=True))
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
@@ -76,22 +111,57 @@ class Timeline:
 
         An activation lives from the start of its `F` to the end of its `B` or `W`; an `I` doesn't free it.
         """
-        shares = self.shares or self._equal_shares()
-        changes: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
-        for span in self.spans:
-            if span.action.kind is Kind.F:
-                changes[span.rank].append((span.start, 1, shares[span.action.stage]))
-            elif span.action.kind in (Kind.B, Kind.W):
-                changes[span.rank].append((span.end, 0, -shares[span.action.stage]))
-        return tuple(_peak(sorted(changes[rank])) for rank in range(self.num_ranks))
+        return tuple(max(held for _, held in self.activations(rank)) for rank in range(self.num_ranks))
 
-    def _equal_shares(self) -> tuple[float, ...]:
-        rank_of = {span.action.stage: span.rank for span in self.spans}
-        ranks = list(rank_of.values())
+    def activations(self, rank: int) -> Curve:
+        """The activations that a rank holds, in M_a, from `begin` on.
+
+        Example:
+            >>> simulate(build("1f1b", num_ranks=2, num_microbatches=2)).activations(1)
+            ((0.0, 0.0), (1.0, 1.0), (4.0, 1.0), (7.0, 0.0))
+        """
+        return self.held(rank, self.stage_shares)
+
+    def held(self, rank: int, sizes: Sequence[float]) -> Curve:
+        """The same where an activation of stage s takes `sizes[s]` of anything."""
+        changes = [
+            (span.start, sizes[span.action.stage])
+            if span.action.kind is Kind.F
+            else (span.end, -sizes[span.action.stage])
+            for span in self._rows[rank]
+            if span.action.kind in _CHANGES
+        ]
+        now = 0.0
+        curve = [(self.begin, now)]
+        for time, size in sorted(changes):  # at one time, what is freed first
+            now += size
+            if time == curve[-1][0]:
+                curve.pop()
+            curve.append((time, now))
+        return tuple((time, round(held, 9)) for time, held in curve)
+
+    @cached_property
+    def stage_shares(self) -> tuple[float, ...]:
+        """`shares`, filled in."""
+        if self.shares:
+            return self.shares
+        ranks = list(self.rank_of.values())
         return tuple(
-            1 / ranks.count(rank_of[stage]) if stage in rank_of else 0.0
-            for stage in range(max(rank_of, default=-1) + 1)
+            1 / ranks.count(self.rank_of[stage]) if stage in self.rank_of else 0.0
+            for stage in range(max(self.rank_of, default=-1) + 1)
         )
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """The pipeline rank of each stage that appears."""
+        return {span.action.stage: span.rank for span in self.spans}
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[Span, ...], ...]:
+        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        for span in self.spans:
+            rows[span.rank].append(span)
+        return tuple(map(tuple, rows))
 
     def to_json(self) -> str:
         """The timeline as JSON text, with the figures that follow from it for readers without this package."""
@@ -100,6 +170,8 @@ class Timeline:
                 "makespan": self.makespan,
                 "bubble_ratio": self.bubble_ratio,
                 "peak_activations": self.peak_activations,
+                "num_steps": self.num_steps,
+                "step_times": self.step_times,
                 "shares": self.shares,
                 "spans": [
                     {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end}
@@ -121,17 +193,19 @@ class Timeline:
                 Span(int(one["rank"]), Action.parse(one["action"]), float(one["start"]), float(one["end"]))
                 for one in data["spans"]
             )
-            return cls(spans, tuple(map(float, data.get("shares", ()))))
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            return cls(spans, tuple(map(float, data.get("shares", ()))), int(data.get("num_steps", 1)))
+        except HanayoError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise HanayoError(
                 f'this is no timeline: {error!r}; expected {{"spans": [{{"rank": 0, "action": "0F0", "start": 0.0, '
                 '"end": 1.0}, ...]}}'
             ) from None
 
 
-def _peak(changes: list[tuple[float, int, float]]) -> float:
-    held = peak = 0.0
-    for _, _, share in changes:
-        held += share
-        peak = max(peak, held)
-    return round(peak, 9)
+_CHANGES = frozenset({Kind.F, Kind.B, Kind.W})
+
+
+def _idle(busy: tuple[float, ...], time: float) -> float:
+    whole = len(busy) * time
+    return 1 - sum(busy) / whole if whole else 0.0

@@ -1,5 +1,7 @@
 """Costs of actions."""
 
+from typing import Any
+
 import pytest
 
 from lightning_hanayo.errors import HanayoError
@@ -44,6 +46,47 @@ def test_the_loss_stage_is_free_unless_told() -> None:
     assert COSTS.of(schedule, loss) == 0.0
     assert CostModel(forward=(1.0, 1.0)).of(schedule, loss) == 0.0
     assert CostModel(forward=(1.0, 1.0, 0.5)).of(schedule, loss) == 0.5
+
+
+def test_a_hop_between_nodes() -> None:
+    r"""Two ranks per node, a zig-zag, and a loop that jumps back from rank 3 to rank 0.
+
+    node 0   0 1           6 7        0 1 | 4 5
+    node 1       2 3   4 5            2 3 | 6 7
+    """
+    costs = CostModel(message=0.1, message_between_nodes=0.5, ranks_per_node=2)
+    wave = build("hanayo", num_ranks=4, num_microbatches=4)
+    assert [costs.hop(wave, stage) for stage in range(7)] == [0.1, 0.5, 0.1, 0.1, 0.1, 0.5, 0.1]
+    loop = build("interleaved", num_ranks=4, num_microbatches=4, num_stages_per_rank=2)
+    assert [costs.hop(loop, stage) for stage in range(7)] == [0.1, 0.5, 0.1, 0.5, 0.1, 0.5, 0.1]
+    assert costs.of(loop, Action.parse("4RECV_F0")) == costs.of(loop, Action.parse("4SEND_B0")) == 0.5
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {"message_between_nodes": 0.5},
+        {"ranks_per_node": 2},
+        {"message_between_nodes": 0.5, "ranks_per_node": 0},
+        {"message_between_nodes": 0.5, "ranks_per_node": 2.0},
+        {"message_between_nodes": (0.5,), "ranks_per_node": 2},
+        {"message_between_nodes": 0.5, "ranks_per_node": 2, "message": (0.1, 0.1)},
+    ],
+)
+def test_hops_by_node_need_all_three_numbers(costs: dict[str, Any]) -> None:
+    with pytest.raises(HanayoError, match=r"message_between_nodes=.* hops by node take two numbers"):
+        CostModel(**costs)
+
+
+def test_a_stage_and_its_replica() -> None:
+    """A tuple may have one copy's stages or both; summing over the replica comes on top of the data axis."""
+    schedule = build("chimera", num_ranks=2, num_microbatches=2)
+    cells = [Action.parse(f"{stage}F0") for stage in range(4)]
+    assert [CostModel(forward=(1.0, 3.0)).of(schedule, cell) for cell in cells] == [1, 3, 1, 3]
+    assert [CostModel(forward=(1.0, 3.0, 5.0, 7.0)).of(schedule, cell) for cell in cells] == [1, 3, 5, 7]
+    costs, reduce = CostModel(gradient_reduce=2.0, replica_reduce=0.5), Action.parse("1REDUCE_GRAD")
+    assert costs.of(schedule, reduce) == 2.5
+    assert costs.of(build("1f1b", num_ranks=2, num_microbatches=2), reduce) == 2.0
 
 
 @pytest.mark.parametrize("value", [-1.0, (), (1.0, -1.0), float("nan")])

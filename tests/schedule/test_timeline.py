@@ -4,9 +4,21 @@ import json
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule import Action, CostModel, Schedule, Span, Timeline, build, simulate, with_loss_stage
+from lightning_hanayo.schedule import (
+    Action,
+    CostModel,
+    Kind,
+    Schedule,
+    Span,
+    Timeline,
+    build,
+    forward_only,
+    simulate,
+    with_loss_stage,
+)
 from tests.schedule.samples import schedules, split, table, unhurried
 
 
@@ -52,19 +64,80 @@ def test_without_shares_a_ranks_stages_count_alike() -> None:
     assert Timeline(timeline.spans).peak_activations == timeline.peak_activations
 
 
-@given(schedules())
+def test_activations_over_time() -> None:
+    r"""P = 2, 1F1B, B = 2, T_B = 2:
+
+    rank 0  F0 F1 .  b0 b0 . b1 b1        holds  0 1 2 2 2 1 1 1 0
+    rank 1  .  F0 b0 b0 F1 b1 b1          holds  0 1 1 1 1 1 1 0
+    """
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
+    assert timeline.activations(0) == ((0, 1), (1, 2), (6, 1), (9, 0))
+    assert timeline.activations(1) == ((0, 0), (1, 1), (4, 1), (7, 0))
+    assert timeline.held(0, (10.0, 0.0)) == ((0, 10), (1, 20), (6, 10), (9, 0))
+
+
+@given(schedules(), st.integers(1, 2))
 @unhurried
-def test_json_and_back(schedule: Schedule) -> None:
-    timeline = simulate(split(schedule), CostModel(message=0.1, gradient_reduce=1.0))
+def test_activations_are_those_between_their_forward_and_their_backward(schedule: Schedule, steps: int) -> None:
+    """At each change, against the meaning: from the start of `F` up to the end of `B` or `W`, step by step."""
+    timeline = simulate(schedule, CostModel(message=0.1), steps)
+    lives: dict[int, list[tuple[float, float, float]]] = {rank: [] for rank in range(schedule.num_ranks)}
+    for step in timeline.steps:
+        begins = {(s.action.stage, s.action.microbatch): s.start for s in step.spans if s.action.kind is Kind.F}
+        for s in step.spans:
+            if s.action.kind in (Kind.B, Kind.W):
+                share = schedule.share_of(s.action.stage)
+                lives[s.rank].append((begins[s.action.stage, s.action.microbatch], s.end, share))
+    for rank in range(schedule.num_ranks):
+        curve = timeline.activations(rank)
+        times = [time for time, _ in curve]
+        assert times == sorted(set(times))
+        assert [sum(share for a, b, share in lives[rank] if a <= time < b) for time in times] == pytest.approx(
+            [held for _, held in curve], abs=1e-9
+        )
+        assert max(held for _, held in curve) == timeline.peak_activations[rank]
+        assert curve[-1][1] == 0
+
+
+def test_steps_one_by_one() -> None:
+    """P = 2 and forward only: a step fills the pipeline (3 + 1), the others join its slope (3 each, no bubble)."""
+    timeline = simulate(forward_only(build("gpipe", num_ranks=2, num_microbatches=3)), steps=3)
+    assert [(step.begin, step.makespan) for step in timeline.steps] == [(0, 4), (3, 4), (6, 4)]
+    assert timeline.step_times == (4, 3, 3)
+    assert timeline.step_bubbles == (0.25, 0, 0)
+    assert timeline.steps[0] == simulate(forward_only(build("gpipe", num_ranks=2, num_microbatches=3)))
+
+
+def test_spans_that_are_no_whole_steps() -> None:
+    with pytest.raises(HanayoError, match="1 spans and num_steps=2"):
+        Timeline(spans("0 0F0 0 1"), num_steps=2)
+
+
+@given(schedules(), st.integers(1, 2))
+@unhurried
+def test_json_and_back(schedule: Schedule, steps: int) -> None:
+    timeline = simulate(split(schedule), CostModel(message=0.1, gradient_reduce=1.0), steps)
     again = Timeline.from_json(timeline.to_json())
     assert again == timeline
     told = json.loads(timeline.to_json())
     assert told["makespan"] == again.makespan
     assert tuple(told["peak_activations"]) == again.peak_activations
+    assert tuple(told["step_times"]) == again.step_times
+    assert len(again.step_times) == steps
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"spans": [{"rank": 0}]}', '{"spans": 3}', '{"spans": [{"rank": 0, "action": 3}]}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"spans": [{"rank": 0}]}',
+        '{"spans": 3}',
+        '{"spans": [{"rank": 0, "action": 3}]}',
+        '{"spans": [{"rank": "zero", "action": "0F0", "start": 0, "end": 1}]}',
+        '{"spans": [], "num_steps": 0}',
+    ],
 )
 def test_what_is_no_timeline_is_refused(text: str) -> None:
     with pytest.raises(HanayoError, match="this is no timeline"):

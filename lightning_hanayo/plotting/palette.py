@@ -1,8 +1,8 @@
 """Palette: the colour of an action, by kind and leg, so that a zig-zag can be seen.
 
 Forward is blue, backward in one piece orange, input gradient red, weight gradient grey; legs 0, 2, ... (down the ranks
-in a wave) are darker than 1, 3, ... (up). Head and loss are nearly black, gradient reductions green. Chosen so that kinds
-and legs stay apart for colour-blind readers too, which the tests check.
+in a wave) are darker than 1, 3, ... (up). Head and loss are nearly black, gradient reductions green. Chosen so that
+kinds and legs stay apart for colour-blind readers too, which the tests check.
 """
 
 from lightning_hanayo.plotting.legs import Legs

@@ -72,8 +72,9 @@ def draw_rows(
     if numbers:
         for span in spans:
             _draw_number(axes, span, begin, shading, timeline.num_ranks)
-    for microbatch in follow:
-        _draw_way(axes, spans, begin, microbatch)
+    for step in timeline.steps if follow else ():
+        for microbatch in follow:
+            _draw_way(axes, step.spans, begin, microbatch)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):

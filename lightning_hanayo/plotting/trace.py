@@ -1,0 +1,148 @@
+"""Trace: timelines in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
+
+    process "hanayo"          thread "rank 0"  |0F0|0F1|...           a slice per action; arrows are messages
+                              thread "rank 1"      |1F0|...
+                              counter "activations, rank 0"           in M_a, a step function
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.plotting.messages import idle_before, messages
+from lightning_hanayo.plotting.palette import NAMES
+from lightning_hanayo.schedule import Kind, Span, Timeline
+
+Event = dict[str, Any]
+
+_COLOURS = {
+    Kind.F: "rail_response",
+    Kind.B: "rail_idle",
+    Kind.I: "rail_animation",
+    Kind.W: "grey",
+    Kind.REDUCE_GRAD: "rail_load",
+}
+"""chrome://tracing knows colours by these names only: blue, orange, red, grey, green; Perfetto takes a kind's own"""
+
+
+def save_trace(
+    path: str | Path,
+    timelines: Mapping[str, Timeline],
+    *,
+    seconds: float = 1e-3,
+    waits: Mapping[str, Sequence[Span]] | None = None,
+) -> None:
+    """Write `chrome_trace` to a file.
+
+    Raises:
+        HanayoError: the file can't be written.
+    """
+    text = json.dumps(chrome_trace(timelines, seconds=seconds, waits=waits), separators=(",", ":"))
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
+
+
+def chrome_trace(
+    timelines: Mapping[str, Timeline],
+    *,
+    seconds: float = 1e-3,
+    waits: Mapping[str, Sequence[Span]] | None = None,
+) -> dict[str, Any]:
+    """The trace as the object that JSON files of this format hold: a process per timeline, a thread per rank.
+
+    Args:
+        timelines: simulated or measured, by the name each gets.
+        seconds: how long one unit of the timelines' time is; 1.0 for what was measured in seconds, by default a unit is
+            shown as a millisecond.
+        waits: by the same names, spans in which a rank waited for the action named; drawn between the actions.
+
+    Example:
+        >>> chrome_trace({"gpipe": simulate(build("gpipe", num_ranks=2, num_microbatches=2))})["traceEvents"][0]
+        {'ph': 'M', 'pid': 0, 'name': 'process_name', 'args': {'name': 'gpipe'}}
+    """
+    events: list[Event] = []
+    for process, (name, timeline) in enumerate(timelines.items()):
+        waited = (waits or {}).get(name, ())
+        events += _Process(process, timeline, 1e6 * seconds).events(name, waited, first_flow=len(events))
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+class _Process:
+    """One timeline's events."""
+
+    def __init__(self, number: int, timeline: Timeline, microseconds: float) -> None:
+        self._number = number
+        self._timeline = timeline
+        self._microseconds = microseconds
+
+    def events(self, name: str, waits: Sequence[Span], first_flow: int) -> Iterator[Event]:
+        yield self._meta("process_name", None, name)
+        yield from self._threads()
+        for span in waits:
+            yield self._slice(span, f"wait {span.action}", "wait", {})
+        idle = idle_before(self._timeline)
+        for step in self._timeline.steps:
+            for span in step.spans:
+                details = {"stage": span.action.stage, "microbatch": span.action.microbatch}
+                if span in idle:
+                    details["idle_before_us"] = self._length(idle[span])
+                yield self._slice(span, str(span.action), _category(span), details)
+        yield from self._flows(first_flow)
+        yield from self._counters()
+
+    def _threads(self) -> Iterator[Event]:
+        beside = {span.rank for span in self._timeline.spans if not span.action.kind.is_compute}
+        for rank in range(self._timeline.num_ranks):
+            yield self._meta("thread_name", 2 * rank, f"rank {rank}")
+            yield self._meta("thread_sort_index", 2 * rank, 2 * rank)
+            if rank in beside:
+                yield self._meta("thread_name", 2 * rank + 1, f"rank {rank}, communication")
+                yield self._meta("thread_sort_index", 2 * rank + 1, 2 * rank + 1)
+
+    def _meta(self, what: str, thread: int | None, value: str | int) -> Event:
+        argument = "sort_index" if what.endswith("sort_index") else "name"
+        where = {"pid": self._number} if thread is None else {"pid": self._number, "tid": thread}
+        return {"ph": "M", **where, "name": what, "args": {argument: value}}
+
+    def _slice(self, span: Span, name: str, category: str, details: Mapping[str, Any]) -> Event:
+        event = {"ph": "X", **self._place(span), "name": name, "cat": category, "ts": self._time(span.start)}
+        event |= {"dur": self._length(span.end - span.start), "args": dict(details)}
+        if category != "wait" and span.action.kind in _COLOURS:
+            event["cname"] = _COLOURS[span.action.kind]
+        return event
+
+    def _flows(self, first: int) -> Iterator[Event]:
+        """Arrows bind to the slice around their time: just before the producer's end, and the consumer's start."""
+        for number, message in enumerate(messages(self._timeline), first):
+            producer, consumer = message.producer, message.consumer
+            forward = consumer.action.kind is Kind.F
+            common = {"cat": "message", "name": "activation" if forward else "gradient", "id": number}
+            leaves = producer.start + 0.999 * (producer.end - producer.start)
+            yield {"ph": "s", **self._place(producer), **common, "ts": self._time(leaves)}
+            yield {"ph": "f", "bp": "e", **self._place(consumer), **common, "ts": self._time(consumer.start)}
+
+    def _counters(self) -> Iterator[Event]:
+        for rank in range(self._timeline.num_ranks):
+            for time, held in self._timeline.activations(rank):
+                event = {"ph": "C", "pid": self._number, "tid": 2 * rank, "name": f"activations, rank {rank}"}
+                yield {**event, "ts": self._time(time), "args": {"M_a": held}}
+
+    def _place(self, span: Span) -> Event:
+        return {"pid": self._number, "tid": 2 * span.rank + (not span.action.kind.is_compute)}
+
+    def _time(self, time: float) -> float:
+        return self._length(time - self._timeline.begin)
+
+    def _length(self, length: float) -> float:
+        return round(length * self._microseconds, 3)
+
+
+def _category(span: Span) -> str:
+    kind = span.action.kind
+    if kind.is_message:
+        return "message"
+    return NAMES.get(kind, "gradient reduction")

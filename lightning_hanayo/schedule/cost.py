@@ -38,7 +38,9 @@ class CostModel:
         for field in fields(self):
             value = getattr(self, field.name)
             values = value if isinstance(value, tuple) else (value,)
-            if value is not None and (not values or any(not one >= 0 for one in values)):
+            if value is None and field.default is None:
+                continue
+            if not values or any(one is None or not one >= 0 for one in values):
                 raise HanayoError(
                     f"CostModel: {field.name}={value!r}; a cost is a number of at least 0, or one per stage"
                 )
@@ -51,8 +53,8 @@ class CostModel:
         numbers = not any(value is None or isinstance(value, tuple) for value in (self.message, *nodes))
         if not numbers or not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
             raise HanayoError(
-                f"CostModel: message={self.message!r}, message_between_nodes={nodes[0]!r}, "
-                f"ranks_per_node={nodes[1]!r}; hops by node take two numbers and a whole number of ranks of at least 1, all three; a tuple of "
+                f"CostModel: message={self.message!r}, message_between_nodes={nodes[0]!r}, ranks_per_node={nodes[1]!r}"
+                "; hops by node take two numbers and a whole number of ranks of at least 1, all three; a tuple of "
                 "messages already says what each hop takes, so leave the other two out"
             )
 

@@ -89,7 +89,7 @@ def test_a_stage_and_its_replica() -> None:
     assert costs.of(build("1f1b", num_ranks=2, num_microbatches=2), reduce) == 2.0
 
 
-@pytest.mark.parametrize("value", [-1.0, (), (1.0, -1.0), float("nan")])
+@pytest.mark.parametrize("value", [-1.0, (), (1.0, -1.0), float("nan"), None])
 def test_a_cost_is_no_negative_number(value: object) -> None:
     with pytest.raises(HanayoError, match="a cost is a number of at least 0, or one per stage"):
         CostModel(forward=value)  # type: ignore[arg-type]

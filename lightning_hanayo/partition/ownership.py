@@ -4,6 +4,7 @@ rank 0    embedding, head   block 0  .  .  block 3  block 4  .  .  block 7      
 rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .          `meta` parameters
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,15 @@ class Ownership:
         lowest = {p: s for s in stages for block in self.blocks(s) for p in block.parameters()}
         lowest |= {p: 0 for module in outside_modules(model, self.stack) for p in module.parameters(recurse=False)}
         return [parameter for parameter in model.parameters() if lowest[parameter] == stage]
+
+    def parameters_of_several(self, model: nn.Module) -> set[nn.Parameter]:
+        """Those that two stages use, or a block and the code outside the stack."""
+        users: Counter[nn.Parameter] = Counter()
+        for stage in range(len(self.stages)):
+            users.update({parameter for block in self.blocks(stage) for parameter in block.parameters()})
+        outside = outside_modules(model, self.stack)
+        users.update({parameter for module in outside for parameter in module.parameters(recurse=False)})
+        return {parameter for parameter, count in users.items() if count > 1}
 
     def rank_of_names(self, model: nn.Module) -> dict[str, int]:
         """The pipeline rank that holds each entry of `model.state_dict()`."""

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
-from lightning_hanayo.schedule import CostModel, Kind, Schedule, build, schedule_names, simulate, with_loss_stage
+from lightning_hanayo.schedule import CostModel, Schedule, build, schedule_names, simulate, with_loss_stage
 
 WAVES = (1, 2, 4, 8)
 """what `num_waves="auto"` tries"""
 MESSAGE = 0.05
 """one hop in T_F, taken as a guess while nothing is measured: between the paper's NVLink and PCIe clusters"""
 _WAVE = "hanayo"
+_WAVES = (_WAVE, "hanayo-zb")
+"""schedules with W waves"""
+_LOOPS = ("interleaved", "interleaved-zb")
+"""schedules with V stages per rank, of which `num_waves` asks for 2W"""
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         layout.schedule,
         num_ranks=layout.num_ranks,
         num_microbatches=num_microbatches,
-        num_waves=1 if layout.schedule == "interleaved" else layout.num_waves,
-        num_stages_per_rank=2 * layout.num_waves if layout.schedule == "interleaved" else None,
+        num_waves=1 if layout.schedule in _LOOPS else layout.num_waves,
+        num_stages_per_rank=2 * layout.num_waves if layout.schedule in _LOOPS else None,
         activation_budget=layout.activation_budget,
     )
     return with_loss_stage(schedule)
@@ -100,7 +104,7 @@ def choose(
     name = check_schedule(schedule)
     if num_microbatches == "auto":
         num_microbatches = _from_table(name) or (2 * num_ranks if num_ranks > 1 else 1)
-    waves = [num_waves] if num_waves != "auto" else list(WAVES) if name in (_WAVE, "interleaved") else [1]
+    waves = [num_waves] if num_waves != "auto" else list(WAVES) if name in _WAVES + _LOOPS else [1]
     layouts = [Layout(name, num_ranks, wave, num_microbatches, activation_budget) for wave in waves]
     fitting = [layout for layout in layouts if _check_ranks(layout).num_stages <= num_blocks]
     if not fitting:
@@ -140,9 +144,6 @@ def _check_ranks(layout: Layout) -> Layout:
         raise HanayoError(f"{layout.schedule} is a table for {table.num_ranks} pipeline ranks, not {layout.num_ranks}")
     if table.stage_ranks[0] != 0:
         raise HanayoError(f"{layout.schedule} has stage 0 on rank {table.stage_ranks[0]}; training begins on rank 0")
-    split = next((action for row in table.actions for action in row if action.kind not in (Kind.F, Kind.B)), None)
-    if split is not None:
-        raise HanayoError(f"{layout.schedule} has {split}; the runtime can't split the backward yet: use B")
     return layout
 
 

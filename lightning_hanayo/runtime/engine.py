@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 
 from lightning_hanayo.runtime.mail import Mail, Route
 from lightning_hanayo.runtime.packet import Packet
-from lightning_hanayo.runtime.program import Exchange, Program
+from lightning_hanayo.runtime.program import Compute, Exchange, Program
 from lightning_hanayo.runtime.stage import Stage
 from lightning_hanayo.runtime.trace import Trace
-from lightning_hanayo.schedule import Action, Kind
 
 
 class Engine:
@@ -26,6 +25,7 @@ class Engine:
         self.trace = trace
         self._reduce = reduce
         self._handed: dict[Route, Packet] = {}
+        self._runs = {(number, kind): run for number, stage in stages.items() for kind, run in stage.runs().items()}
 
     def play(self, program: Program, signature: int, *, reduce: bool = True) -> None:
         """Run one batch. Called by all ranks of the pipeline with their own program and the same `signature`.
@@ -41,10 +41,10 @@ class Engine:
         self.mail.begin(signature)
         self.trace.begin()
         for move in program.moves:
-            if isinstance(move, Exchange):
+            if isinstance(move, Compute):
+                self._compute(move)
+            elif isinstance(move, Exchange):
                 self._exchange(move)
-            elif move.kind is not Kind.REDUCE_GRAD:
-                self._compute(move, program)
             elif reduce:
                 self._reduce(move.stage)
         self.mail.finish()
@@ -56,20 +56,15 @@ class Engine:
             [(route, peer, self._handed.pop(route)) for route, peer in exchange.sends], exchange.receives
         )
 
-    def _compute(self, action: Action, program: Program) -> None:
-        stage, microbatch, forward = action.stage, action.microbatch, action.kind is Kind.F
-        assert microbatch is not None
-        asked = self.trace.clock()
-        arriving, leaving = (stage - 1, stage) if forward else (stage, stage - 1)
-        packet = self._arrived(program, Route(arriving, "forward" if forward else "backward", microbatch))
-        start = self.trace.clock()
-        run = self.stages[stage].forward if forward else self.stages[stage].backward
-        result = run(microbatch, packet)
-        if result is not None and 0 <= leaving < len(program.stage_ranks) - 1:
-            self._handed[Route(leaving, "forward" if forward else "backward", microbatch)] = result
+    def _compute(self, move: Compute) -> None:
+        action, arrives, clock = move.action, move.arrives, self.trace.clock
+        assert action.microbatch is not None
+        asked = clock()
+        packet = None
+        if arrives is not None:
+            packet = self._handed.pop(arrives) if move.is_local else self.mail.collect(arrives)
+        start = clock()
+        leaving = self._runs[action.stage, action.kind](action.microbatch, packet)
+        if move.leaves is not None and leaving is not None:
+            self._handed[move.leaves] = leaving
         self.trace.add(action, asked, start)
-
-    def _arrived(self, program: Program, route: Route) -> Packet | None:
-        if not 0 <= route.stage < len(program.stage_ranks) - 1:
-            return None
-        return self._handed.pop(route) if program.is_local(route.stage) else self.mail.collect(route)

@@ -1,7 +1,8 @@
 """The measurement: one timeline out of all ranks' traces, and the costs that a simulation needs to predict it."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from lightning_hanayo.runtime.trace import Event
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, Timeline
@@ -27,10 +28,16 @@ def timeline_of(schedule: Schedule, batch: Batch) -> Timeline:
 
 
 def costs_of(schedule: Schedule, batches: Sequence[Batch]) -> CostModel:
-    """Each stage's mean forward and backward in seconds, a backward half for each gradient; and a message's delay."""
-    forward = [_mean(batches, stage, Kind.F) for stage in range(schedule.num_stages)]
-    backward = [_mean(batches, stage, Kind.B) / 2 for stage in range(schedule.num_stages)]
-    return CostModel(tuple(forward), tuple(backward), tuple(backward), message=message_delay(schedule, batches))
+    """Each stage's mean times in seconds, and a message's delay. A backward in one piece is half of each gradient."""
+    means = _means(batches)
+
+    def per_stage(kind: Kind) -> tuple[float, ...]:
+        whole = 0.0 if kind is Kind.F else 0.5
+        stages = range(schedule.num_stages)
+        return tuple(means.get((stage, kind), whole * means.get((stage, Kind.B), 0.0)) for stage in stages)
+
+    forward, backward_input, backward_weight = map(per_stage, (Kind.F, Kind.I, Kind.W))
+    return CostModel(forward, backward_input, backward_weight, message=message_delay(schedule, batches))
 
 
 def message_delay(schedule: Schedule, batches: Sequence[Batch]) -> float:
@@ -43,20 +50,29 @@ def _delays(schedule: Schedule, batch: Batch) -> Iterable[float]:
     ends = {event.action: event.end for events in batch for event in events}
     for events in batch:
         for event in events:
-            producer = _producer(event.action)
-            if event.start - event.asked > WAITED and producer in ends:
+            producer = next((other for other in _producers(event.action) if other in ends), None)
+            if event.start - event.asked > WAITED and producer is not None:
                 yield max(0.0, event.start - ends[producer])
 
 
-def _producer(action: Action) -> Action:
-    """What an action waits for on another stage."""
-    return Action(action.stage + (-1 if action.kind is Kind.F else 1), action.kind, action.microbatch)
+def _producers(action: Action) -> list[Action]:
+    """What an action may wait for on another stage: one of these. A weight gradient waits for none."""
+    stage, microbatch = action.stage, action.microbatch
+    match action.kind:
+        case Kind.F:
+            return [Action(stage - 1, Kind.F, microbatch)]
+        case Kind.B | Kind.I:
+            return [Action(stage + 1, kind, microbatch) for kind in (Kind.B, Kind.I)]
+    return []
 
 
-def _mean(batches: Sequence[Batch], stage: int, kind: Kind) -> float:
-    durations = [event.end - event.start for batch in batches for events in batch for event in events
-                 if event.action.stage == stage and event.action.kind is kind]  # fmt: skip
-    return sum(durations) / len(durations) if durations else 0.0
+def _means(batches: Sequence[Batch]) -> dict[tuple[int, Kind], float]:
+    durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for batch in batches:
+        for events in batch:
+            for event in events:
+                durations[event.action.stage, event.action.kind].append(event.end - event.start)
+    return {key: fmean(values) for key, values in durations.items()}
 
 
 def _begin(batch: Batch) -> float:

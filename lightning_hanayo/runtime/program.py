@@ -1,8 +1,12 @@
-"""The program: one pipeline rank's completed action list, its runs of messages taken together into exchanges."""
+"""The program: one pipeline rank's completed action list, with where each action's packet comes from and goes to.
+
+Runs of messages are taken together into exchanges. All that can be known before a batch is worked out here, once.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 from lightning_hanayo.runtime.mail import Route
 from lightning_hanayo.schedule import Action, Kind, Schedule, complete
@@ -19,30 +23,61 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Program:
-    """What one rank does, in order."""
+class Compute:
+    """An action of a stage: the route of the packet it takes, and of the one it hands on."""
 
-    moves: tuple[Action | Exchange, ...]
-    stage_ranks: tuple[int, ...]
-    rank: int
+    action: Action
+    arrives: Route | None
+    """None at the ends of the model, and for a weight gradient"""
+    leaves: Route | None
+    is_local: bool
+    """whether what arrives comes from this rank"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does, in order. The bare actions are reductions."""
+
+    moves: tuple[Compute | Exchange | Action, ...]
+    trains: bool
+    """whether there is a backward in it"""
 
     @staticmethod
     def of(schedule: Schedule, rank: int) -> "Program":
         """The program of pipeline rank `rank` in `schedule`."""
-        moves: list[Action | Exchange] = []
+        moves: list[Compute | Exchange | Action] = []
         for is_message, run in groupby(complete(schedule)[rank], key=lambda action: action.kind.is_message):
-            actions = list(run)
-            moves.extend([_exchange(actions, schedule.stage_ranks)] if is_message else actions)
-        return Program(tuple(moves), schedule.stage_ranks, rank)
+            if is_message:
+                moves.append(_exchange(list(run), schedule.stage_ranks))
+            else:
+                moves.extend(_compute(action, schedule) if action.kind.is_compute else action for action in run)
+        trains = any(action.kind is not Kind.F for action in schedule.actions[rank])
+        return Program(tuple(moves), trains)
 
-    @property
-    def trains(self) -> bool:
-        """Whether there is a backward in it."""
-        return any(isinstance(move, Action) and move.kind is not Kind.F for move in self.moves)
 
-    def is_local(self, border: int) -> bool:
-        """Whether the stages on both sides of `border` (the one behind stage `border`) lie on this rank."""
-        return 0 <= border < len(self.stage_ranks) - 1 and self.stage_ranks[border] == self.stage_ranks[border + 1]
+def _compute(action: Action, schedule: Schedule) -> Compute:
+    if action.kind is Kind.W:
+        return Compute(action, None, None, False)
+    before, behind = (_border(schedule, border) for border in (action.stage - 1, action.stage))
+    forward = action.kind is Kind.F
+    arriving, leaving = (before, behind) if forward else (behind, before)
+    ranks = schedule.stage_ranks
+    is_local = arriving is not None and ranks[arriving] == ranks[arriving + 1]
+    return Compute(action, _route(arriving, action), _route(leaving, action), is_local)
+
+
+def _border(schedule: Schedule, border: int) -> int | None:
+    """`border`, the one behind that stage; None before the first stage of a chain, and behind the last one."""
+    return border if (border + 1) % schedule.chain_length else None
+
+
+def _route(border: int | None, action: Action) -> Route | None:
+    assert action.microbatch is not None
+    return None if border is None else Route(border, _direction(action.kind), action.microbatch)
+
+
+def _direction(kind: Kind) -> Literal["forward", "backward"]:
+    return "forward" if kind in (Kind.F, Kind.SEND_F, Kind.RECV_F) else "backward"
 
 
 def _exchange(run: Sequence[Action], stage_ranks: tuple[int, ...]) -> Exchange:
@@ -55,6 +90,4 @@ def _message(action: Action, stage_ranks: tuple[int, ...]) -> tuple[Route, int]:
     assert action.microbatch is not None
     behind = action.kind in (Kind.SEND_F, Kind.RECV_B)
     other = action.stage + 1 if behind else action.stage - 1
-    forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
-    route = Route(min(action.stage, other), "forward" if forward else "backward", action.microbatch)
-    return route, stage_ranks[other]
+    return Route(min(action.stage, other), _direction(action.kind), action.microbatch), stage_ranks[other]

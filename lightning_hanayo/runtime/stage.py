@@ -6,7 +6,7 @@ LastStage     blocks (none, if the schedule has a loss stage), and user code beh
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,26 @@ from lightning_hanayo.runtime.graph import Entrance
 from lightning_hanayo.runtime.packet import Packet, gradients, spread
 from lightning_hanayo.runtime.shared_gradients import SharedGradients
 from lightning_hanayo.runtime.user_step import UserStep, without_values
+from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.schedule import Kind
+
+Run = Callable[[int, Packet | None], Packet | None]
+"""Runs one action of a micro-batch: takes the packet that has arrived, returns the one that leaves."""
 
 
 class Stage(ABC):
-    """What the engine plays. Packets are cargo forward, and the gradients of its differentiable tensors backward."""
+    """What the engine plays. Packets are cargo forward, and the gradients of its differentiable tensors backward.
+
+    Args:
+        queue: where the stage's layers leave their weight gradients while the backward is split.
+    """
+
+    def __init__(self, queue: WeightQueue) -> None:
+        self._queue = queue
+
+    def runs(self) -> dict[Kind, Run]:
+        """What each kind of action means here."""
+        return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward_input, Kind.W: self.backward_weight}
 
     @abstractmethod
     def forward(self, microbatch: int, arrived: Packet | None) -> Packet | None:
@@ -34,15 +50,25 @@ class Stage(ABC):
     def backward(self, microbatch: int, arrived: Packet | None) -> Packet | None:
         """Run the stage's whole backward; `arrived` is None in the last one, and the first one returns None."""
 
-    @abstractmethod
+    def backward_input(self, microbatch: int, arrived: Packet | None) -> Packet | None:
+        """As `backward`, but what layers can leave for `backward_weight` stays in the queue."""
+        with self._queue.opened(microbatch):
+            return self.backward(microbatch, arrived)
+
+    def backward_weight(self, microbatch: int, arrived: Packet | None) -> None:
+        """Make the weight gradients that `backward_input` left; nothing arrives for it."""
+        self._queue.drain(microbatch)
+
     def clear(self) -> None:
         """Forget the micro-batches of the batch before: an evaluated or failed one has left some."""
+        self._queue.clear()
 
 
 class MiddleStage(Stage):
     """Blocks alone."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], queue: WeightQueue) -> None:
+        super().__init__(queue)
         self._blocks = list(blocks)
         self._under_way: dict[int, tuple[Entrance, list[Tensor]]] = {}
 
@@ -64,13 +90,15 @@ class MiddleStage(Stage):
 
     @override
     def clear(self) -> None:
+        super().clear()
         self._under_way.clear()
 
 
 class FirstStage(Stage):
     """User code up to the stack, and the first blocks."""
 
-    def __init__(self, user: UserStep, shared: SharedGradients) -> None:
+    def __init__(self, user: UserStep, shared: SharedGradients, queue: WeightQueue) -> None:
+        super().__init__(queue)
         self._user = user
         self._shared = shared
         self._exits: dict[int, list[Tensor]] = {}
@@ -94,13 +122,22 @@ class FirstStage(Stage):
 
     @override
     def clear(self) -> None:
+        super().clear()
         self._exits.clear()
 
 
 class LastStage(Stage):
     """Blocks, and user code behind the stack. `weights` are the micro-batches' shares in the batch's loss."""
 
-    def __init__(self, blocks: Sequence[nn.Module], user: UserStep, first: FirstStage, shared: SharedGradients) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        user: UserStep,
+        first: FirstStage,
+        shared: SharedGradients,
+        queue: WeightQueue,
+    ) -> None:
+        super().__init__(queue)
         self._blocks = list(blocks)
         self._user = user
         self._first = first
@@ -139,6 +176,7 @@ class LastStage(Stage):
 
     @override
     def clear(self) -> None:
+        super().clear()
         self._under_way.clear()
         self.results = {}
 

@@ -12,7 +12,7 @@ from lightning_hanayo.partition.ownership import Ownership, leave_out
 from lightning_hanayo.partition.profile import profile
 from lightning_hanayo.partition.stack import Stack, find_stack, num_outside
 from lightning_hanayo.planner.layout import Layout, choose
-from lightning_hanayo.runtime import bridge
+from lightning_hanayo.runtime import bridge, swap
 from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.mail import Mail
@@ -23,6 +23,8 @@ from lightning_hanayo.runtime.stage import FirstStage, LastStage, MiddleStage, S
 from lightning_hanayo.runtime.trace import Trace
 from lightning_hanayo.runtime.transport import Transport
 from lightning_hanayo.runtime.user_step import UserStep
+from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.schedule import Kind
 from lightning_hanayo.strategy.groups import Groups
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Entering, Pipeline
@@ -141,20 +143,31 @@ def _connect(
     data: dist.ProcessGroup | None,
 ) -> Pipeline:
     stack, rank = ownership.stack, transport.rank
+    own_stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
+    queues = {stage: WeightQueue() for stage in (*own_stages, 0, len(ownership.stages) - 1)}
+    if _splits(layout):
+        keep = ownership.parameters_of_several(model)
+        for stage in own_stages:
+            swap.install(ownership.blocks(stage), queues[stage], keep=keep)
     bridge.install(stack.blocks)
     _keep_padding(model)
     entering = Entering()
     user = UserStep(stack.blocks, len(ownership.stages[0]), stack.name, entering)
     shared = SharedGradients()
-    first = FirstStage(user, shared)
     count = len(ownership.stages)
-    last = LastStage(ownership.blocks(count - 1), user, first, shared)
-    own_stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
+    first = FirstStage(user, shared, queues[0])
+    last = LastStage(ownership.blocks(count - 1), user, first, shared, queues[count - 1])
     kinds: dict[int, Stage] = {0: first, count - 1: last}
-    stages = {stage: kinds.get(stage) or MiddleStage(ownership.blocks(stage)) for stage in own_stages}
+    stages = {s: kinds.get(s) or MiddleStage(ownership.blocks(s), queues[s]) for s in own_stages}
     reduction = Reduction({stage: ownership.stage_parameters(model, stage) for stage in own_stages}, data)
     engine = Engine(stages, Mail(transport), reduction.start, Trace())
     return Pipeline(layout, ownership, rank, engine, Chain(transport), reduction, user, last, entering, own)
+
+
+def _splits(layout: Layout) -> bool:
+    """Whether any backward is split; otherwise layers stay as they are."""
+    rows = layout.table(layout.num_microbatches).actions
+    return any(action.kind is Kind.W for row in rows for action in row)
 
 
 def _keep_padding(model: nn.Module) -> None:
@@ -168,6 +181,7 @@ def disconnect(pipeline: Pipeline) -> None:
     """End the threads and give the blocks their own forward back."""
     pipeline.close()
     bridge.remove(pipeline.ownership.stack.blocks)
+    swap.remove(pipeline.ownership.stack.blocks)
 
 
 def tensors_of(model: nn.Module) -> Sequence[torch.Tensor]:

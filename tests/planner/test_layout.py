@@ -6,7 +6,7 @@ import pytest
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.layout import Layout, check_schedule, choose
-from lightning_hanayo.schedule import build, validate
+from lightning_hanayo.schedule import Kind, build, validate
 
 AUTO = [  # P, blocks -> schedule, W, B
     (1, 8, ("hanayo", 1, 1)),
@@ -89,18 +89,21 @@ def test_schedules_that_cant_be_played(name: str, named: str) -> None:
         check_schedule(name)
 
 
-@pytest.mark.parametrize(
-    ("table", "named"),
-    [
-        (["0F0,0I0,0W0", "1F0,1I0,1W0"], "has 0I0; the runtime can't split the backward"),
-        (["1F0,1B0", "0F0,0B0"], "has stage 0 on rank 1"),
-    ],
-)
-def test_tables_that_training_cant_play(tmp_path: Path, table: list[str], named: str) -> None:
+def test_a_table_that_begins_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    path.write_text("\n".join(table) + "\n")
-    with pytest.raises(HanayoError, match=named):
+    path.write_text("1F0,1B0\n0F0,0B0\n")
+    with pytest.raises(HanayoError, match="has stage 0 on rank 1"):
         choose(num_ranks=2, num_blocks=8, schedule=str(path))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "waves", "per_rank"),
+    [("zb-h1", 1, 1), ("zbv", 1, 2), ("interleaved-zb", 1, 2), ("interleaved-zb", 2, 4)],
+)
+def test_a_split_backward(schedule: str, waves: int, per_rank: int) -> None:
+    layout = choose(num_ranks=2, num_blocks=8, num_waves=waves, num_microbatches=4, schedule=schedule)
+    assert layout.num_stages == 2 * per_rank
+    assert any(action.kind is Kind.W for row in layout.table(4).actions for action in row)
 
 
 def test_a_wave_ends_where_it_begins_and_a_loop_doesnt() -> None:

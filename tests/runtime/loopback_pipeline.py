@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_hanayo.partition.cut import cut
-from lightning_hanayo.runtime.bridge import install, remove
+from lightning_hanayo.runtime import bridge, swap
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.loopback import Hub
 from lightning_hanayo.runtime.mail import Mail
@@ -17,6 +17,7 @@ from lightning_hanayo.runtime.shared_gradients import SharedGradients
 from lightning_hanayo.runtime.stage import FirstStage, LastStage, MiddleStage, Stage
 from lightning_hanayo.runtime.trace import Trace
 from lightning_hanayo.runtime.user_step import UserStep
+from lightning_hanayo.runtime.weight_queue import WeightQueue
 from lightning_hanayo.schedule import Schedule, forward_only, with_loss_stage
 
 
@@ -26,9 +27,12 @@ class LoopbackPipeline:
     def __init__(self, blocks: Sequence[nn.Module], schedule: Schedule) -> None:
         self.schedule = with_loss_stage(schedule)
         self.blocks = list(blocks)
-        install(self.blocks)
         num_stages = self.schedule.num_stages - self.schedule.loss_stage
         self.runs = [*cut([1.0] * len(self.blocks), num_stages), *([range(0)] if self.schedule.loss_stage else [])]
+        self.queues = [WeightQueue() for _ in self.runs]
+        for run, queue in zip(self.runs, self.queues, strict=True):
+            swap.install([self.blocks[i] for i in run], queue)
+        bridge.install(self.blocks)
         self.reduced: list[int] = []
         self.user = UserStep(self.blocks, len(self.runs[0]), "blocks")
         stages = self._stages()
@@ -45,9 +49,10 @@ class LoopbackPipeline:
     def _stages(self) -> list[Stage]:
         shared = SharedGradients()
         blocks = [[self.blocks[i] for i in run] for run in self.runs]
-        first = FirstStage(self.user, shared)
-        self.last = LastStage(blocks[-1], self.user, first, shared)
-        return [first, *(MiddleStage(own) for own in blocks[1:-1]), self.last]
+        first = FirstStage(self.user, shared, self.queues[0])
+        self.last = LastStage(blocks[-1], self.user, first, shared, self.queues[-1])
+        middle = zip(blocks[1:-1], self.queues[1:-1], strict=True)
+        return [first, *(MiddleStage(own, queue) for own, queue in middle), self.last]
 
     def run(
         self,
@@ -83,4 +88,5 @@ class LoopbackPipeline:
     def close(self) -> None:
         """End the step threads and take the bridge away."""
         self.user.stop()
-        remove(self.blocks)
+        bridge.remove(self.blocks)
+        swap.remove(self.blocks)

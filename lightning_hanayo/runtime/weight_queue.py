@@ -1,0 +1,77 @@
+"""The weight-gradient queue: what a stage's `I` leaves for its `W`, per micro-batch.
+
+I0   put(weight, product, dy, x)      micro-batch 0:  weight -> [product(dy, x)]  bias -> [product(dy)]
+W0   drain(0)                         weight.grad += dy^T x, and dy and x are free
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_hanayo.weight_gradients import Product
+
+_Pieces = list[tuple[Product, tuple[Tensor, ...]]]
+
+
+class WeightQueue:
+    """Open while the input gradients of one micro-batch are computed; otherwise layers make their gradients at once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, dict[Tensor, _Pieces]] = {}
+        self._open: dict[Tensor, _Pieces] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether products are kept."""
+        return self._open is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that operands hold, each storage once."""
+        operands = [operand for waiting in self._waiting.values() for pieces in waiting.values()
+                    for _, operands in pieces for operand in operands]  # fmt: skip
+        storages = {operand.untyped_storage().data_ptr(): operand.untyped_storage().nbytes() for operand in operands}
+        return sum(storages.values())
+
+    @contextmanager
+    def opened(self, microbatch: int) -> Iterator[None]:
+        """Keep the products of `microbatch`."""
+        self._open = self._waiting[microbatch] = {}
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def put(self, parameter: Tensor, product: Product, *operands: Tensor) -> None:
+        """Keep a product of the open micro-batch."""
+        assert self._open is not None
+        self._open.setdefault(parameter, []).append((product, operands))
+
+    def drain(self, microbatch: int) -> None:
+        """Run the products of `microbatch` and add them to the parameters' gradients; their operands become free.
+
+        A parameter's products are added to each other first, as autograd does, so sums agree to the last bit.
+        """
+        waiting = self._waiting.pop(microbatch, None)
+        with torch.no_grad():
+            while waiting:
+                add(*waiting.popitem())
+
+    def clear(self) -> None:
+        """Forget everything, after a failed batch."""
+        self._waiting.clear()
+
+
+def add(parameter: Tensor, pieces: _Pieces) -> None:
+    """Add the sum of `pieces` to `parameter.grad`: made in their own dtype, kept in the parameter's, as by autograd."""
+    total: Tensor | None = None
+    for product, operands in pieces:
+        gradient = product(*operands)
+        total = gradient if total is None else total + gradient
+    assert total is not None
+    if parameter.grad is None:
+        parameter.grad = total.to(parameter.dtype)
+    else:
+        parameter.grad.add_(total.to(parameter.dtype))

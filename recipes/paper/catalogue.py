@@ -1,0 +1,37 @@
+"""Catalogue: every schedule that `build` knows, as a picture; its figures are in `peers.table`."""
+
+from pathlib import Path
+
+from lightning_hanayo.plotting import save_schedule
+from recipes.paper.contender import Contender, known
+
+PICTURED = (
+    Contender("gpipe"),
+    Contender("1f1b"),
+    Contender("interleaved", num_stages_per_rank=2),
+    Contender("chimera"),
+    Contender("hanayo", num_waves=1),
+    Contender("hanayo", num_waves=2),
+    Contender("zb-h1"),
+    Contender("interleaved-zb", num_stages_per_rank=2),
+    Contender("zbv"),
+    Contender("v-half"),
+    Contender("v-min"),
+    Contender("hanayo-zb", num_waves=1),
+    Contender("hanayo-zb", num_waves=2),
+)
+
+NUM_RANKS, NUM_MICROBATCHES = 4, 8
+
+
+def file_name(contender: Contender) -> str:
+    """Of its picture."""
+    waves = f"-w{contender.num_waves}" if contender.name.startswith("hanayo") else ""
+    return f"schedule-{contender.name}{waves}.png"
+
+
+def draw(folder: Path) -> None:
+    """A picture each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for contender in known(PICTURED):
+        save_schedule(folder / file_name(contender), contender.schedule(NUM_RANKS, NUM_MICROBATCHES))

@@ -1,0 +1,178 @@
+"""Clusters: the paper's 8-GPU throughputs, from makespans with one fitted T_C per cluster.
+
+Only ratios inside a row are used, for the paper counts batches differently in different layouts. For each row
+
+    residual[scheme] = log(measured throughput * modelled makespan), less its mean over the row's schemes
+
+is how far a scheme lies above or below the model; T_C is where the sum of their squares over both rows of a cluster is
+least.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.paper import figure
+from recipes.paper.closed_form import Times, dapple, gpipe, hanayo
+from recipes.paper.printed import EIGHT_GPUS, SCHEMES, Row
+from recipes.paper.table import markdown, percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WAVES = SCHEMES[3:]
+"""The columns that differ in nothing but W."""
+
+Reading = Callable[[Row, Times], float]
+"""The makespan of the column Chimera-wave, under one reading of what ran."""
+
+
+def half_the_ranks(row: Row, times: Times) -> float:
+    """One wave over P/2 ranks, twice as many pipelines."""
+    return hanayo(row.num_ranks // 2, 1, times.on(row.num_ranks // 2))
+
+
+def never_below_four(row: Row, times: Times) -> float:
+    """The same at P = 8, but one wave over 4 ranks in the layout P = 4, D = 2, too."""
+    return hanayo(4, 1, times.on(4))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One cluster: its rows, the columns that were fitted, T_C in T_F of eight ranks."""
+
+    cluster: str
+    columns: tuple[str, ...]
+    message: float
+    backward: float
+    reading: Reading
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Both layouts."""
+        return tuple(row for row in EIGHT_GPUS if row.cluster == self.cluster)
+
+    def makespan(self, row: Row, scheme: str) -> float:
+        """In T_F of eight ranks."""
+        times = Times(1.0, self.backward, self.message)
+        if scheme == "Chimera-wave":
+            return self.reading(row, times)
+        p, own = row.num_ranks, times.on(row.num_ranks)
+        if scheme.startswith("Hanayo"):
+            return hanayo(p, int(scheme[-1]), own)
+        return gpipe(p, own) if scheme == "GPipe" else dapple(p, own)
+
+    def residuals(self, row: Row) -> dict[str, float]:
+        """For every scheme, fitted or not: log(measured / modelled), its mean over the fitted columns taken off."""
+        raw = {
+            scheme: log(measured * self.makespan(row, scheme))
+            for scheme, measured in zip(SCHEMES, row.throughput, strict=True)
+        }
+        mean = sum(raw[column] for column in self.columns) / len(self.columns)
+        return {scheme: value - mean for scheme, value in raw.items()}
+
+    @property
+    def squares(self) -> list[float]:
+        """Of the fitted columns' residuals, over both layouts."""
+        both = map(self.residuals, self.rows)
+        return [residuals[column] ** 2 for residuals in both for column in self.columns]
+
+
+def fit(cluster: str, columns: tuple[str, ...], backward: float = 2.0, reading: Reading = half_the_ranks) -> Fit:
+    """T_C by least squares."""
+
+    def at(message: float) -> Fit:
+        return Fit(cluster, columns, message, backward, reading)
+
+    return at(lowest(lambda message: sum(at(message).squares), 0.0, 0.3))
+
+
+def fit_all(columns: tuple[str, ...], backward: float = 2.0, reading: Reading = half_the_ranks) -> list[Fit]:
+    """All four clusters."""
+    return [fit(cluster, columns, backward, reading) for cluster in dict.fromkeys(row.cluster for row in EIGHT_GPUS)]
+
+
+def lowest(of: Callable[[float], float], low: float, high: float, within: float = 1e-5) -> float:
+    """Where a function with one valley is least."""
+    while high - low > within:
+        third = (high - low) / 3
+        low, high = (low, high - third) if of(low + third) < of(high - third) else (low + third, high)
+    return (low + high) / 2
+
+
+def rms(fits: Sequence[Fit]) -> float:
+    """Over all fitted columns."""
+    squares = [square for fit in fits for square in fit.squares]
+    return sqrt(sum(squares) / len(squares))
+
+
+def fits_table() -> str:
+    """The block `fits`: three ways to fit, four clusters."""
+    shown = ways()
+    rows = []
+    for name, fits in shown:
+        cells = [f"T_C {one.message:.4f}, rms {percent(rms([one]), 2)}" for one in fits]
+        rows.append((name, *cells, f"**{percent(rms(fits), 2)}**"))
+    return markdown(("fitted columns", *(one.cluster for one in shown[0][1]), "all clusters"), rows)
+
+
+def ways() -> list[tuple[str, list[Fit]]]:
+    """The fits that the page shows."""
+    bend = lowest(lambda backward: rms(fit_all(SCHEMES, backward, never_below_four)), 1.0, 3.0, 0.005)
+    return [
+        ("Hanayo W = 2, 4, 8", fit_all(WAVES)),
+        (f"Hanayo W = 2, 4, 8, T_B = {bend:.2f} T_F", fit_all(WAVES, bend)),
+        ("all six", fit_all(SCHEMES)),
+        ("all six, Chimera-wave never below 4 ranks", fit_all(SCHEMES, reading=never_below_four)),
+        (f"the same, one T_B fitted for all: {bend:.2f} T_F", fit_all(SCHEMES, bend, never_below_four)),
+    ]
+
+
+def ratios_table() -> str:
+    """The block `ratios`: everything relative to W = 2, measured and modelled, T_C from the waves alone."""
+    rows = []
+    for one in fit_all(WAVES):
+        for row in one.rows:
+            residuals = one.residuals(row)
+            base = row.throughput[SCHEMES.index("Hanayo W=2")], residuals["Hanayo W=2"]
+            cells = []
+            for scheme, measured in zip(SCHEMES, row.throughput, strict=True):
+                error = exp(residuals[scheme] - base[1])
+                ratio = measured / base[0]
+                cells.append(f"{ratio:.3f} / {ratio / error:.3f} ({100 * (error - 1):+.1f})")
+            rows.append((f"{one.cluster}, P={row.num_ranks} D={8 // row.num_ranks}", *cells))
+    return markdown(("cluster, layout", *SCHEMES), rows)
+
+
+def draw(path: Path) -> None:
+    """Each row relative to W = 2: bars as measured, marks as modelled."""
+    plot = figure.new(9.5, 4.8)
+    panels = plot.subplots(2, 4, sharey=True)
+    for column, one in zip(panels.T, fit_all(WAVES), strict=True):
+        for axes, row in zip(column, one.rows, strict=True):
+            _draw_row(axes, one, row)
+        column[0].set_title(f"{one.cluster}, T_C = {one.message:.3f}\nP=8 D=1", loc="left", fontsize=8)
+        column[1].set_title("P=4 D=2", loc="left", fontsize=8)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("throughput / that of W=2", fontsize=8)
+    panels[1, 0].legend(fontsize=7, frameon=False, loc="upper left")
+    figure.save(plot, path)
+
+
+def _draw_row(axes: "Axes", one: Fit, row: Row) -> None:
+    colours = [figure.BLUE if scheme in WAVES else figure.GREY for scheme in SCHEMES]
+    base, modelled = row.throughput[SCHEMES.index("Hanayo W=2")], one.makespan(row, "Hanayo W=2")
+    places = range(len(SCHEMES))
+    axes.bar(places, [value / base for value in row.throughput], 0.7, color=colours, label="measured [R]")
+    ratios = [modelled / one.makespan(row, scheme) for scheme in SCHEMES]
+    axes.plot(places, ratios, "D", color=figure.INK, markersize=3.5, label="modelled")
+    if row.num_ranks == 4:
+        other = modelled / replace(one, reading=never_below_four).makespan(row, "Chimera-wave")
+        label = "modelled, 4 ranks"
+        axes.plot([2], [other], "D", color=figure.INK, markersize=3.5, markerfacecolor="white", label=label)
+    figure.plain(axes)
+    axes.set_xticks(places, ["GPipe", "DAPPLE", "Chimera-\nwave", "W=2", "W=4", "W=8"], rotation=60)
+    axes.tick_params(labelsize=7)
+    axes.set_ylim(0, 1.45)

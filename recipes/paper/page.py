@@ -1,0 +1,41 @@
+"""Page: a Markdown file by hand whose tables a command fills.
+
+prose, prose                                 <- by hand
+<!-- begin bubbles -->
+| scheme | printed | ...                     <- the block `bubbles`, replaced whenever the page is filled
+<!-- end bubbles -->
+prose
+"""
+
+import re
+from collections.abc import Mapping
+
+from lightning_hanayo.errors import HanayoError
+
+_BLOCK = re.compile(r"(<!-- begin (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end (?P=name) -->)", re.DOTALL)
+
+
+def blocks_in(page: str) -> dict[str, str]:
+    """The blocks of `page`: name -> what stands in it."""
+    return {match["name"]: match["body"].strip("\n") for match in _BLOCK.finditer(page)}
+
+
+def fill(page: str, blocks: Mapping[str, str]) -> str:
+    """`page` with these blocks replaced.
+
+    Raises:
+        HanayoError: the page has no such block.
+
+    Example:
+        >>> fill("<!-- begin a -->\\nold\\n<!-- end a -->", {"a": "new"})
+        '<!-- begin a -->\\nnew\\n<!-- end a -->'
+    """
+    missing = sorted(set(blocks) - set(blocks_in(page)))
+    if missing:
+        raise HanayoError(f"the page has no block {missing[0]!r}: expected <!-- begin {missing[0]} --> and its end")
+
+    def replaced(match: re.Match[str]) -> str:
+        body = blocks.get(match["name"])
+        return match[0] if body is None else f"{match[1]}{body}\n{match[4]}"
+
+    return _BLOCK.sub(replaced, page)

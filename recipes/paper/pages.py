@@ -1,0 +1,62 @@
+"""Pages: which tables and pictures the documents hold, and who makes them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from recipes.paper import bubbles, catalogue, clusters, peers, scaling, variance, waves
+from recipes.paper.contender import OURS, SPLIT, WHOLE
+from recipes.paper.page import fill
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+Maker = Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A page and its blocks. The slow ones search for schedules; a test of a few seconds leaves them out."""
+
+    path: Path
+    quick: Mapping[str, Maker]
+    slow: Mapping[str, Maker]
+
+    def rebuild(self) -> None:
+        """Replace every block."""
+        made = {name: make() for name, make in {**self.quick, **self.slow}.items()}
+        self.path.write_text(fill(self.path.read_text(encoding="utf-8"), made), encoding="utf-8")
+
+
+DOCUMENTS = (
+    Document(
+        DOCS / "reproduction.md",
+        quick={
+            "bubbles": bubbles.table,
+            "fits": clusters.fits_table,
+            "ratios": clusters.ratios_table,
+            "waves": waves.table,
+            "scaling": scaling.table,
+            "variance": variance.table,
+        },
+        slow={f"equal-memory-{size}": partial(peers.equal_memory_table, size) for size in peers.SIZES}
+        | {f"rooms-{size}": partial(peers.rooms_table, size) for size in peers.SIZES},
+    ),
+    Document(
+        DOCS / "concepts" / "schedules.md",
+        quick={f"all-{size}": partial(peers.table, (*WHOLE, *SPLIT), size) for size in peers.SIZES},
+        slow={f"ours-{size}": partial(peers.table, OURS, size) for size in peers.SIZES},
+    ),
+)
+
+
+def draw_all(folder: Path) -> None:
+    """All figures of both pages."""
+    for name, draw in (
+        ("bubbles", bubbles.draw),
+        ("clusters", clusters.draw),
+        ("waves", waves.draw),
+        ("memory", peers.draw),
+    ):
+        draw(folder / f"paper-{name}.png")
+    catalogue.draw(folder)

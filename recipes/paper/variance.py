@@ -1,0 +1,49 @@
+"""Variance: how unevenly activations lie over the ranks, as parts of DAPPLE's variance.
+
+The paper prints the variance of its measured peak memory, weights and embeddings included, without its unit. Ours is
+that of the activation peaks, in M_a squared. Divided by DAPPLE's, both lose their unit.
+"""
+
+from statistics import pvariance
+
+from lightning_hanayo.schedule import build, simulate
+from recipes.paper.printed import VARIANCE
+from recipes.paper.table import markdown
+
+NUM_RANKS = 8
+
+
+def peaks(name: str, num_waves: int = 1) -> tuple[float, ...]:
+    """Activations per rank in M_a, B = P."""
+    schedule = build(name, num_ranks=NUM_RANKS, num_microbatches=NUM_RANKS, num_waves=num_waves)
+    return simulate(schedule).peak_activations
+
+
+def of(held: tuple[float, ...]) -> float:
+    """Over all ranks, in M_a squared."""
+    return pvariance(held)
+
+
+def table() -> str:
+    """The block `variance`."""
+    ours = {
+        "GPipe": [("GPipe", peaks("gpipe"))],
+        "DAPPLE": [("DAPPLE", peaks("1f1b"))],
+        "Chimera": [("Chimera", peaks("chimera"))],
+        "Hanayo": [(f"Hanayo W={waves}", peaks("hanayo", waves)) for waves in (1, 2, 4)],
+    }
+    base = of(peaks("1f1b"))
+    rows = []
+    for scheme, variants in ours.items():
+        for name, held in variants:
+            printed = VARIANCE[scheme]
+            rows.append(
+                (
+                    name,
+                    f"{printed:g}",
+                    f"{printed / VARIANCE['DAPPLE']:.3f}",
+                    f"{of(held) / base:.3f}",
+                    f"{min(held):g} to {max(held):g}",
+                )
+            )
+    return markdown(("scheme", "printed [P]", "of DAPPLE's", "simulated, of DAPPLE's", "M_a per rank, P = 8"), rows)

@@ -1,0 +1,56 @@
+"""The closed forms that the pages quote, against the simulator."""
+
+import pytest
+
+from lightning_hanayo.schedule import CostModel, build, simulate, validate
+from recipes.paper import closed_form, idle
+from recipes.paper.closed_form import Times
+from recipes.paper.contender import SPLIT, WHOLE, Contender, known, measure
+from recipes.paper.gems import gems
+
+TIMES = [Times(), Times(message=0.1), Times(1.0, 1.5, 0.05), Times(2.0, 4.0, 0.03)]
+
+
+def played(name: str, num_ranks: int, times: Times, num_waves: int = 1) -> float:
+    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_ranks, num_waves=num_waves)
+    half = times.backward / 2
+    return simulate(schedule, CostModel(times.forward, half, half, times.message)).makespan
+
+
+@pytest.mark.parametrize("times", TIMES, ids=str)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_makespans_with_messages(num_ranks: int, times: Times) -> None:
+    assert played("gpipe", num_ranks, times) == pytest.approx(closed_form.gpipe(num_ranks, times))
+    assert played("1f1b", num_ranks, times) == pytest.approx(closed_form.dapple(num_ranks, times))
+    for waves in (1, 2, 8):
+        wave = closed_form.hanayo(num_ranks, waves, times)
+        assert played("hanayo", num_ranks, times, waves) == pytest.approx(wave)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+def test_gems_holds_one_micro_batch_and_lasts_as_long_as_derived(num_ranks: int) -> None:
+    schedule = gems(num_ranks, num_ranks)
+    validate(schedule)
+    timeline = simulate(schedule)
+    assert timeline.makespan == closed_form.gems(num_ranks, Times())
+    assert timeline.makespan == 2 * num_ranks**2 + 2 * num_ranks - 1
+    assert set(timeline.peak_activations) == {1.0}
+
+
+@pytest.mark.parametrize("num_ranks", [4, 6, 8])
+def test_chimera_as_the_paper_has_it(num_ranks: int) -> None:
+    schedule = build("chimera", num_ranks=num_ranks, num_microbatches=num_ranks)
+    assert simulate(schedule).bubble_ratio == pytest.approx(closed_form.chimera_bubble(num_ranks, Times()))
+
+
+@pytest.mark.parametrize("contender", known((*WHOLE, *SPLIT)), ids=lambda one: one.label)
+def test_idle_times_of_the_schedules_page(contender: Contender) -> None:
+    forms = 0
+    for num_ranks, num_microbatches in ((3, 9), (4, 4), (4, 16), (8, 8), (8, 16)):
+        if contender.name == "chimera" and num_ranks % 2:
+            continue
+        bubble = idle.bubble(contender, num_ranks, num_microbatches)
+        if bubble is not None:
+            forms += 1
+            assert measure(contender, num_ranks, num_microbatches).bubble == pytest.approx(bubble)
+    assert forms or contender.name in ("v-half", "v-min")

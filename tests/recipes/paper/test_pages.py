@@ -1,0 +1,50 @@
+"""The pages hold what the command makes, so that they can't drift from the code."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.paper.catalogue import PICTURED, file_name
+from recipes.paper.contender import known
+from recipes.paper.page import blocks_in
+from recipes.paper.pages import DOCS, DOCUMENTS, Document
+
+QUICK = [(document, name) for document in DOCUMENTS for name in document.quick]
+
+
+@pytest.mark.parametrize(("document", "name"), QUICK, ids=[f"{document.path.stem}:{name}" for document, name in QUICK])
+def test_a_block_is_as_made(document: Document, name: str) -> None:
+    written = blocks_in(document.path.read_text(encoding="utf-8"))[name]
+    assert written == document.quick[name](), "run python -m recipes.paper"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.path.stem)
+def test_every_block_has_a_maker_and_is_filled(document: Document) -> None:
+    blocks = blocks_in(document.path.read_text(encoding="utf-8"))
+    assert set(blocks) == {*document.quick, *document.slow}
+    assert all(blocks.values())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.path.stem)
+def test_links_lead_somewhere_and_figures_are_small(document: Document) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", document.path.read_text(encoding="utf-8"))
+    files = [document.path.parent / link for link in links if not link.startswith("http")]
+    assert all(file.is_file() for file in files), [file for file in files if not file.is_file()]
+    assert all(file.stat().st_size < 150_000 for file in files if file.suffix == ".png")
+
+
+def test_every_schedule_has_its_picture_on_the_page() -> None:
+    page = (DOCS / "concepts" / "schedules.md").read_text(encoding="utf-8")
+    for contender in known(PICTURED):
+        assert f"](../figures/{file_name(contender)})" in page
+        assert f"### `{contender.name}`" in page
+
+
+def test_the_command_needs_no_torch() -> None:
+    code = "import sys, recipes.paper.pages; print([name for name in ('torch', 'lightning') if name in sys.modules])"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -84,7 +84,7 @@ def draw(path: Path) -> None:
         printed = axes.bar(left, [100 * one.printed for one in shown], 0.4, color=figure.GREY)
         real = axes.bar(right, [100 * one.simulated for one in shown], 0.4, color=figure.BLUE)
         for bars in (printed, real):
-            axes.bar_label(bars, fmt="%.2f", fontsize=6, padding=1)
+            axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
         axes.set_xticks(places, [one.scheme.replace(" ", "\n") for one in shown])
         figure.plain(axes, f"P = B = {num_ranks}", y="bubble [%]" if num_ranks == 8 else "")
         axes.set_ylim(0, 110)

@@ -157,7 +157,8 @@ def draw(path: Path) -> None:
         column[1].set_title("P=4 D=2", loc="left", fontsize=8)
     for axes in panels[:, 0]:
         axes.set_ylabel("throughput / that of W=2", fontsize=8)
-    panels[1, 0].legend(fontsize=7, frameon=False, loc="upper left")
+    handles, labels = panels[1, 0].get_legend_handles_labels()
+    plot.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.save(plot, path)
 
 
@@ -170,9 +171,9 @@ def _draw_row(axes: "Axes", one: Fit, row: Row) -> None:
     axes.plot(places, ratios, "D", color=figure.INK, markersize=3.5, label="modelled")
     if row.num_ranks == 4:
         other = modelled / replace(one, reading=never_below_four).makespan(row, "Chimera-wave")
-        label = "modelled, 4 ranks"
+        label = "modelled, Chimera-wave over four ranks"
         axes.plot([2], [other], "D", color=figure.INK, markersize=3.5, markerfacecolor="white", label=label)
     figure.plain(axes)
     axes.set_xticks(places, ["GPipe", "DAPPLE", "Chimera-\nwave", "W=2", "W=4", "W=8"], rotation=60)
     axes.tick_params(labelsize=7)
-    axes.set_ylim(0, 1.45)
+    axes.set_ylim(0, 1.2)

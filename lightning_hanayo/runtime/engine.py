@@ -15,7 +15,8 @@ class Engine:
     Args:
         stages: this rank's stages by their number.
         mail: brings packets from and to the other ranks.
-        reduce: called with a stage's number once all its gradients are there; starts their reduction over data ranks.
+        reduce: called with a stage's number once all its gradients are there; starts their reduction over data ranks
+            and twins, and mustn't wait for it: a twin may need this rank's next computation to get there.
         trace: notes when what ran.
     """
 

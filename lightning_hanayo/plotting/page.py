@@ -1,10 +1,10 @@
 """Page: timelines as one HTML file that loads nothing: hover shows an action, follows its micro-batch over the ranks.
 
-    title, legend, zoom
-    rank 0   | 0 1 2 3 .  0 0  1 1 ...            a box per action
-    rank 1   |   0 1 2 .  .  ...
-    peak 2   | __/~~~\\__                          the activations that each rank holds, in M_a
-    peak 2   |   _/~~~\\_
+title, legend, zoom
+rank 0   | 0 1 2 3 .  0 0  1 1 ...            a box per action
+rank 1   |   0 1 2 .  .  ...
+peak 2   | __/~~~\\__                          the activations that each rank holds, in M_a
+peak 2   |   _/~~~\\_
 """
 
 import json
@@ -45,8 +45,8 @@ def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *
     count = sum(len(timeline.spans) for timeline in timelines.values())
     if count > MOST_SPANS:
         raise HanayoError(
-            f"{path}: a page shows at most {MOST_SPANS} actions, got {count}; draw fewer micro-batches or ranks, or write "
-            "a trace (.json) and open it in ui.perfetto.dev"
+            f"{path}: a page shows at most {MOST_SPANS} actions, got {count}; draw fewer micro-batches or ranks, or "
+            "write a trace (.json) and open it in ui.perfetto.dev"
         )
     text = json.dumps(_data(timelines, unit), separators=(",", ":")).replace("</", "<\\/")
     template = Template((files(__package__) / "page.html").read_text(encoding="utf-8"))

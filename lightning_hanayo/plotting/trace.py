@@ -1,8 +1,8 @@
 """Trace: timelines in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
 
-    process "hanayo"          thread "rank 0"  |0F0|0F1|...           a slice per action; arrows are messages
-                              thread "rank 1"      |1F0|...
-                              counter "activations, rank 0"           in M_a, a step function
+process "hanayo"          thread "rank 0"  |0F0|0F1|...           a slice per action; arrows are messages
+                          thread "rank 1"      |1F0|...
+                          counter "activations, rank 0"           in M_a, a step function
 """
 
 import json

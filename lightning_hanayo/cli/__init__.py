@@ -17,6 +17,7 @@ COMMANDS = {
     "validate": (_TRAINER, "measure a model on its validation data"),
     "test": (_TRAINER, "measure a model on its test data"),
     "predict": (_TRAINER, "let a model predict"),
+    "schedule": ("lightning_hanayo.cli.schedule", "show, compare, check and export schedules"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Readable: what a jsonargparse parser says about a mistake, in one line in place of a nested report."""
+"""Readable: what argparse, or jsonargparse, says about a mistake, in one line in place of usage and nested reports."""
 
 import re
 import traceback
@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from lightning_hanayo.cli.failure import debugging, fail
-from lightning_hanayo.errors import nearest
 
 _UNKNOWN = re.compile(
     r"(?:Subcommand '(?P<command>\w+)' does not accept option|Option|unrecognized arguments:) '?(?P<option>[^\s'=]+)",
@@ -18,16 +17,12 @@ _KEY = re.compile(r'Parser key "(?P<key>[^"]+)":')
 _EXPECTED = re.compile(r"Expected an? (?P<kind>.+?)(?:\. Got value.*)?$", re.MULTILINE)
 _GIVEN = re.compile(r"(?:Given value|Got value): (?P<value>.*)")
 _ITEM = re.compile(r"^ *- (?P<item>.+\n(?: {4,}(?! |- ).+\n)*)", re.MULTILINE)
-_CHOICE = re.compile(
-    r"argument (?P<what>[\w-]+)[^:]*: invalid choice: '(?P<given>[^']*)' \(choose from (?P<known>.*)\)"
-)
 _REQUIRED = re.compile(r"the following arguments are required: (?P<names>.+)")
-_WORD = re.compile(r"[\w-]+")
 _MANY = 16
 
 
 class Readable:
-    """Makes a jsonargparse parser (the next class in line) say one thing, without usage, tips and nested reports."""
+    """Makes a parser (the next class in line) say one thing, without usage, tips and nested reports."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Show one line, and end with exit code 2."""
@@ -36,17 +31,15 @@ class Readable:
         raise SystemExit(fail(self._readable(message)))
 
     def _readable(self, message: str) -> str:
-        choice = _CHOICE.search(message)
-        if choice is not None:
-            given, known = choice["given"], _WORD.findall(choice["known"])
-            return f"unknown {choice['what']} {given!r}; {nearest(given, known)}"
         required = _REQUIRED.search(message)
         if required is not None:
-            return f"missing: {', '.join(name.rpartition('.')[2] for name in required['names'].split(', '))}"
+            return f"missing: {required['names']}"
         unknown = _UNKNOWN.search(message)
         if unknown is None:
             return condense(message)
-        option = unknown["option"].removeprefix("--")
+        if message.startswith("unrecognized") and not unknown["option"].startswith("-"):
+            return f"unexpected: {unknown['option']!r}"
+        option = unknown["option"].lstrip("-")
         parsers = [parser for name, parser in self._commands() if unknown["command"] in (None, name)] or [self]
         return f"unknown option {option!r}; {hint(option, dict.fromkeys(chain(*map(_options, parsers))))}"
 

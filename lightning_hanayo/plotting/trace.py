@@ -87,7 +87,7 @@ class _Process:
         idle = idle_before(self._timeline)
         for step in self._timeline.steps:
             for span in step.spans:
-                details = {"stage": span.action.stage, "microbatch": span.action.microbatch}
+                details: Event = {"stage": span.action.stage, "microbatch": span.action.microbatch}
                 if span in idle:
                     details["idle_before_us"] = self._length(idle[span])
                 yield self._slice(span, str(span.action), _category(span), details)

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.cost import Cost, CostModel
+from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.registry import build, schedule_names, sizes_for
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
@@ -66,14 +67,18 @@ def compare(
     refused: dict[str, str] = {}
     for name in schedule_names() if names is None else names:
         try:
-            sizes = {**sizes_for(name, num_waves), "num_ranks": num_ranks, "num_microbatches": num_microbatches}
+            sizes: dict[str, Any] = {
+                **sizes_for(name, num_waves),
+                "num_ranks": num_ranks,
+                "num_microbatches": num_microbatches,
+            }
             candidates.append(_candidate(name, sizes, costs or CostModel(), activation_budget, steps))
         except HanayoError as error:
             refused[name] = str(error).partition("\n")[0]
     return Comparison(tuple(sorted(candidates, key=lambda one: (one.timeline.makespan, one.peak, one.name))), refused)
 
 
-def _candidate(name: str, sizes: dict[str, int], costs: CostModel, budget: float | None, steps: int) -> Candidate:
+def _candidate(name: str, sizes: dict[str, Any], costs: CostModel, budget: float | None, steps: int) -> Candidate:
     if any(isinstance(getattr(costs, field.name), tuple) for field in fields(costs)):
         costs = merged(costs, build(name, **sizes).chain_length)
     inside = True
@@ -96,12 +101,11 @@ def merged(costs: CostModel, num_stages: int) -> CostModel:
     Raises:
         HanayoError: the stages given don't divide so.
     """
-    return replace(
-        costs, **{field.name: _merged(field.name, getattr(costs, field.name), num_stages) for field in fields(costs)}
-    )
+    given: dict[str, Any] = {field.name: getattr(costs, field.name) for field in fields(costs)}
+    return replace(costs, **{name: _merged(name, value, num_stages) for name, value in given.items()})
 
 
-def _merged(name: str, value: Cost | None, num_stages: int) -> Cost | None:
+def _merged(name: str, value: Any, num_stages: int) -> Any:
     if not isinstance(value, tuple) or len(value) == num_stages:
         return value
     run, rest = divmod(len(value), num_stages)

@@ -32,7 +32,7 @@ def test_the_module_is_the_console_script() -> None:
     )
     assert done.returncode == 2
     assert done.stderr == (
-        "hanayo: error: unknown command 'fti'; did you mean 'fit'? Known: fit, validate, test, predict. "
+        "hanayo: error: unknown command 'fti'; did you mean 'fit'? Known: fit, validate, test, predict, schedule. "
         "See: hanayo --help\n"
     )
 

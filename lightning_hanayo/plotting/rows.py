@@ -70,8 +70,7 @@ def draw_rows(
     shading = legs(timeline)
     _draw_boxes(spans, begin, axes, shading)
     if numbers:
-        for span in spans:
-            _draw_number(axes, span, begin, shading, timeline.num_ranks)
+        _draw_numbers(spans, begin, axes, shading, timeline.num_ranks)
     for step in timeline.steps if follow else ():
         for microbatch in follow:
             _draw_way(axes, step.spans, begin, microbatch)
@@ -100,27 +99,38 @@ def _draw_boxes(spans: Sequence[Span], begin: float, axes: "Axes", shading: Legs
         )
 
 
-def _draw_number(axes: "Axes", span: Span, begin: float, shading: Legs, num_rows: int) -> None:
-    if span.end <= span.start or not span.action.kind.is_compute:
-        return
+def _draw_numbers(spans: Sequence[Span], begin: float, axes: "Axes", shading: Legs, num_rows: int) -> None:
+    """One collection per number, size and ink, for the same reason: its outline, wherever it stands."""
+    shown = [span for span in spans if span.end > span.start and span.action.kind.is_compute]
+    longest = max((len(str(span.action.microbatch)) for span in shown), default=1)
+    places: dict[tuple[str, float, str], list[tuple[float, float]]] = defaultdict(list)
     first, last = axes.get_xlim()
-    middle = (span.start + span.end) / 2 - begin
-    text = str(span.action.microbatch)
-    fits = _points(axes, span.end - span.start) / (0.68 * len(text))
-    size = min(9.0, 0.55 * HEIGHT * _row_points(axes, num_rows), fits)
-    if size >= SMALLEST and first <= middle <= last:
-        shade = ink(colour(span.action, shading))
-        axes.text(
-            middle,
-            span.rank,
-            text,
-            ha="center",
-            va="center_baseline",
-            fontsize=size,
-            color=shade,
-            zorder=4,
-            clip_on=True,
-        )
+    for span in shown:
+        fits = _points(axes, span.end - span.start) / (0.68 * longest)
+        size = round(min(9.0, 0.55 * HEIGHT * _row_points(axes, num_rows), fits), 1)
+        middle = (span.start + span.end) / 2 - begin
+        if size >= SMALLEST and first <= middle <= last:
+            key = str(span.action.microbatch), size, ink(colour(span.action, shading))
+            places[key].append((middle, float(span.rank)))
+    for (text, size, shade), offsets in places.items():
+        _draw_number(axes, text, size, shade, offsets)
+
+
+def _draw_number(axes: "Axes", text: str, size: float, shade: str, offsets: list[tuple[float, float]]) -> None:
+    from matplotlib.collections import PathCollection
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import Affine2D
+
+    outline = TextPath((0, 0), text, size=size)
+    box = outline.get_extents()
+    middle = Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2)
+    points_to_pixels = Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans
+    numbers = PathCollection(
+        [outline.transformed(middle)], facecolor=shade, linewidth=0, offsets=offsets, offset_transform=axes.transData
+    )
+    numbers.set_transform(points_to_pixels)
+    numbers.set(label=text, zorder=4, clip_on=True)
+    axes.add_collection(numbers, autolim=False)
 
 
 def _draw_way(axes: "Axes", spans: Sequence[Span], begin: float, microbatch: int) -> None:

@@ -1,22 +1,24 @@
-"""chimera: two copies of the model, one down and one up the ranks, each at work in the other's bubbles (SC'21, arXiv
-2107.06925). Weights 2 M_w, activations from (P/2 + 1) M_a on the first and last rank to P M_a in the middle.
+"""chimera: two copies of the model, one down and one up the ranks, each at work in the other's bubbles, for any B.
 
-B = P is the paper's order (figure 3), half of the micro-batches each way; here with T_B = T_F, P = 4:
+SC'21, arXiv 2107.06925. Weights 2 M_w, activations at B = P from (P/2 + 1) M_a at both ends to P M_a in the middle.
+B = P is the paper's order (figure 3), half of the micro-batches each way; P = 4, drawn with T_B = T_F:
 
     rank 0   F0 .  F1 f2 b2 f3 b3 B0 .  B1          F, B: down, stage r on rank r (0 to P-1)
     rank 1      F0 f2 F1 f3 b2 B0 b3 B1             f, b: up, stage P + i on rank P-1-i
     rank 2      f2 F0 f3 F1 B0 b2 B1 b3
     rank 3   f2 .  f3 F0 B0 F1 B1 b2 .  b3
 
-On these slots the i-th micro-batch down runs forward on rank r at r + 2i and backward at 2P-1-r + 2i, and up the same
-from the other end. A rank's odd slots belong to one way, its even ones to the other: nothing meets. A unit of P fills
-2P slots of every rank, so the next unit follows 2P slots later (the paper's direct concatenation) and its forwards fill
-the tail of the one before. For T_B >= T_F the makespan of U units, B = UP, is
+It is a 1f1b of half speed each way. In slots that hold a forward and then a backward, the i-th micro-batch down runs
+forward on rank r in slot r + 2i and backward in slot 2P-2-r + 2i; up, the same from the other end. So a rank's even
+slots belong to one way and its odd ones to the other, nothing ever meets, and any B goes on like that:
 
-    P T_F + (2P-2) T_B + (U-1) (2 T_F + (2P-2) T_B)            and at U = 1, P >= 4, another (3P-5) T_C
+    rank 1, B = 8   slot   1     2     3     4     5     6     7     8     9     10  ...
+                           F0    f2    F1    f3b2  F4B0  f6b3  F5B1  f7b6  B4    b7          (F5B1: F5, then B1)
 
-A rank works P (T_F + T_B) for a unit: with T_B = T_F it idles at both ends only, with T_B = 2 T_F in every unit, for
-equal slots fit unequal work badly (the paper's remedies take twice the activations, or halve the micro-batches).
+(The paper puts units of P behind one another instead, which idles in each of them unless T_B = T_F.) No rank ever holds
+more than P M_a. For even B >= P the makespan is
+
+    B (T_F + T_B) + (P-2) max(T_F, T_B) + (3P-4) T_C        at B = P one T_C less; for P = 2 always 2 T_C
 """
 
 from lightning_hanayo.errors import HanayoError
@@ -43,19 +45,19 @@ def chimera(request: Request) -> Schedule:
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    """The rank's actions by the slots of the picture."""
-    slots: dict[int, Action] = {}
+    """The rank's actions by their slots, forwards first."""
+    slots: dict[tuple[int, bool], Action] = {}
     for microbatch in range(num_microbatches):
-        up, begin = _entry(microbatch, num_ranks, num_microbatches)
+        up, item = _way(microbatch, num_ranks, num_microbatches)
         place = num_ranks - 1 - rank if up else rank
         stage = num_ranks * up + place
-        slots[begin + place] = Action(stage, Kind.F, microbatch)
-        slots[begin + 2 * num_ranks - 1 - place] = Action(stage, Kind.B, microbatch)
+        slots[2 * item + place, False] = Action(stage, Kind.F, microbatch)
+        slots[2 * item + 2 * num_ranks - 2 - place, True] = Action(stage, Kind.B, microbatch)
     return tuple(slots[slot] for slot in sorted(slots))
 
 
-def _entry(microbatch: int, num_ranks: int, num_microbatches: int) -> tuple[bool, int]:
-    """Whether a micro-batch goes up, and the slot in which it enters: the first half of its unit goes down."""
+def _way(microbatch: int, num_ranks: int, num_microbatches: int) -> tuple[bool, int]:
+    """Whether a micro-batch goes up, and how many go that way before it: of each P, the first half goes down."""
     unit, item = divmod(microbatch, num_ranks)
     down = (min(num_ranks, num_microbatches - unit * num_ranks) + 1) // 2
-    return item >= down, 2 * (unit * num_ranks + item % down)
+    return item >= down, unit * (num_ranks // 2) + item % down

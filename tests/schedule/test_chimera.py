@@ -29,12 +29,8 @@ def test_the_figure() -> None:
     assert schedule.replica_of == (4, 5, 6, 7, 0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("num_ranks", [4, 6, 8, 16])
-def test_the_slots_of_the_drawing(num_ranks: int) -> None:
-    """With T_B = T_F nothing waits but for the first and last P/2 - 1 slots: bubble (P-2) / (2B + P-2)."""
-    for units in (1, 2, 3):
-        timeline = simulate(chimera(num_ranks, units * num_ranks), CostModel(1.0, 0.5, 0.5))
-        assert timeline.makespan == 2 * units * num_ranks + num_ranks - 2
+def test_many_micro_batches_go_on_in_the_same_slots() -> None:
+    assert chimera(4, 8).actions[1] == row("1F0 6F2 1F1 6F3 6B2 1F4 1B0 6F6 6B3 1F5 1B1 6F7 6B6 1B4 6B7 1B5")
 
 
 @pytest.mark.parametrize(("num_ranks", "bubble"), [(8, 0.3333), (32, 0.3846)])
@@ -43,20 +39,27 @@ def test_the_bubbles_hanayo_prints_for_it(num_ranks: int, bubble: float) -> None
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 6, 8, 16])
-@pytest.mark.parametrize("backward", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("backward", [0.5, 1.0, 2.0, 3.0])
 def test_the_closed_form(num_ranks: int, backward: float) -> None:
-    for units in (1, 2, 3):
-        timeline = simulate(chimera(num_ranks, units * num_ranks), CostModel(1.0, backward / 2, backward / 2))
-        further = (units - 1) * (2 + (2 * num_ranks - 2) * backward)
-        assert timeline.makespan == pytest.approx(num_ranks + (2 * num_ranks - 2) * backward + further)
+    for num_microbatches in (num_ranks, num_ranks + 2, 2 * num_ranks, 5 * num_ranks - 2):
+        timeline = simulate(chimera(num_ranks, num_microbatches), CostModel(1.0, backward / 2, backward / 2))
+        idle = (num_ranks - 2) * max(1.0, backward)
+        assert timeline.makespan == pytest.approx(num_microbatches * (1.0 + backward) + idle)
 
 
-@pytest.mark.parametrize("num_ranks", [4, 6, 8, 16, 32])
+@pytest.mark.parametrize("num_ranks", [2, 4, 6, 8, 16])
 def test_messages_on_the_longest_way(num_ranks: int) -> None:
-    """Hanayo's formula for chimera has 3P - 2 of them; its order has three fewer."""
-    schedule = chimera(num_ranks, num_ranks)
-    dearer = simulate(schedule, CostModel(message=0.01)).makespan - simulate(schedule).makespan
-    assert dearer == pytest.approx((3 * num_ranks - 5) * 0.01)
+    """Hanayo's formula for chimera has 3P - 2 of them at B = P; the order has three fewer."""
+    for num_microbatches in (num_ranks, 2 * num_ranks, 4 * num_ranks):
+        schedule = chimera(num_ranks, num_microbatches)
+        dearer = simulate(schedule, CostModel(message=0.01)).makespan - simulate(schedule).makespan
+        messages = 3 * num_ranks - 4 - (num_microbatches == num_ranks)
+        assert dearer == pytest.approx(max(messages, 2) * 0.01)
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 5, 7, 9, 11])
+def test_an_odd_number_costs_no_more_than_the_even_one_above(num_microbatches: int) -> None:
+    assert simulate(chimera(4, num_microbatches)).makespan <= simulate(chimera(4, num_microbatches + 1)).makespan
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -64,7 +67,7 @@ def test_messages_on_the_longest_way(num_ranks: int) -> None:
 def test_activations_from_half_of_the_ranks_to_all(num_ranks: int, units: int) -> None:
     peak = simulate(chimera(num_ranks, units * num_ranks)).peak_activations
     half = [num_ranks // 2 + 1 + rank for rank in range(num_ranks // 2)]
-    assert peak == (*half, *half[::-1]) if units == 1 else max(peak) <= num_ranks
+    assert peak == ((*half, *half[::-1]) if units == 1 else (num_ranks,) * num_ranks)
 
 
 @pytest.mark.parametrize("num_microbatches", range(1, 12))

@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting import draw_timeline, save_comparison, save_schedule
-from lightning_hanayo.plotting.rows import legend
+from lightning_hanayo.plotting import draw_timeline, save_comparison, save_schedule, save_timeline
+from lightning_hanayo.plotting.picture import _bands
+from lightning_hanayo.plotting.rows import draw_rows, legend
 from lightning_hanayo.schedule import CostModel, Timeline, build, simulate, with_loss_stage
 
 
@@ -39,21 +43,77 @@ def test_one_schedule(tmp_path: Path) -> None:
         assert text in picture
 
 
+def numbers(axes: Axes) -> list[tuple[float, float, str]]:
+    """The micro-batch numbers drawn, each with its place."""
+    return [
+        (float(x), float(y), str(collection.get_label()))
+        for collection in axes.collections
+        if isinstance(collection, PathCollection)
+        for x, y in collection.get_offsets()
+    ]
+
+
 def test_rows_lie_from_rank_0_down_and_numbers_stand_in_their_boxes() -> None:
     axes = Figure(figsize=(8, 3)).subplots()
     timeline = wave(2, 2)
     draw_timeline(timeline, axes, title="here")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     assert axes.yaxis_inverted()
-    placed = {(*map(float, text.get_position()), text.get_text()) for text in axes.texts}
-    middles = {((s.start + s.end) / 2, float(s.rank), str(s.action.microbatch)) for s in timeline.spans}
-    assert placed == middles
+    middles = [((s.start + s.end) / 2, float(s.rank), str(s.action.microbatch)) for s in timeline.spans]
+    assert sorted(numbers(axes)) == sorted(middles)
+
+
+def test_a_window_shows_what_reaches_into_it() -> None:
+    axes = Figure(figsize=(8, 3)).subplots()
+    timeline = wave(2, 2)
+    draw_rows(timeline, axes, window=(2.0, 4.0))
+    assert axes.get_xlim() == (2.0, 4.0)
+    middles = [(s.start + s.end) / 2 for s in timeline.spans]
+    assert len(numbers(axes)) == sum(2 <= middle <= 4 for middle in middles)
 
 
 def test_numbers_that_do_not_fit_are_left_out() -> None:
     axes = Figure(figsize=(2, 1)).subplots()
     draw_timeline(wave(4, 16), axes)
-    assert len(axes.texts) < 100
+    assert len(numbers(axes)) < 100
+
+
+def test_one_micro_batch_can_be_followed_over_the_ranks() -> None:
+    axes = Figure(figsize=(8, 3)).subplots()
+    draw_timeline(wave(2, 2), axes, follow=[1])
+    (way,) = axes.lines
+    forward, backward = [0, 1, 1, 0] * 2, [0, 1, 1, 0] * 2
+    assert list(way.get_ydata()) == forward + backward
+
+
+def test_a_step_after_another_has_a_way_of_its_own() -> None:
+    axes = Figure(figsize=(8, 3)).subplots()
+    draw_timeline(simulate(build("gpipe", num_ranks=2, num_microbatches=2), steps=3), axes, follow=[0])
+    assert len(axes.lines) == 3
+
+
+def test_a_long_timeline_is_cut_into_bands_that_hold_all_of_it() -> None:
+    timeline = wave(8, 32)
+    bands = _bands(timeline)
+    assert len(bands) > 1
+    assert bands[0][0] == 0
+    assert bands[-1][1] == pytest.approx(timeline.makespan)
+    assert all(before[1] == after[0] for before, after in pairwise(bands))
+
+
+def test_bands_end_where_the_picture_would_be_too_high() -> None:
+    assert len(_bands(wave(16, 64))) * 16 * 0.34 <= 40
+
+
+def test_a_short_timeline_is_one_band() -> None:
+    assert len(_bands(wave(4, 4))) == 1
+
+
+def test_a_picture_in_bands_says_what_one_in_a_row_says(tmp_path: Path) -> None:
+    save_timeline(tmp_path / "wave.svg", wave(8, 32), title="here", unit="T_F", follow=[0, 31])
+    picture = (tmp_path / "wave.svg").read_text()
+    for text in ("here: makespan 103 T_F, bubble 6.8%", "time [T_F]", "rank 7"):
+        assert text in picture
 
 
 def test_the_legend_tells_the_legs_of_a_wave() -> None:
@@ -75,6 +135,11 @@ def test_the_loss_has_a_colour_of_its_own() -> None:
 def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HanayoError, match=r"must be one of png, svg, pdf"):
         save_schedule(tmp_path / "table.gif", build("1f1b", num_ranks=2, num_microbatches=2))
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HanayoError, match=r"nowhere/a.png can't be written: No such file or directory"):
+        save_timeline(tmp_path / "nowhere" / "a.png", wave(2, 2))
 
 
 def test_an_empty_timeline_is_a_picture_too(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""The picture of a comparison."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.plotting import save_ranking
+from lightning_hanayo.schedule.comparison import compare
+
+
+def test_it_shows_everyone_with_their_figures_and_who_is_missing(tmp_path: Path) -> None:
+    names = ["gpipe", "1f1b", "hanayo", "zbv"]
+    comparison = compare(num_ranks=4, num_microbatches=8, num_waves=2, activation_budget=4, names=names)
+    save_ranking(tmp_path / "all.svg", comparison, title="P = 4", budget=4, unit="ms")
+    picture = (tmp_path / "all.svg").read_text()
+    for text in (
+        "P = 4",
+        "27, bubble 11.1%",
+        "33, bubble 27.3%",
+        "budget",
+        "time [ms]",
+        "zbv isn't here: 'zbv' has two",
+    ):
+        assert f"<!-- {text}" in picture
+    order = [picture.index(f"<!-- {name} -->") for name in ("hanayo", "1f1b", "gpipe")]
+    assert order == sorted(order), "the fastest on top"
+
+
+def test_it_is_a_picture_or_nothing(tmp_path: Path) -> None:
+    comparison = compare(num_ranks=2, num_microbatches=2, names=["gpipe"])
+    save_ranking(tmp_path / "all.png", comparison, title="P = 2")
+    assert (tmp_path / "all.png").stat().st_size > 5000
+    with pytest.raises(HanayoError, match="must be one of png, svg, pdf"):
+        save_ranking(tmp_path / "all.html", comparison, title="P = 2")

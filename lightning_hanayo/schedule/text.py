@@ -9,6 +9,9 @@ from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.timeline import Span, Timeline
 
+MOST = 20_000
+"""characters in a row that isn't wrapped; where the shortest action would make it longer, labels are cut short"""
+
 
 def schedule_text(
     schedule: Schedule, costs: CostModel | None = None, columns: int | None = None, wrap: bool = False
@@ -58,7 +61,7 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
         return
     margin = len(f"rank {timeline.num_ranks - 1}") + 2
     longest = max(len(_label(span)) for span in compute)
-    scale = (longest + 1) / min(span.end - span.start for span in compute)
+    scale = min((longest + 1) / min(span.end - span.start for span in compute), MOST / timeline.makespan)
     if columns is not None and not wrap:
         scale = min(scale, max(1, columns - margin) / timeline.makespan)
     width = max(1, round(timeline.makespan * scale))

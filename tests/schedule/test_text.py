@@ -1,7 +1,8 @@
 """Schedules drawn as text."""
 
-from lightning_hanayo.schedule import Timeline, build, schedule_text, timeline_text
+from lightning_hanayo.schedule import CostModel, Timeline, build, schedule_text, simulate, timeline_text
 from lightning_hanayo.schedule.grid import grid
+from lightning_hanayo.schedule.text import MOST, timeline_lines
 from tests.schedule.samples import make
 
 
@@ -33,3 +34,33 @@ def test_a_table_with_a_mark() -> None:
         "rank 0  0F0   0B0",
         "rank 1 [1F0]  1B0",
     ]
+
+
+def test_a_long_schedule_wraps_into_bands_that_lose_nothing() -> None:
+    schedule = make("hanayo", 4, 8, 2)
+    whole = schedule_text(schedule).splitlines()
+    bands = schedule_text(schedule, columns=60, wrap=True).split("\n\n")
+    assert len(bands) > 2
+    assert all(len(line) <= 60 for band in bands for line in band.splitlines())
+    for rank, line in enumerate(whole):
+        joined = "".join(band.splitlines()[rank].ljust(60)[8:] for band in bands)
+        assert joined.rstrip() == line[8:].rstrip()
+
+
+def test_pieces_belong_to_their_spans() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
+    first, second = timeline_lines(timeline)
+    assert first.head == "rank 0  "
+    assert [(piece.text, str(piece.span.action) if piece.span else None) for piece in second.pieces] == [
+        ("...", None),
+        ("F0 ", "1F0"),
+        ("B0    ", "1B0"),
+        ("F1 ", "1F1"),
+        ("B1    ", "1B1"),
+        ("......", None),
+    ]
+
+
+def test_a_tiny_action_makes_no_endless_line() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), CostModel(forward=1e-9))
+    assert max(map(len, timeline_text(timeline).splitlines())) <= MOST + 10

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.weight_gradients import WeightGradients
 
 _numbers = itertools.count(1)
@@ -35,12 +36,16 @@ class SplitLinear:
     def __init__(self, module: nn.Module, queue: WeightGradients, *, transposed: bool) -> None:
         self.queue = queue
         self.transposed = transposed
+        self.product = transposed_gradient if transposed else weight_gradient
         self._module = weakref.ref(module)
         self._cast: tuple[int, weakref.ref[Tensor]] | None = None
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
         """the layer's number; it requires a gradient, so that a compiled backward can't leave the layer's call out"""
+        self.trained = self.parameters[0].requires_grad
+        self.values = tuple(None if parameter is None else parameter.detach() for parameter in self.parameters)
+        """weight and bias for compiled code: of a parameter among its inputs it would call the hooks, with None"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled module belongs to no stage."""
@@ -54,12 +59,13 @@ class SplitLinear:
 
     def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The forward, of operands for which `can_wait` holds."""
-        dtype = _autocast_dtype(x)
-        if dtype is not None:
-            x = x.to(dtype)
-        if torch.compiler.is_compiling():
-            return _Compiled.apply(x, weight, bias, self.handle, self.transposed)  # type: ignore[no-any-return]
-        return _Eager.apply(x, weight, bias, self)  # type: ignore[no-any-return]
+        return _Eager.apply(_as_autocast(x), weight, bias, self)  # type: ignore[no-any-return]
+
+    def call_compiled(self, x: Tensor) -> Tensor:
+        """The forward as compiled code has it, which must not touch the parameters themselves."""
+        rows = _as_autocast(x).reshape(-1, x.shape[-1])
+        y: Tensor = _Compiled.apply(rows, *self.values, self.handle, self.transposed)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`: one copy for all micro-batches under way, gone with the last of them."""
@@ -69,13 +75,25 @@ class SplitLinear:
             self._cast = weight._version, weakref.ref(known)
         return known
 
+    def check(self, value: Tensor) -> None:
+        """See that compiled code has used the weight that the module has now.
+
+        Raises:
+            UnsupportedError: the parameter's memory was exchanged since the run began.
+        """
+        weight, _ = self.parameters
+        if weight.data_ptr() != value.data_ptr():
+            raise UnsupportedError(
+                f"a weight of shape {tuple(weight.shape)} in a compiled block has got new memory (param.data = ..., or "
+                f"module.to(...)) since the run began. Write into it instead: param.data.copy_(...)."
+            )
+
     def leave(self, parameter: Tensor, rows: Tensor, x: Tensor | None) -> None:
         """Keep the product for `parameter`: of the weight if there is an `x`, else of the bias."""
         if x is None:
             self.queue.put(parameter, bias_gradient, rows)
         else:
-            product = transposed_gradient if self.transposed else weight_gradient
-            self.queue.put(parameter, product, rows, x.detach())
+            self.queue.put(parameter, self.product, rows, x.detach())
 
 
 def can_wait(x: Tensor, weight: Tensor) -> bool:
@@ -86,7 +104,8 @@ def can_wait(x: Tensor, weight: Tensor) -> bool:
         and weight.is_leaf
         and type(x) is Tensor
         and x.ndim > 1
-        and (torch.compiler.is_compiling() or not (x.is_nested or torch._C._are_functorch_transforms_active()))
+        and not x.is_nested
+        and not torch._C._are_functorch_transforms_active()
     )
 
 
@@ -105,12 +124,12 @@ def bias_gradient(rows: Tensor) -> Tensor:
     return rows.sum(0)
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast would cast a matrix product's operands to; it leaves double precision alone."""
+def _as_autocast(x: Tensor) -> Tensor:
+    """`x` as autocast would hand it to a matrix product; double precision it leaves alone."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.is_floating_point():
-        return None
-    return torch.get_autocast_dtype(device)
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _has_hooks(parameter: Any) -> bool:
@@ -152,7 +171,7 @@ class _Eager(torch.autograd.Function):
             if waits and not _has_hooks(ctx.parameters[0]):
                 layer.leave(ctx.parameters[0], rows, x)
             else:
-                dw = (transposed_gradient if layer.transposed else weight_gradient)(rows, x)
+                dw = layer.product(rows, x)
         if needs_bias:
             if waits and not _has_hooks(ctx.parameters[1]):
                 layer.leave(ctx.parameters[1], rows, None)
@@ -190,6 +209,7 @@ def _run_input_gradient(
 ) -> tuple[Tensor, Tensor]:
     rows = gradient.reshape(-1, gradient.shape[-1])
     layer = _layers[int(handle.detach())]
+    layer.check(weight)
     if torch.autograd._is_checkpoint_valid():
         _settle(layer, rows, x)
     matrix = weight.to(rows.dtype)
@@ -211,8 +231,5 @@ def _settle(layer: SplitLinear, rows: Tensor, x: Tensor) -> None:
         if _waits(layer.queue) and not _has_hooks(parameter):
             layer.leave(parameter, rows, operand)
             continue
-        if operand is None:
-            gradient = bias_gradient(rows)
-        else:
-            gradient = (transposed_gradient if layer.transposed else weight_gradient)(rows, operand)
+        gradient = bias_gradient(rows) if operand is None else layer.product(rows, operand)
         torch.autograd.backward([parameter], [gradient.to(parameter.dtype)])

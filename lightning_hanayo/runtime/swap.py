@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.runtime.split_linear import SplitLinear, can_wait
@@ -28,7 +29,7 @@ def install(blocks: Iterable[nn.Module], queue: WeightGradients, *, keep: Collec
         if _is_linear(module) and is_free and module.weight not in keep:
             layer = SplitLinear(module, queue, transposed=type(module) is not nn.Linear)
             object.__setattr__(module, _LAYER, layer)
-            module.forward = MethodType(forward, module)
+            module.forward = MethodType(forward_transposed if layer.transposed else forward, module)
 
 
 def remove(blocks: Iterable[nn.Module]) -> None:
@@ -39,12 +40,25 @@ def remove(blocks: Iterable[nn.Module]) -> None:
                 del vars(module)[_LAYER], module.forward
 
 
-def forward(module: Any, x: Tensor) -> Any:
-    """What stands for the layer's forward. Its name is what pickle looks up."""
-    layer, weight = module._split_linear, module.weight
-    if layer is not None and can_wait(x, weight):
-        return layer.call(x, weight, module.bias)
-    return type(module).forward(module, x)
+def forward(module: nn.Module, input: Tensor) -> Any:
+    """What stands for `nn.Linear.forward`. Its name is what pickle looks up, its argument's what callers may use."""
+    return _forward(module, input)
+
+
+def forward_transposed(module: nn.Module, x: Tensor) -> Any:
+    """What stands for `Conv1D.forward`."""
+    return _forward(module, x)
+
+
+def _forward(module: Any, x: Tensor) -> Any:
+    layer: SplitLinear | None = module._split_linear
+    if layer is None:
+        return type(module).forward(module, x)
+    if torch.compiler.is_compiling():
+        compiles = layer.trained and torch.is_grad_enabled() and x.ndim > 1
+        return layer.call_compiled(x) if compiles else type(module).forward(module, x)
+    weight = module.weight
+    return layer.call(x, weight, module.bias) if can_wait(x, weight) else type(module).forward(module, x)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -54,7 +54,8 @@ def loop(training: Training, data: int, num_microbatches: int) -> Outcome:
         for window, row, count in zip(windows, rows, counts, strict=True):
             # By samples every data rank weighs the same, as in DDP; otherwise by what it counts.
             total = data * sum(count) if training.loss_weight == "samples" else sum(map(sum, counts))
-            loss = _batch(module, row, [number / total / training.accumulate for number in count], window)
+            weights = [number / total / training.accumulate for number in count]
+            loss = _batch(module, row, weights, window, mixed=training.precision == "bf16-mixed")
             losses.append(loss * training.accumulate)
         outcome.losses.append(sum(losses))
         if steps_now:
@@ -81,13 +82,16 @@ def _timetable(training: Training, data: int) -> Iterator[tuple[int, bool, list[
                 return
 
 
-def _batch(module: Any, micro_batches: list[Batch], weights: list[float], window: Gradients) -> float:
+def _batch(
+    module: Any, micro_batches: list[Batch], weights: list[float], window: Gradients, *, mixed: bool = False
+) -> float:
     """The weighted sum of the micro-batches' losses; their gradients are added to `window`."""
     for parameter in module.parameters():
         parameter.grad = window.get(parameter)
     total = 0.0
     for micro_batch, weight in zip(micro_batches, weights, strict=True):
-        loss = module.training_step(micro_batch, 0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            loss = module.training_step(micro_batch, 0)
         (loss * weight).backward()
         total += loss.item() * weight
     window.update({parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None})

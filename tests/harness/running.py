@@ -53,6 +53,7 @@ class Training:
     accumulate: int = 1
     clip: float | None = None
     loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Batch], Any] = "samples"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
 
     def share(self, data_rank: int, data_size: int) -> list[Batch]:
         """The batches of one data rank: every `data_size`-th sample of each."""
@@ -150,6 +151,7 @@ def fit(training: Training, layout: Layout) -> Outcome:
     trainer = make_trainer(
         layout,
         training.loss_weight,
+        precision=training.precision,
         max_steps=training.steps,
         accumulate_grad_batches=training.accumulate,
         gradient_clip_val=training.clip,

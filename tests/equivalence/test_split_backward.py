@@ -1,0 +1,66 @@
+"""Tables with I and W train as one process does: weights, loss, and what Lightning does around them.
+
+                 zbv   zb-h1   interleaved-zb   a CSV table
+(2, 1, 1)         x      x           x               x
+(4, 1, 1)         x                                          (P, W, D)
+(2, 1, 2)         x                  x
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hanayo.schedule import build
+from tests.harness import models
+from tests.harness.oracle import by_hand, plain
+from tests.harness.pool import Pool
+from tests.harness.running import Layout, Outcome, Training, assert_close, assert_same_training, run
+from tests.schedule.samples import split
+
+LAYOUTS = [
+    Layout(2, 1, 1, "zbv"),
+    Layout(2, 1, 1, "zb-h1"),
+    Layout(2, 1, 1, "interleaved-zb"),
+    Layout(4, 1, 1, "zbv"),
+    Layout(2, 1, 2, "zbv"),
+    Layout(2, 1, 2, "interleaved-zb"),
+]
+WINDOWS = partial(models.windows, (8, 8, 8, 8))
+GPT = Training(models.gpt, WINDOWS, accumulate=2, clip=0.1)
+DOUBLE = Training(models.gpt, WINDOWS, torch.float64, accumulate=2, clip=0.1)
+MIXED = Training(models.gpt, WINDOWS, accumulate=2, precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_gpt_with_tied_embedding(pool: Pool, layout: Layout) -> None:
+    assert_same_training(run(pool, GPT, layout), plain(pool, GPT))
+    assert_close(run(pool, DOUBLE, layout).weights, plain(pool, DOUBLE).weights, 1e-10)
+
+
+@pytest.mark.parametrize("num_waves", [1, 2])
+def test_a_table_from_a_file(pool: Pool, tmp_path: Path, num_waves: int) -> None:
+    table = tmp_path / "table.csv"
+    split(build("hanayo", num_ranks=2, num_microbatches=4, num_waves=num_waves)).to_csv(table)
+    outcome = run(pool, DOUBLE, Layout(2, 1, 1, str(table)))
+    assert_close(outcome.weights, plain(pool, DOUBLE).weights, 1e-10)
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1, "zbv"), Layout(2, 1, 2, "interleaved-zb")], ids=str)
+def test_bf16_mixed(pool: Pool, layout: Layout) -> None:
+    """Each micro-batch's gradient is the single process's to the bit; only the order in which they are added differs."""
+    outcome, expected = run(pool, MIXED, layout), by_hand(pool, MIXED, layout.data)
+    assert_first_gradients(outcome, expected)
+
+
+def assert_first_gradients(outcome: Outcome, expected: Outcome) -> None:
+    largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
+    assert_close(outcome.gradients, expected.gradients, 1e-6 * largest)
+
+
+def test_conv1d_layers_of_hugging_face(pool: Pool) -> None:
+    padded = partial(models.padded, (8, 8, 8, 8))
+    double = Training(models.gpt2, padded, torch.float64, accumulate=2, clip=0.1, loss_weight="tokens")
+    outcome = run(pool, double, Layout(2, 1, 1, "zbv"))
+    assert_close(outcome.weights, by_hand(pool, double).weights, 1e-10)

@@ -7,6 +7,8 @@ from lightning_hanayo.schedule import (  # noqa: F401 - they register themselves
     interleaved,
     interleaved_zb,
     one_f_one_b,
+    v_half,
+    v_min,
     zb_h1,
     zbv,
 )

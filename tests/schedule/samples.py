@@ -10,7 +10,7 @@ from lightning_hanayo.schedule import Action, Kind, Schedule, build, with_loss_s
 unhurried = settings(deadline=None, max_examples=50)
 """For every property: a busy machine is no failure."""
 
-NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "interleaved-zb", "zbv", "hanayo")
+NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "interleaved-zb", "zbv", "v-half", "v-min", "hanayo")
 """one chain of stages each; chimera has two, needs an even number of ranks, and has no loss stage"""
 
 

@@ -59,10 +59,10 @@ def test_a_step_takes_as_long_as_its_busiest_rank_and_a_micro_batchs_way(
 @given(st.integers(2, 9), st.sampled_from([1, 2, 4]), times, times, st.integers(0, 4))
 @unhurried
 def test_the_closed_forms_hold_to_the_last_bit(
-    num_ranks: int, depth: int, forward: float, backward: float, quarter: int
+    num_ranks: int, depth: int, forward: float, more: float, sixteenths: int
 ) -> None:
-    """Times are multiples of a power of two, so that sums are exact. A message takes up to T_F / 4."""
-    message = forward * quarter / 16
+    """Times are multiples of a power of two, so that sums are exact. T_B is at least T_F, a message at most T_F / 4."""
+    backward, message = forward + more, forward * sixteenths / 16
     costs = CostModel(forward, backward / 2, backward / 2, message)
     both = forward + backward
     hops = {

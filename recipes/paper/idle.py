@@ -16,8 +16,8 @@ def idle(contender: Contender, num_ranks: int, num_microbatches: int) -> Fractio
             return Fraction(3 * others)
         case "interleaved":
             return Fraction(3 * others, contender.num_stages_per_rank or 2)
-        case "chimera" if num_ranks > 2:
-            return Fraction(2 * num_ranks - 4 + (groups - 1) * (num_ranks - 2))
+        case "chimera":
+            return Fraction(2 * (num_ranks - 2))
         case "hanayo":
             return Fraction(2 * others, contender.num_waves)
         case "zb-h1":
@@ -26,8 +26,10 @@ def idle(contender: Contender, num_ranks: int, num_microbatches: int) -> Fractio
             return Fraction(others, contender.num_stages_per_rank or 2)
         case "zbv" if groups > 1:
             return Fraction(others, 2)
-        case "hanayo-zb":
-            return Fraction(others, 2 * contender.num_waves)
+        case "v-half" if num_ranks > 2:
+            return Fraction(3 * num_ranks - (4 if num_ranks % 2 else 7), 2)
+        case "v-min" if num_ranks > 2:
+            return Fraction(4 * num_ranks - 5, 2) - (1, 0, 2)[num_ranks % 3]
     return None
 
 

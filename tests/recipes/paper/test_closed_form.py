@@ -53,4 +53,4 @@ def test_idle_times_of_the_schedules_page(contender: Contender) -> None:
         if bubble is not None:
             forms += 1
             assert measure(contender, num_ranks, num_microbatches).bubble == pytest.approx(bubble)
-    assert forms or contender.name in ("v-half", "v-min")
+    assert forms >= 3

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, forward_only, simulate
 from lightning_hanayo.schedule.dependency import waits_in
+from lightning_hanayo.schedule.list_scheduler import list_schedule
 from tests.schedule.samples import make, schedules, table, unhurried
 
 times = st.integers(0, 64).map(lambda count: count / 32)
@@ -150,6 +151,13 @@ def test_a_wave_keeps_its_slope_over_the_steps_and_a_loop_does_not() -> None:
     assert bubbles["zbv", 1] == pytest.approx((1 / 17, 0, 0, 0))
     assert bubbles["interleaved-zb", 2] == pytest.approx((1 / 17,) * 4)
     assert bubbles["interleaved-zb", 4] == pytest.approx((1 / 33,) * 4)
+
+
+def test_two_waves_with_a_split_backward_keep_their_slope() -> None:
+    table = make("hanayo", 4, 8, 2)
+    eager = list_schedule(table, CostModel(), 4, (Kind.I, Kind.F, Kind.W), lambda stage, _, item: 16 * item + stage)
+    assert simulate(table, steps=3).step_bubbles == pytest.approx((1 / 9,) * 3)
+    assert simulate(eager, steps=3).step_bubbles == pytest.approx((1 / 33, 0, 0))
 
 
 def test_steps_with_what_each_action_costs_a_runtime() -> None:

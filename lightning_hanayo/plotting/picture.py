@@ -172,8 +172,13 @@ def draw_legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
     """What the colours mean, at the foot."""
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=colour, label=name) for name, colour in legend(timelines).items()]
-    figure.legend(handles=handles, loc="lower center", ncols=max(1, len(handles)), frameon=False, fontsize=8)
+    entries = legend(timelines)
+    handles = [Patch(facecolor=colour, label=name) for name, colour in entries.items()]
+    needed = sum(0.3 + 0.062 * len(name) for name in entries)  # inches at 8 points
+    size = 8 * min(1.0, figure.get_size_inches()[0] / max(1.0, needed))
+    tight = {"columnspacing": 1.0, "handlelength": 1.2, "handletextpad": 0.4}
+    columns = max(1, len(handles))
+    figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=size, **tight)
 
 
 def write(figure: "Figure", path: str | Path) -> None:

@@ -125,7 +125,7 @@ def build(
         num_ranks: P, pipeline ranks.
         num_microbatches: B, micro-batches per step; any number of at least 1.
         num_waves: W, for schedules in waves; a rank then holds 2W stages.
-        num_stages_per_rank: V, for `interleaved` (default 2).
+        num_stages_per_rank: V, for `interleaved` and `interleaved-zb` (default 2).
         costs: what a schedule that chooses its order optimizes for; default T_F = 1, T_B = 2, messages free.
         activation_budget: the most activations a rank may hold, in M_a (one micro-batch's activations of one rank's
             whole share); default P for schedules that choose their order, no limit for the others.

@@ -31,7 +31,7 @@ def write_csv(path: str | Path, lists: Lists) -> None:
 def read_csv(path: str | Path) -> Schedule:
     """The schedule in the file (see `Schedule.from_csv`)."""
     path = Path(path)
-    rows = [_row(path, rank, cells) for rank, cells in enumerate(_cells(path))]
+    rows = [tuple(action for action in row if action.kind.is_compute) for row in read_lists(path)]
     found = [(action, rank) for rank, row in enumerate(rows) for action in row]
     if not found:
         raise HanayoError(f"{path} holds no action; expected a row per rank with cells like 0F0, 3B2")
@@ -48,6 +48,12 @@ def read_csv(path: str | Path) -> Schedule:
     except HanayoError as error:
         raise HanayoError(f"{path}: {error}") from None
     return schedule
+
+
+def read_lists(path: str | Path) -> Lists:
+    """All actions in the file, communication too, one list per row."""
+    path = Path(path)
+    return [_row(path, rank, cells) for rank, cells in enumerate(_cells(path))]
 
 
 def _cells(path: Path) -> list[list[str]]:
@@ -75,7 +81,7 @@ def _row(path: Path, rank: int, cells: Sequence[str]) -> tuple[Action, ...]:
     actions: list[Action] = []
     for column, cell in enumerate(cells):
         try:
-            actions += (action for action in _actions(cell.strip()) if action.kind.is_compute)
+            actions += _actions(cell.strip())
         except HanayoError as error:
             raise HanayoError(f"{path}, row {rank + 1}, cell {column + 1}: {error}") from None
     return tuple(actions)

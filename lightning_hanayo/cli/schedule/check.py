@@ -1,7 +1,8 @@
 """Check whether a CSV table is a schedule: every action once, on its stage's rank, and nobody waits in a ring.
 
 Reads a row per rank with cells like 0F0, 3I2, 3W2: ours and both formats of torch.distributed.pipelining,
-compute_only and compute_comms. Ends with exit code 0 and the table's figures, or with 2 and what is wrong where.
+compute_only and compute_comms, whose sends and receives are checked too. Ends with exit code 0 and the table's
+figures, or with 2 and what is wrong where.
 """
 
 from lightning_hanayo.cli.failure import fail
@@ -10,6 +11,8 @@ from lightning_hanayo.cli.schedule.options import Options, Parser, add_costs, ad
 from lightning_hanayo.cli.schedule.terminal import print_json
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Schedule
+from lightning_hanayo.schedule.completeness import check_communication
+from lightning_hanayo.schedule.csv_table import read_lists
 
 
 def add_options(parser: Parser) -> None:
@@ -23,6 +26,7 @@ def run(options: Options) -> int:
     """Check."""
     try:
         schedule = Schedule.from_csv(options.file)
+        check_communication(schedule, read_lists(options.file))
     except HanayoError as error:
         if options.json:
             print_json({"valid": False, "error": str(error)})

@@ -1,0 +1,332 @@
+"""`hanayo schedule`: what it prints and writes, exit codes, one message for a mistake."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_hanayo import cli
+from lightning_hanayo.cli.schedule import SUBCOMMANDS, options
+from lightning_hanayo.schedule import Schedule, build, schedule_names, simulate
+
+Captured = pytest.CaptureFixture[str]
+HEAVY = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def play(line: str) -> int:
+    """One command line's exit code."""
+    try:
+        return cli.run(["schedule", *line.split()])
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
+
+
+def refused(line: str, capsys: Captured) -> str:
+    """The one message with which it is refused."""
+    assert play(line) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("hanayo: error: ")
+    assert "Traceback" not in said.err
+    return said.err.removeprefix("hanayo: error: ").rstrip("\n")
+
+
+def printed(line: str, capsys: Captured) -> Any:
+    """The JSON that it prints."""
+    assert play(line) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("line", ["--help", *(f"{name} --help" for name in SUBCOMMANDS)])
+def test_help_imports_nothing_heavy(line: str) -> None:
+    code = f"""
+import sys
+from lightning_hanayo.cli import run
+try:
+    run({["schedule", *line.split()]!r})
+except SystemExit as end:
+    assert end.code == 0
+print(sorted(set({HEAVY}) & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage: hanayo schedule" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_drawing_imports_no_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+from lightning_hanayo.cli import run
+assert run(["schedule", "compare", "-P", "2", "-o", "a.png", "-o", "a.html", "-o", "a.json"]) == 0
+print([name for name in ("torch", "lightning") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# show
+
+
+def test_show_draws_in_the_terminal(capsys: Captured) -> None:
+    assert play("show 1f1b -P 2 -B 2") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1f1b: 2 ranks, 1 stage per rank, 2 micro-batches",
+        "makespan 9; bubble 33.3%; peak activations 2 M_a (rank 0); 2 messages per micro-batch",
+        "",
+        "rank 0  F0 F1 ......B0    ...B1",
+        "rank 1  ...F0 B0    F1 B1    ......",
+    ]
+
+
+def test_show_keeps_to_the_columns_given(capsys: Captured) -> None:
+    assert play("show hanayo -P 4 -B 8 -W 2 --columns 60") == 0
+    drawn = capsys.readouterr().out.partition("\n\n")[2]
+    assert max(map(len, drawn.splitlines())) <= 60
+    assert len(drawn.split("\n\n")) > 1
+
+
+@pytest.mark.skipif(not hasattr(pty, "openpty"), reason="needs a terminal")
+def test_show_has_colours_in_a_terminal() -> None:
+    outer, inner = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "lightning_hanayo", "schedule", "show", "hanayo", "-P", "2"]
+    environment.pop("NO_COLOR", None)
+    with subprocess.Popen(command, stdout=inner, env=environment) as process:
+        os.close(inner)
+        said = b""
+        while piece := _read(outer):
+            said += piece
+    assert process.returncode == 0
+    assert b"\x1b[38;2;28;28;28;48;2;68;132;198mF0 " in said
+    assert b"backward, leg 1" in said
+
+
+def _read(end: int) -> bytes:
+    try:
+        return os.read(end, 1 << 16)
+    except OSError:  # the other end has been closed
+        return b""
+
+
+def test_show_writes_what_the_suffix_says(capsys: Captured) -> None:
+    files = ["a.png", "a.svg", "a.pdf", "a.html", "a.json"]
+    assert play("show hanayo -P 2 --message 0.1 --unit ms --follow 0 " + " ".join(f"-o {file}" for file in files)) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [f"wrote {file}" for file in files]
+    begins = {"a.png": b"\x89PNG", "a.svg": b"<?xml", "a.pdf": b"%PDF", "a.html": b"<!DOCTYPE html>", "a.json": b"{"}
+    for file, begin in begins.items():
+        assert Path(file).read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize("unit, factor", [("ms", 1e3), ("s", 1e6), ("", 1e3), ("us", 1.0)])
+def test_a_trace_has_the_units_time(unit: str, factor: float) -> None:
+    assert play(f"show gpipe -P 1 -B 1 -o a.json{f' --unit {unit}' if unit else ''}") == 0
+    slices = [event for event in json.loads(Path("a.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert slices[-1]["ts"] + slices[-1]["dur"] == 3 * factor
+
+
+def test_show_as_json(capsys: Captured) -> None:
+    shown = printed("show hanayo -P 2 -B 3 -W 2 --message 0.1 --steps 2 --json", capsys)
+    timeline = simulate(
+        build("hanayo", num_ranks=2, num_microbatches=3, num_waves=2), options.CostModel(message=0.1), 2
+    )
+    assert shown["makespan"] == timeline.makespan
+    assert shown["bubble_ratio"] == timeline.bubble_ratio
+    assert shown["peak_activations"] == list(timeline.peak_activations)
+    assert shown["step_times"] == list(timeline.step_times)
+    assert (shown["num_ranks"], shown["num_stages"], shown["messages_per_microbatch"]) == (2, 8, 8)
+    assert [(s["action"], s["start"]) for s in shown["spans"]] == [(str(s.action), s.start) for s in timeline.spans]
+
+
+def test_costs_arrive(capsys: Captured) -> None:
+    line = "show gpipe -P 2 -B 1 --forward 1,2 --backward-input 0.5 --backward-weight 0.25 --message 0.125 --json"
+    assert printed(line, capsys)["makespan"] == 3 + 2 * 0.75 + 2 * 0.125
+
+
+def test_hops_by_node_arrive(capsys: Captured) -> None:
+    line = "show gpipe -P 4 -B 1 --message 0 --message-between-nodes 5 --ranks-per-node 2 --json"
+    assert printed(line, capsys)["makespan"] == 12 + 2 * 5
+
+
+def test_the_loss_stage_adds_two_messages(capsys: Captured) -> None:
+    without, with_ = (printed(f"show 1f1b -P 3 --json{more}", capsys) for more in ("", " --loss-stage"))
+    assert with_["num_stages"] == without["num_stages"] + 1
+    assert with_["messages_per_microbatch"] == without["messages_per_microbatch"] + 2
+
+
+def test_show_reads_a_table(capsys: Captured) -> None:
+    build("hanayo", num_ranks=2, num_microbatches=2).to_csv("mine.csv")
+    shown = printed("show mine.csv --json", capsys)
+    assert (shown["schedule"], shown["stage_ranks"], shown["backward"]) == ("mine", [0, 1, 1, 0], "whole")
+    assert "leave out --ranks, --waves" in refused("show mine.csv -P 2 -W 1", capsys)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("show hanyo", "there is no schedule 'hanyo': did you mean 'hanayo'?"),
+        ("show hanayo --wave 2", "unknown option 'wave'; did you mean 'waves'?"),
+        ("show hanayo 2", "unexpected: '2'"),
+        ("show", "missing: NAME|FILE.csv"),
+        ("show hanayo -P 0", "num_ranks must be a whole number of at least 1, got 0"),
+        ("show hanayo -B 0", "num_microbatches must be a whole number of at least 1, got 0"),
+        ("show hanayo -W 0", "num_waves must be a whole number of at least 1, got 0"),
+        ("show hanayo -P -3", "num_ranks must be a whole number of at least 1, got -3"),
+        ("show hanayo -P two", "-P/--ranks: expected a whole number, got 'two'"),
+        ("show hanayo --forward 1,x", "--forward: expected a number of at least 0, got 'x'"),
+        ("show hanayo --forward=-1", "--forward: expected a number of at least 0, got '-1'"),
+        ("show hanayo --message nan", "--message: expected a number of at least 0, got 'nan'"),
+        ("show hanayo --message inf", "--message: expected a number of at least 0, got 'inf'"),
+        ("show hanayo --forward 1,2", "forward has 2 values, schedule 'hanayo' 8 stages"),
+        ("show hanayo --steps 0", "steps=0, expected at least 1"),
+        ("show hanayo --follow 4", "there is no micro-batch 4, micro-batches are 0 to 3"),
+        ("show hanayo --columns 3", "--columns: expected at least 20, got 3"),
+        ("show gpipe --activation-budget 1", "more than activation_budget=1"),
+        ("show hanayo -P 1000 -B 100000", "more than 5,000,000; ask for fewer"),
+        ("show interleaved -P 1000 -V 100000", "more than 5,000,000; ask for fewer"),
+        ("show hanayo -o a.gif", "--output a.gif: the suffix '.gif' isn't known; "),
+        ("show hanayo -o a.pgn", "did you mean '.png'?"),
+        ("show hanayo -o nowhere/a.png", "there is no folder nowhere"),
+        ("show nothing.csv", "nothing.csv can't be read"),
+        ("sho", "unknown subcommand 'sho'; did you mean 'show'?"),
+        ("", "a subcommand is missing"),
+        ("compare 1f1c", "there is no schedule '1f1c': did you mean '1f1b'?"),
+        ("compare -P 0", "num_ranks must be a whole number of at least 1, got 0"),
+        ("compare zbv -W 2", "'zbv' has two stages per rank"),
+        ("export gpipe a.txt", "a.txt: a table's file ends in .csv"),
+        ("export gpipe", "missing: OUT.csv"),
+    ],
+)
+def test_mistakes_are_one_message(line: str, message: str, capsys: Captured) -> None:
+    said = refused(line, capsys)
+    assert message in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "line", [*(f"show hanayo -o a.{kind}" for kind in ("png", "html", "json")), "export gpipe a.csv"]
+)
+def test_a_file_that_cannot_be_written_is_one_message_too(line: str, capsys: Captured) -> None:
+    name = line.split()[-1]
+    Path(name).mkdir()
+    assert refused(line, capsys) == f"{name} can't be written: Is a directory"
+
+
+# compare
+
+
+def test_compare_is_a_table_of_everyone(capsys: Captured) -> None:
+    assert play("compare -P 4 -B 8 -W 2 --activation-budget 4") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("P = 4, W = 2, B = 8, activation budget 4 M_a\n")
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.split()}
+    assert set(schedule_names()) - {"zbv", "v-half", "v-min"} <= rows.keys()
+    assert rows["hanayo"] == ["hanayo", "27", "11.1%", "4", "1", "M_w", "24", "yes"]
+    assert rows["gpipe"] == ["gpipe", "33", "27.3%", "8", "1", "M_w", "6", "no"]
+    assert "without zbv: 'zbv' has two stages per rank" in said
+
+
+def test_compare_as_json(capsys: Captured) -> None:
+    shown = printed("compare -P 2 -B 4 --activation-budget 2 --json gpipe hanayo", capsys)
+    first, second = shown["schedules"]
+    assert (first["schedule"], first["inside_budget"]) == ("hanayo", True)
+    assert (second["schedule"], second["inside_budget"]) == ("gpipe", False)
+    assert first["makespan"] < second["makespan"]
+
+
+def test_compare_over_several_steps(capsys: Captured) -> None:
+    assert play("compare -P 2 --steps 3 hanayo") == 0
+    assert "last step's bubble" in capsys.readouterr().out
+
+
+def test_compare_draws_all(capsys: Captured) -> None:
+    assert play("compare -P 2 gpipe hanayo -o a.svg -o a.html -o a.json") == 0
+    assert "<!-- hanayo -->" in Path("a.svg").read_text()
+    events = json.loads(Path("a.json").read_text())["traceEvents"]
+    assert {"gpipe", "hanayo"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert '"name":"gpipe"' in Path("a.html").read_text()
+
+
+# check and export
+
+
+@pytest.mark.parametrize("more", ["", " --communication"])
+@pytest.mark.parametrize("name", schedule_names())
+def test_what_is_exported_checks(name: str, more: str, capsys: Captured) -> None:
+    assert play(f"export {name} mine.csv -P 4 -B 4{more}") == 0
+    assert Schedule.from_csv("mine.csv").actions == build(name, num_ranks=4, num_microbatches=4).actions
+    capsys.readouterr()
+    assert play("check mine.csv") == 0
+    assert capsys.readouterr().out.startswith("mine.csv is a schedule: 4 ranks, ")
+
+
+def test_a_table_can_be_completed(capsys: Captured) -> None:
+    Path("bare.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    assert printed("export bare.csv whole.csv --communication --json", capsys)["communication"] is True
+    assert Path("whole.csv").read_text().splitlines()[0] == "0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD"
+
+
+def test_check_as_json(capsys: Captured) -> None:
+    Path("good.csv").write_text("0F0,0I0,0W0\n")
+    shown = printed("check good.csv --json", capsys)
+    assert (shown["valid"], shown["backward"], shown["bubble_ratio"]) == (True, "split", 0.0)
+    Path("bad.csv").write_text("0F0\n1F0,1B0\n")
+    assert play("check bad.csv --json") == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["valid"] is False
+    assert json.loads(said.out)["error"] in said.err
+
+
+def test_check_holds_a_table_to_a_budget(capsys: Captured) -> None:
+    play("export gpipe mine.csv -P 2 -B 4")
+    assert "holds 4 M_a of activations, more than --activation-budget 2" in refused(
+        "check mine.csv --activation-budget 2", capsys
+    )
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("0F0,0B0\n1F0\n", "stage 1 has no whole backward of micro-batch 0"),
+        ("0F0,0I0\n", "expected 0B0, or 0I0 and 0W0, got I"),
+        ("0F0,0B0,1B0\n1F0\n", "both claim stage 1"),
+        ("0F0,0B0\n1B0,1F0\n", "these wait for each other and can never run"),
+        ("0F0,0B0,0F0\n", "0F0 stands twice on rank 0"),
+        ("0F0,0X0\n", "row 1, cell 2: '0X0' is no action"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0,1SEND_B0\n", "is missing on rank"),
+        ("", "holds no action"),
+        ("\x00\x01\x02", "no action"),
+    ],
+)
+def test_a_broken_table_is_refused_with_its_cell(text: str, message: str, capsys: Captured) -> None:
+    Path("bad.csv").write_text(text)
+    assert message in refused("check bad.csv", capsys)
+
+
+def test_a_huge_file_is_refused_at_once(capsys: Captured) -> None:
+    with open("huge.csv", "wb") as file:
+        file.truncate(100_000_000)
+    assert "huge.csv has more than 64 MiB" in refused("check huge.csv", capsys)
+
+
+def test_what_is_no_file_is_refused(capsys: Captured) -> None:
+    Path("folder.csv").mkdir()
+    assert "folder.csv can't be read" in refused("check folder.csv", capsys)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    line = f"{sys.executable} -m lightning_hanayo schedule show hanayo -P 8 -B 64 -W 4 | head -n 1"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("hanayo: 8 ranks")
+    assert done.stderr == ""

@@ -8,10 +8,11 @@ Stage 0's blocks run where they are called, in the step's thread; the calls of t
 one suspends the step. What user code does with their outputs in between is an error (`Hole`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
@@ -23,6 +24,17 @@ from lightning_hanayo.runtime.suspension import current_visitor, suspend
 from lightning_hanayo.runtime.tree import Flattener, Skeleton
 
 _INNER = "_forward_behind_bridge"
+_COMPILED = "_compiled_behind_bridge"
+
+
+class _Compiled:
+    """What `block.compile()` has put before the block's call; a copy's is its own affair, as for `nn.Module`."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def install(blocks: Sequence[nn.Module]) -> None:
@@ -31,6 +43,9 @@ def install(blocks: Sequence[nn.Module]) -> None:
         if _INNER not in vars(block):
             object.__setattr__(block, _INNER, vars(block).get("forward"))
             block.forward = MethodType(forward, block)
+            if block._compiled_call_impl is not None:
+                object.__setattr__(block, _COMPILED, _Compiled(block._compiled_call_impl))
+                block._compiled_call_impl = MethodType(forward, block)
 
 
 def remove(blocks: Sequence[nn.Module]) -> None:
@@ -41,10 +56,15 @@ def remove(blocks: Sequence[nn.Module]) -> None:
             del block.forward
             if inner is not None:
                 block.forward = inner
+            compiled = vars(block).pop(_COMPILED, None)
+            if compiled is not None:
+                block._compiled_call_impl = compiled.call
 
 
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What stands for the block's forward: a step's visitor is asked first. Its name is what pickle looks up."""
+    if torch.compiler.is_dynamo_compiling() and getattr(block, _COMPILED, None) is not None:
+        return _inner(block, *args, **kwargs)  # reached from `run`: the visitor has been asked
     visitor = current_visitor()
     if visitor is None:
         return run(block, *args, **kwargs)
@@ -62,7 +82,12 @@ def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but it "
             f"lies on another pipeline rank; only the steps (training_step, validation_step, ...) see the whole model."
         )
-    inner = vars(block)[_INNER]
+    compiled = vars(block).get(_COMPILED)
+    return _inner(block, *args, **kwargs) if compiled is None else compiled.call(*args, **kwargs)
+
+
+def _inner(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    inner = getattr(block, _INNER)
     return inner(*args, **kwargs) if inner is not None else type(block).forward(block, *args, **kwargs)
 
 

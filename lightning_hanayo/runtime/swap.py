@@ -54,7 +54,7 @@ def _forward(module: Any, x: Tensor) -> Any:
     layer: SplitLinear | None = module._split_linear
     if layer is None:
         return type(module).forward(module, x)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         compiles = layer.trained and torch.is_grad_enabled() and x.ndim > 1
         return layer.call_compiled(x) if compiles else type(module).forward(module, x)
     weight = module.weight

@@ -47,9 +47,19 @@ def test_a_table_from_a_file(pool: Pool, tmp_path: Path, num_waves: int) -> None
     assert_close(outcome.weights, plain(pool, DOUBLE).weights, 1e-10)
 
 
+def test_a_weight_of_two_stages_is_whole_when_the_first_one_is_reduced(pool: Pool, tmp_path: Path) -> None:
+    """Stage 0 is reduced with its last W, but stage 3's Ws come behind it: what both use is left to autograd."""
+    rows = ["0F0 0F1 3F0 3I0 3F1 3I1 0I0 0I1 0W0 0W1 3W0 3W1", "1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1"]
+    table = tmp_path / "table.csv"
+    table.write_text("".join(f"{row.replace(' ', ',')}\n" for row in rows))
+    training = Training(models.SharesInside, partial(models.vectors, (8, 8)), torch.float64)
+    outcome = run(pool, training, Layout(2, 1, 2, str(table), num_microbatches=2))
+    assert_close(outcome.weights, plain(pool, training).weights, 1e-10)
+
+
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1, "zbv"), Layout(2, 1, 2, "interleaved-zb")], ids=str)
 def test_bf16_mixed(pool: Pool, layout: Layout) -> None:
-    """Each micro-batch's gradient is the single process's to the bit; only the order in which they are added differs."""
+    """Micro-batch by micro-batch the gradients are the same to the bit; only the order of their sum differs."""
     outcome, expected = run(pool, MIXED, layout), by_hand(pool, MIXED, layout.data)
     assert_first_gradients(outcome, expected)
 

@@ -117,6 +117,14 @@ class SharesOutside(MLP):
         return super().forward(self.norm(x))
 
 
+class SharesInside(MLP):
+    """A layer of the first block and one of the last have one weight: in a wave both lie on rank 0, in two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[-1].up.weight = self.blocks[0].up.weight
+
+
 class Summed(MLP):
     """A loss that is a sum over samples."""
 

@@ -57,6 +57,15 @@ def test_stages_share_out_all_parameters() -> None:
     assert {p for stage in stages for p in stage} == set(model.parameters())
 
 
+def test_parameters_of_several_stages() -> None:
+    model = Model()
+    model.blocks[1][0].weight = model.blocks[0][0].weight  # one stage: its own affair
+    model.blocks[4][0].weight = model.blocks[0][0].weight  # stages 0 and 3
+    model.blocks[5][1].bias = model.embedding.weight  # a block and the code outside
+    found = ownership(model).parameters_of_several(model)
+    assert found == {model.blocks[0][0].weight, model.embedding.weight}
+
+
 def test_placeholders_look_like_what_they_stand_for() -> None:
     model = Model()
     model.blocks[2][0].weight.requires_grad_(False)

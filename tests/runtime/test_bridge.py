@@ -59,3 +59,22 @@ def test_another_ranks_block_says_so() -> None:
     install([block])
     with pytest.raises(UnsupportedError, match="a Block of the pipelined stack was called outside a training"):
         block(X)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_block_compiled_in_place_is_met_before_its_compiled_code() -> None:
+    torch._dynamo.reset()
+    block, calls = Block(), []
+    expected = block(X)
+
+    def backend(graph: Any, _: Any) -> Any:
+        return lambda *args: calls.append(1) or graph.forward(*args)
+
+    block.compile(backend=backend, fullgraph=True)
+    compiled = block._compiled_call_impl
+    install([block])
+    assert torch.equal(block(X), expected) and len(calls) == 1
+    assert torch.equal(copy.deepcopy(block)(X), expected) and len(calls) == 1  # copies are not compiled
+    remove([block])
+    assert block._compiled_call_impl is compiled
+    assert torch.equal(block(X), expected) and len(calls) == 2

@@ -231,3 +231,28 @@ def test_the_trace_measures_both_halves() -> None:
     for cost, kind in ((costs.forward, Kind.F), (costs.backward_input, Kind.I), (costs.backward_weight, Kind.W)):
         assert cost == pytest.approx(tuple(mean(stage, kind) for stage in range(4)))
     assert simulate(schedule, costs).makespan > 0
+
+
+def in_place(model: Model) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+def as_modules(model: Model) -> None:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compile_blocks", [in_place, as_modules])
+def test_compiled_blocks(compile_blocks: Any) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(4).double()
+    reference = copy.deepcopy(model)
+    compile_blocks(model)
+    with pipeline(model, build("zbv", num_ranks=2, num_microbatches=4)) as playing:
+        for batch in batches(2):
+            playing.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4)
+            expected(reference, batch)
+    assert_close(model, reference)

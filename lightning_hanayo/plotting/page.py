@@ -18,7 +18,7 @@ from typing import Any
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting.legs import legs
 from lightning_hanayo.plotting.messages import idle_before, messages
-from lightning_hanayo.plotting.palette import IDLE, NAMES, colour, ink
+from lightning_hanayo.plotting.palette import HELD, IDLE, NAMES, colour, ink
 from lightning_hanayo.plotting.rows import legend
 from lightning_hanayo.schedule import Kind, Span, Timeline
 from lightning_hanayo.schedule.action import COMPUTE
@@ -62,6 +62,7 @@ def _data(timelines: Mapping[str, Timeline], unit: str) -> dict[str, Any]:
     return {
         "unit": unit,
         "idle": IDLE,
+        "held": HELD,
         "compute": sorted(COMPUTE),
         "kinds": {**NAMES, Kind.REDUCE_GRAD: "gradient reduction"},
         "shades": [(shade, ink(shade)) for shade in shades],

@@ -19,6 +19,8 @@ REDUCE = "#2a9d7c"
 LOSS = "#33264d"
 
 IDLE = "#f4f1ea"
+HELD = "#8fa9a0"
+"""activations"""
 DARK, LIGHT = "#1c1c1c", "#ffffff"
 """text on light and on dark boxes"""
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting.rows import draw_rows, draw_timeline, legend
+from lightning_hanayo.plotting.curves import draw_activations
+from lightning_hanayo.plotting.rows import draw_rows, draw_timeline, facts, legend
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, simulate
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ DPI = 160
 _ABOVE, _BELOW, _AROUND_ROWS, _BETWEEN = 0.3, 0.3, 0.9, 0.25
 """inches: over the panels (the title), under them (the legend), around one panel's rows (its title and time axis), and
 what a band without a title has around its rows"""
+_CURVE = 0.16
+"""inches of one rank's activations"""
 _BOX = 0.13
 """inches: so wide is the narrowest usual box where there is room; a number of two digits fits"""
 _NARROWEST, _WIDEST, _HIGHEST = 9.0, 20.0, 40.0
@@ -83,6 +86,7 @@ def save_timeline(
     title: str | None = None,
     unit: str = "",
     follow: Sequence[int] = (),
+    activations: bool = False,
 ) -> None:
     """One picture of `timeline`, in as many bands as its boxes need to hold their numbers.
 
@@ -92,6 +96,7 @@ def save_timeline(
         title: stands before makespan and bubble ratio.
         unit: of time, e.g. `"s"`.
         follow: micro-batches whose way over the ranks is drawn as a line.
+        activations: whether what each rank holds is drawn below, its peak in M_a beside it.
 
     Raises:
         HanayoError: the suffix names no picture format, or the file can't be written.
@@ -100,22 +105,20 @@ def save_timeline(
     bands = _bands(timeline)
     rows = _rows_height(timeline)
     width = min(_WIDEST, max(_NARROWEST, 0.9 + _wanted_width(timeline) / len(bands)))
-    height = 0.35 + len(bands) * (rows + _BETWEEN) + 0.4 + _BELOW
+    curves = (_CURVE * timeline.num_ranks + _BETWEEN) * activations
+    height = 0.35 + len(bands) * (rows + _BETWEEN + curves) + 0.2 + _BELOW
     figure = new_figure(width, height)
     for number, band in enumerate(bands):
-        top = height - 0.35 - number * (rows + _BETWEEN)
-        box = (0.7 / width, (top - rows) / height, (width - 0.9) / width, rows / height)
-        axes = figure.add_axes(box)
-        if len(bands) == 1:
-            draw_timeline(timeline, axes, title=title, unit=unit, follow=follow)
-        else:
-            draw_rows(timeline, axes, window=band, follow=follow)
-            axes.tick_params(axis="x", labelsize=8, pad=1)
-    if len(bands) > 1:
-        facts = f"makespan {timeline.makespan:.4g} {unit}".rstrip() + f", bubble {timeline.bubble_ratio:.1%}"
-        text = f"{title}: {facts}" if title else facts
-        figure.text(0.7 / width, 1 - 0.1 / height, text, va="top", fontsize=10)
-        figure.text(0.5, 0.3 / height, f"time [{unit}]" if unit else "time", ha="center", fontsize=9)
+        top = height - 0.35 - number * (rows + _BETWEEN + curves)
+        axes = figure.add_axes((0.7 / width, (top - rows) / height, (width - 0.9) / width, rows / height))
+        draw_rows(timeline, axes, window=band, follow=follow)
+        axes.tick_params(axis="x", labelsize=8, pad=1)
+        if activations:
+            below = (0.7 / width, (top - rows - curves) / height, (width - 0.9) / width, (curves - _BETWEEN) / height)
+            draw_activations(timeline, figure.add_axes(below), window=band)
+    text = f"{title}: {facts(timeline, unit)}" if title else facts(timeline, unit)
+    figure.text(0.7 / width, 1 - 0.1 / height, text, va="top", fontsize=10)
+    figure.text(0.5, 0.3 / height, f"time [{unit}]" if unit else "time", ha="center", fontsize=9)
     draw_legend(figure, [timeline])
     write(figure, path)
 

@@ -11,7 +11,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from lightning_hanayo.plotting.legs import legs
-from lightning_hanayo.plotting.palette import DARK, NAMES, SHADES
+from lightning_hanayo.plotting.palette import DARK, HELD, NAMES, SHADES
 from lightning_hanayo.plotting.picture import FORMATS, check_suffix, new_figure, write
 from lightning_hanayo.plotting.rows import draw_rows
 from lightning_hanayo.schedule.comparison import Candidate, Comparison, messages_per_microbatch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _WIDTH, _NAME, _BARS, _GAP = 15.0, 1.75, 1.5, 0.3
 _ABOVE, _BELOW, _BETWEEN = 0.65, 0.75, 0.16
 """inches"""
-_HELD, _SENT, _FAINT = "#8fa9a0", "#a89bb8", "#8a867d"
+_SENT, _FAINT = "#a89bb8", "#8a867d"
 
 
 def save_ranking(
@@ -103,7 +103,7 @@ def _draw_bars(
     whole = len(candidates) * (row + _BETWEEN)
     bottom = (height - _ABOVE - whole + _BETWEEN / 2) / height
     columns = (
-        ("peak activations [M_a]", [one.peak for one in candidates], _HELD),
+        ("peak activations [M_a]", [one.peak for one in candidates], HELD),
         ("messages per micro-batch", [messages_per_microbatch(one.schedule) for one in candidates], _SENT),
     )
     for number, (title, values, shade) in enumerate(columns):

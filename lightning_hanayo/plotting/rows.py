@@ -47,8 +47,8 @@ def draw_timeline(
     until = until or timeline.makespan or 1.0
     draw_rows(timeline, axes, window=(0.0, until), follow=follow)
     axes.set_xlabel(f"time [{unit}]" if unit else "time")
-    facts = f"makespan {_number(timeline.makespan)}{f' {unit}' if unit else ''}, bubble {timeline.bubble_ratio:.1%}"
-    axes.set_title(f"{title}: {facts}" if title else facts, loc="left", fontsize=10)
+    text = facts(timeline, unit)
+    axes.set_title(f"{title}: {text}" if title else text, loc="left", fontsize=10)
 
 
 def draw_rows(
@@ -169,5 +169,6 @@ def legend(timelines: Sequence[Timeline]) -> dict[str, str]:
     return entries
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}"
+def facts(timeline: Timeline, unit: str) -> str:
+    """What every picture says of a timeline."""
+    return f"makespan {timeline.makespan:.4g}{f' {unit}' if unit else ''}, bubble {timeline.bubble_ratio:.1%}"

@@ -6,12 +6,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib import image
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import draw_timeline, save_comparison, save_schedule, save_timeline
+from lightning_hanayo.plotting.curves import draw_activations
 from lightning_hanayo.plotting.picture import _bands
 from lightning_hanayo.plotting.rows import draw_rows, legend
 from lightning_hanayo.schedule import CostModel, Timeline, build, simulate, with_loss_stage
@@ -130,6 +132,24 @@ def test_the_loss_has_a_colour_of_its_own() -> None:
     schedule = with_loss_stage(build("gpipe", num_ranks=2, num_microbatches=2))
     timeline = simulate(schedule, CostModel(forward=(1.0, 1.0, 0.3)))
     assert list(legend([timeline])) == ["forward", "head and loss", "backward"]
+
+
+def test_activations_are_steps_under_their_peak() -> None:
+    """1f1b of two: rank 0 holds 2 M_a at most, rank 1 one, drawn half as high."""
+    axes = Figure(figsize=(8, 1)).subplots()
+    draw_activations(simulate(build("1f1b", num_ranks=2, num_microbatches=2)), axes, window=(0.0, 9.0))
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["2 M_a", "1 M_a"]
+    first, second = (area.get_paths()[0].vertices[:, 1] for area in axes.collections)
+    assert (first.min(), first.max()) == pytest.approx((-0.43, 0.43))
+    assert (second.min(), second.max()) == pytest.approx((1.0, 1.43))
+
+
+def test_activations_make_a_picture_higher(tmp_path: Path) -> None:
+    for activations in (False, True):
+        save_timeline(tmp_path / f"{activations}.png", wave(2, 4), activations=activations)
+    without, with_ = (image.imread(tmp_path / f"{activations}.png").shape for activations in (False, True))
+    assert with_[0] > without[0]
+    assert with_[1] == without[1]
 
 
 def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def add_options(parser: Parser) -> None:
         metavar="M",
         help="draw micro-batch M's way as a line; may be given again",
     )
+    parser.add_argument("--activations", action="store_true", help="draw what each rank holds below a picture")
     parser.add_argument("--columns", type=whole, metavar="N", help="characters per line in the terminal")
     add_json(parser)
 
@@ -86,7 +87,14 @@ def _save(path: str, schedule: Schedule, timeline: Timeline, options: Options) -
         case ".json":
             save_trace(path, {title(schedule): timeline}, seconds=SECONDS.get(options.unit, 1e-3))
         case _:
-            save_timeline(path, timeline, title=title(schedule), unit=options.unit, follow=options.follow or ())
+            save_timeline(
+                path,
+                timeline,
+                title=title(schedule),
+                unit=options.unit,
+                follow=options.follow or (),
+                activations=options.activations,
+            )
 
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}

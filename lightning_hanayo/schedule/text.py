@@ -10,7 +10,9 @@ from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.timeline import Span, Timeline
 
 MOST = 20_000
-"""characters in a row that isn't wrapped; where the shortest action would make it longer, labels are cut short"""
+"""characters in a row that isn't wrapped; where it would be longer, labels are cut short"""
+SHORT = 0.05
+"""of the longest action: shorter ones don't get the room for their labels"""
 
 
 def schedule_text(
@@ -61,7 +63,7 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
         return
     margin = len(f"rank {timeline.num_ranks - 1}") + 2
     longest = max(len(_label(span)) for span in compute)
-    scale = min((longest + 1) / min(span.end - span.start for span in compute), MOST / timeline.makespan)
+    scale = min((longest + 1) / _shortest(compute), MOST / timeline.makespan)
     if columns is not None and not wrap:
         scale = min(scale, max(1, columns - margin) / timeline.makespan)
     width = max(1, round(timeline.makespan * scale))
@@ -76,6 +78,13 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
         for rank, row in enumerate(rows):
             cells = row[number * band : (number + 1) * band]
             yield Line(f"{f'rank {rank}':<{margin}}", tuple(_pieces(cells)))
+
+
+def _shortest(spans: Sequence[Span]) -> float:
+    """The length of the shortest action whose label is to fit."""
+    lengths = [span.end - span.start for span in spans]
+    longest = max(lengths)
+    return min(length for length in lengths if length >= SHORT * longest)
 
 
 _Cell = tuple[str, Span | None]

@@ -63,4 +63,9 @@ def test_pieces_belong_to_their_spans() -> None:
 
 def test_a_tiny_action_makes_no_endless_line() -> None:
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), CostModel(forward=1e-9))
+    assert max(map(len, timeline_text(timeline).splitlines())) < 60
+
+
+def test_a_long_schedule_makes_no_endless_line() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=3000))
     assert max(map(len, timeline_text(timeline).splitlines())) <= MOST + 10

@@ -9,6 +9,8 @@ class HanayoError(ValueError):
 
     first_of_all = False
     """whether this rank failed with it before all others, so that it is the one to show it"""
+    cell: tuple[int, int] | None = None
+    """the rank and the place in its row, where it is about an action of a schedule's table"""
 
 
 class UnsupportedError(HanayoError):

@@ -96,4 +96,7 @@ def _received(send: Action) -> Action:
 
 
 def _refuse(schedule: Schedule, lists: Lists, here: tuple[int, int], why: str) -> NoReturn:
-    raise HanayoError(f"schedule {schedule.name!r}, rank {here[0]}, place {here[1]}: {why}\n{grid(lists, here)}")
+    drawn = grid(lists, here)
+    error = HanayoError(f"schedule {schedule.name!r}, rank {here[0]}, place {here[1]}: {why}\n{drawn}")
+    error.cell = here
+    raise error

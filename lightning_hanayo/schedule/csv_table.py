@@ -46,8 +46,40 @@ def read_csv(path: str | Path) -> Schedule:
     try:
         validate(schedule)
     except HanayoError as error:
-        raise HanayoError(f"{path}: {error}") from None
+        raise _located(path, error, compute_only=True) from None
     return schedule
+
+
+def check_csv(path: str | Path) -> Schedule:
+    """The schedule in the file, its communication held to be complete too, if it has any.
+
+    Raises:
+        HanayoError: as `Schedule.from_csv`, or a message is missing, superfluous or misplaced.
+    """
+    from lightning_hanayo.schedule.completeness import check_communication
+
+    schedule = read_csv(path)
+    try:
+        check_communication(schedule, read_lists(path))
+    except HanayoError as error:
+        raise _located(Path(path), error, compute_only=False) from None
+    return schedule
+
+
+def _located(path: Path, error: HanayoError, compute_only: bool) -> HanayoError:
+    """The error with its row and cell of the file, where idle cells count too, and those that were dropped."""
+    if error.cell is None:
+        return HanayoError(f"{path}: {error}")
+    rank, place = error.cell
+    row = _cells(path)[rank]
+    counted = [
+        column
+        for column, cell in enumerate(row)
+        for action in _actions(cell.strip())
+        if action.kind.is_compute or not compute_only
+    ]
+    where = f"cell {counted[place] + 1}" if place < len(counted) else "behind its last cell"
+    return HanayoError(f"{path}, row {rank + 1}, {where}: {error}")
 
 
 def read_lists(path: str | Path) -> Lists:

@@ -148,7 +148,9 @@ def _ring(
 
 def _refuse(schedule: Schedule, here: tuple[int, int], why: str) -> NoReturn:
     drawn = grid(schedule.actions, here)
-    raise HanayoError(f"schedule {schedule.name!r}, rank {here[0]}, place {here[1]}: {why}\n{drawn}")
+    error = HanayoError(f"schedule {schedule.name!r}, rank {here[0]}, place {here[1]}: {why}\n{drawn}")
+    error.cell = here
+    raise error
 
 
 def _span(count: int) -> str:

@@ -10,9 +10,7 @@ from lightning_hanayo.cli.schedule.figures import backward, figures, sentence
 from lightning_hanayo.cli.schedule.options import Options, Parser, add_costs, add_json, describe
 from lightning_hanayo.cli.schedule.terminal import print_json
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule import Schedule
-from lightning_hanayo.schedule.completeness import check_communication
-from lightning_hanayo.schedule.csv_table import read_lists
+from lightning_hanayo.schedule.csv_table import check_csv
 
 
 def add_options(parser: Parser) -> None:
@@ -25,8 +23,7 @@ def add_options(parser: Parser) -> None:
 def run(options: Options) -> int:
     """Check."""
     try:
-        schedule = Schedule.from_csv(options.file)
-        check_communication(schedule, read_lists(options.file))
+        schedule = check_csv(options.file)
     except HanayoError as error:
         if options.json:
             print_json({"valid": False, "error": str(error)})

@@ -64,6 +64,7 @@ class Engine:
         packet = None
         if arrives is not None:
             packet = self._handed.pop(arrives) if move.is_local else self.mail.collect(arrives)
+            self.mail.release(move.frees)
         start = clock()
         leaving = self._runs[action.stage, action.kind](action.microbatch, packet)
         if move.leaves is not None and leaving is not None:

@@ -19,20 +19,20 @@ class Entrance:
 
     def __init__(self, packet: Packet) -> None:
         self.gradients: list[Tensor | None] = [None] * len(packet.differentiable)
-        entered = iter(_Enter.apply(self, packet.differentiable, _ANCHOR) if self.gradients else ())
+        entered = iter(_Enter.apply(self.gradients, packet.differentiable, _ANCHOR) if self.gradients else ())
         self.packet = Packet(packet.skeleton, tuple(next(entered) if t.requires_grad else t for t in packet.tensors))
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, entrance: Entrance, tensors: Sequence[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
-        ctx.entrance = entrance
+    def forward(ctx: Any, gradients: list[Any], tensors: Sequence[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients  # not the entrance: its packet leads back here, and only the collector frees circles
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.entrance.gradients = list(gradients)
+        ctx.gradients[:] = gradients
         return None, None, None
 
 

@@ -8,7 +8,7 @@ note, and spec and payload follow on the control group. So nothing is asked and 
     changed:     |header n|  unused |      then   | spec, n bytes |      then   | header | tensors |
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,18 +70,21 @@ class Mail:
         """Wait for the packet of `route`, whose receive was started before."""
         peer, buffer, work = self._arriving.pop(route)
         work.wait()
-        if route.direction == "backward":  # the activations this answers have arrived, so their buffer is free
-            self._release(Route(route.stage, "forward", route.microbatch))
         length = header(buffer)
         if not length:
             return unpack(self._agreed[route], buffer)
         self._agreed[route] = spec = Spec.from_bytes(bytes(self._correction(route, peer, length).tolist()))
         return unpack(spec, self._correction(route, peer, spec.num_bytes).to(self.transport.device))
 
+    def release(self, routes: Iterable[Route]) -> None:
+        """Let go of the buffers of messages that have left; waits until they have."""
+        for route in routes:
+            for _, work in self._leaving.pop(route, []):
+                work.wait()
+
     def finish(self) -> None:
         """Wait until all that was sent in this batch has left."""
-        for route in list(self._leaving):
-            self._release(route)
+        self.release(list(self._leaving))
 
     def forget(self) -> None:
         """Drop all that is under way, after a failure."""
@@ -109,7 +112,3 @@ class Mail:
         (work,) = self.transport.start([Post("receive", peer, route.tag + 1, buffer)])
         work.wait()
         return buffer
-
-    def _release(self, route: Route) -> None:
-        for _, work in self._leaving.pop(route, []):
-            work.wait()

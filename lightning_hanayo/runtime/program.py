@@ -3,7 +3,8 @@
 Runs of messages are taken together into exchanges. All that can be known before a batch is worked out here, once.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -32,6 +33,8 @@ class Compute:
     leaves: Route | None
     is_local: bool
     """whether what arrives comes from this rank"""
+    frees: tuple[Route, ...] = ()
+    """what this rank has sent and its peer has surely taken once this packet is there: these buffers are free"""
 
 
 @dataclass(frozen=True)
@@ -46,24 +49,60 @@ class Program:
     def of(schedule: Schedule, rank: int) -> "Program":
         """The program of pipeline rank `rank` in `schedule`."""
         moves: list[Compute | Exchange | Action] = []
+        frees = _frees(schedule, rank)
         for is_message, run in groupby(complete(schedule)[rank], key=lambda action: action.kind.is_message):
             if is_message:
                 moves.append(_exchange(list(run), schedule.stage_ranks))
             else:
-                moves.extend(_compute(action, schedule) if action.kind.is_compute else action for action in run)
+                moves.extend(_compute(a, schedule, frees.get(a, ())) if a.kind.is_compute else a for a in run)
         trains = any(action.kind is not Kind.F for action in schedule.actions[rank])
         return Program(tuple(moves), trains)
 
 
-def _compute(action: Action, schedule: Schedule) -> Compute:
+def _compute(action: Action, schedule: Schedule, frees: tuple[Route, ...]) -> Compute:
     if action.kind is Kind.W:
         return Compute(action, None, None, False)
-    before, behind = (_border(schedule, border) for border in (action.stage - 1, action.stage))
-    forward = action.kind is Kind.F
-    arriving, leaving = (before, behind) if forward else (behind, before)
+    arriving, leaving = _borders(action, schedule)
     ranks = schedule.stage_ranks
     is_local = arriving is not None and ranks[arriving] == ranks[arriving + 1]
-    return Compute(action, _route(arriving, action), _route(leaving, action), is_local)
+    return Compute(action, _route(arriving, action), _route(leaving, action), is_local, frees)
+
+
+def _frees(schedule: Schedule, rank: int) -> dict[Action, tuple[Route, ...]]:
+    """Per action the messages that its packet answers: the peer took them before it made the packet.
+
+    rank 0   0F0 0F1 ...... 3F0        what 3F0 gets was made by 2F0, behind 1F0: the buffer of 0F0's message is free,
+    rank 1       1F0 2F0 1F1           0F1's isn't yet
+    """
+    places = {action: place for row in schedule.actions for place, action in enumerate(row)}
+    taken: dict[int, list[tuple[int, Route]]] = defaultdict(list)  # per peer: (where in its row, what)
+    frees: dict[Action, tuple[Route, ...]] = {}
+    for action in schedule.actions[rank]:
+        step = 1 if action.kind is Kind.F else -1
+        arriving, leaving = (None, None) if action.kind is Kind.W else _borders(action, schedule)
+        if arriving is not None:
+            peer = schedule.stage_ranks[action.stage - step]
+            made = places[_neighbour(action, -step, places)]
+            frees[action] = tuple(route for place, route in taken[peer] if place <= made)
+            taken[peer] = [message for message in taken[peer] if message[0] > made]
+        if leaving is not None and (peer := schedule.stage_ranks[action.stage + step]) != rank:
+            route = _route(leaving, action)
+            assert route is not None
+            taken[peer].append((places[_neighbour(action, step, places)], route))
+    return frees
+
+
+def _neighbour(action: Action, step: int, present: Container[Action]) -> Action:
+    """The action of the stage `step` further on that takes, or makes, this one's packet."""
+    kinds = (Kind.F,) if action.kind is Kind.F else (Kind.B, Kind.I)
+    stages = (Action(action.stage + step, kind, action.microbatch) for kind in kinds)
+    return next(other for other in stages if other in present)
+
+
+def _borders(action: Action, schedule: Schedule) -> tuple[int | None, int | None]:
+    """Where the action's packet comes from, and where the one it makes goes."""
+    before, behind = (_border(schedule, border) for border in (action.stage - 1, action.stage))
+    return (before, behind) if action.kind is Kind.F else (behind, before)
 
 
 def _border(schedule: Schedule, border: int) -> int | None:

@@ -1,0 +1,155 @@
+"""What a rank holds while it plays: what the schedule says, and nothing that waits for the garbage collector.
+
+bytes of rank 1 after each action, counted tensor by tensor   <=   1.05 x the simulated peak, messages on their way
+"""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from lightning_hanayo.runtime.trace import Trace
+from lightning_hanayo.schedule import Action, Schedule, build, simulate
+from tests.runtime.loopback_pipeline import LoopbackPipeline
+from tests.schedule.samples import split
+
+WIDTH, LENGTH, SIZE, MICROBATCHES = 32, 16, 4, 8
+
+
+class Block(nn.Module):
+    """A transformer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.first(x)).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(mixed)
+        return x + self.down(functional.gelu(self.up(self.second(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), tokens.flatten())
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that were made under it and are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
+                storage = tensor.untyped_storage()
+                self._known.add(storage._cdata)
+                self.num_bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return result
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.num_bytes -= num_bytes
+
+
+class Watch(Trace):
+    """Notes the bytes after each action."""
+
+    def __init__(self, live: Live) -> None:
+        super().__init__()
+        self.live = live
+        self.held: list[int] = []
+
+    def add(self, action: Action, asked: float, start: float) -> None:
+        self.held.append(self.live.num_bytes)
+        super().add(action, asked, start)
+
+
+@contextmanager
+def playing(schedule: Schedule) -> Iterator[Any]:
+    """A function that plays a batch, without the garbage collector; and the pipeline."""
+    torch.manual_seed(0)
+    model = Model()
+    batch = torch.randint(0, 11, (MICROBATCHES, SIZE, LENGTH)).unbind()
+    pipeline = LoopbackPipeline(model.blocks, schedule)
+    gc.collect()
+    gc.disable()
+    try:
+        yield pipeline, lambda: pipeline.run(lambda m: model.step(batch[m]), [1 / MICROBATCHES] * MICROBATCHES)
+    finally:
+        gc.enable()
+        pipeline.close()
+
+
+TABLES = [
+    build("hanayo", num_ranks=2, num_microbatches=MICROBATCHES),
+    split(build("hanayo", num_ranks=2, num_microbatches=MICROBATCHES)),
+    build("zbv", num_ranks=2, num_microbatches=MICROBATCHES),
+    build("zb-h1", num_ranks=2, num_microbatches=MICROBATCHES),
+    build("interleaved-zb", num_ranks=2, num_microbatches=MICROBATCHES),
+]
+
+
+@pytest.mark.parametrize("schedule", TABLES, ids=lambda schedule: schedule.name)
+def test_peak_bytes_are_the_simulated_peak(schedule: Schedule) -> None:
+    """Rank 1's, whose stages run in its own thread. A message is a 64th of what a stage holds of a micro-batch."""
+    live = Live()
+    with playing(schedule) as (pipeline, run):
+        engine = pipeline.engines[1]
+        engine.trace = watch = Watch(live)
+        play = engine.play
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            with live:
+                play(*args, **kwargs)
+
+        engine.play = counted
+        run()  # makes the gradients, which stay
+        before, watch.held = live.num_bytes, []
+        run()
+        message = SIZE * LENGTH * WIDTH * 4
+        one = (watch.held[0] - before) * (len(pipeline.schedule.stages_of(1)))  # M_a, after the first forward
+        peak = simulate(pipeline.schedule).peak_activations[1]
+        assert one > 60 * message
+        assert max(watch.held) - before <= 1.05 * peak * one
+        assert watch.held[-1] - before <= 5 * message
+
+
+@pytest.mark.parametrize("schedule", TABLES[:3], ids=lambda schedule: schedule.name)
+def test_nothing_waits_for_the_garbage_collector(schedule: Schedule) -> None:
+    with playing(schedule) as (_, run):
+        run()
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            run()
+            gc.collect()
+            found = [tuple(thing.shape) for thing in gc.garbage if isinstance(thing, Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+    assert found == []

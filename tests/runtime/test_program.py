@@ -1,0 +1,93 @@
+"""The program: where packets come from and go to, and when a sent one's buffer is free.
+
+rank 0   0F0 0F1 3F0 3I0 3W0 ...      stages 0 and 3
+rank 1       1F0 2F0 1F1 2I0 ...      stages 1 and 2: between them nothing is sent
+"""
+
+from itertools import chain
+
+import pytest
+from hypothesis import given
+
+from lightning_hanayo.runtime.mail import Route
+from lightning_hanayo.runtime.program import Compute, Exchange, Program
+from lightning_hanayo.schedule import Action, Kind, Schedule, build
+from tests.schedule.samples import schedules, split, unhurried
+
+
+def computes(schedule: Schedule, rank: int) -> dict[str, Compute]:
+    return {str(move.action): move for move in Program.of(schedule, rank).moves if isinstance(move, Compute)}
+
+
+def forward(border: int, microbatch: int) -> Route:
+    return Route(border, "forward", microbatch)
+
+
+def backward(border: int, microbatch: int) -> Route:
+    return Route(border, "backward", microbatch)
+
+
+WAVE = split(build("hanayo", num_ranks=2, num_microbatches=2))
+ROUTES = [  # action -> what it takes, what it makes, whether what it takes is local
+    ("0F1", None, forward(0, 1), False),
+    ("1F1", forward(0, 1), forward(1, 1), False),
+    ("2F1", forward(1, 1), forward(2, 1), True),
+    ("3F1", forward(2, 1), None, False),
+    ("3I1", None, backward(2, 1), False),
+    ("1I1", backward(1, 1), backward(0, 1), True),
+    ("0I1", backward(0, 1), None, False),
+    ("1W1", None, None, False),
+]
+
+
+@pytest.mark.parametrize(("action", "arrives", "leaves", "is_local"), ROUTES)
+def test_routes(action: str, arrives: Route | None, leaves: Route | None, is_local: bool) -> None:
+    move = computes(WAVE, WAVE.stage_ranks[int(action[0])])[action]
+    assert (move.arrives, move.leaves, move.is_local) == (arrives, leaves, is_local)
+
+
+def test_two_chains_end_where_they_end() -> None:
+    """Chimera, P = 2: stages 0, 1 and their twins 2, 3."""
+    schedule = build("chimera", num_ranks=2, num_microbatches=2)
+    moves = computes(schedule, 0) | computes(schedule, 1)
+    ends = [str(move.action) for move in moves.values() if move.action.kind is Kind.F and move.leaves is None]
+    starts = [str(move.action) for move in moves.values() if move.action.kind is Kind.F and move.arrives is None]
+    assert {(end[0]) for end in ends} == {"1", "3"} and {(start[0]) for start in starts} == {"0", "2"}
+
+
+def test_an_answer_frees_what_the_peer_took_before_it_made_it() -> None:
+    """rank 0   0F0 0F1     0B0 0F2 0B1     0B2
+    rank 1       1F0 1B0 1F1 1B1     1F2 1B2
+    """
+    schedule = build("1f1b", num_ranks=2, num_microbatches=3)
+    moves = computes(schedule, 0)
+    assert [(name, move.frees) for name, move in moves.items() if move.frees] == [
+        ("0B0", (forward(0, 0),)), ("0B1", (forward(0, 1),)), ("0B2", (forward(0, 2),)),
+    ]  # fmt: skip
+    assert [(name, move.frees) for name, move in computes(schedule, 1).items() if move.frees] == [
+        ("1F2", (backward(0, 0),)),
+    ]  # fmt: skip
+
+
+@unhurried
+@given(schedules(max_ranks=4, max_microbatches=5))
+def test_nothing_is_freed_that_may_be_under_way(schedule: Schedule) -> None:
+    """Each message at most once, and only by a packet that was made behind its own taker."""
+    place = {action: (rank, i) for rank, row in enumerate(schedule.actions) for i, action in enumerate(row)}
+
+    def action(stage: int, route: Route) -> Action:
+        kinds = (Kind.F,) if route.direction == "forward" else (Kind.B, Kind.I)
+        return next(a for kind in kinds if (a := Action(stage, kind, route.microbatch)) in place)
+
+    for rank in range(schedule.num_ranks):
+        program = Program.of(schedule, rank)
+        sent = [route for move in program.moves if isinstance(move, Exchange) for route, _ in move.sends]
+        freed = list(chain(*(move.frees for move in program.moves if isinstance(move, Compute))))
+        assert len(set(freed)) == len(freed) and set(freed) <= set(sent)
+        for move in (m for m in program.moves if isinstance(m, Compute) and m.frees):
+            assert move.arrives is not None and not move.is_local
+            toward = move.arrives.direction == "forward"
+            maker = place[action(move.arrives.stage + (not toward), move.arrives)]
+            for route in move.frees:
+                taker = place[action(route.stage + (route.direction == "forward"), route)]
+                assert taker[0] == maker[0] != rank and taker <= maker

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.runtime.codec import ALIGN
-from lightning_hanayo.runtime.measurement import costs_of
+from lightning_hanayo.runtime.measurement import costs_of, timeline_of
 from lightning_hanayo.runtime.weight_queue import WeightQueue
 from lightning_hanayo.schedule import Kind, Schedule, build, simulate
 from tests.runtime.test_engine import Model, batches, expected, pipeline
@@ -35,7 +35,7 @@ SPLIT = [
 
 
 class Shared(Model):
-    """Two blocks have one weight, and a block's weight is the embedding's too."""
+    """Two blocks of the first stage have one weight."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -86,8 +86,15 @@ def assert_close(model: nn.Module, reference: nn.Module) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("build_model", [Model, Shared, frozen, hooked], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("schedule", SPLIT, ids=lambda s: f"{s.name}-P{s.num_ranks}-S{s.num_stages}")
+CASES = [(schedule, kind) for kind in (Model, Shared, frozen, hooked) for schedule in SPLIT
+         if kind is not Shared or schedule.num_stages <= 4]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schedule", "build_model"),
+    CASES,
+    ids=[f"{kind.__name__}-{s.name}-P{s.num_ranks}-S{s.num_stages}" for s, kind in CASES],
+)
 def test_exact_over_accumulated_batches(schedule: Schedule, build_model: Any) -> None:
     torch.manual_seed(0)
     model = build_model(8).double()
@@ -231,6 +238,7 @@ def test_the_trace_measures_both_halves() -> None:
     for cost, kind in ((costs.forward, Kind.F), (costs.backward_input, Kind.I), (costs.backward_weight, Kind.W)):
         assert cost == pytest.approx(tuple(mean(stage, kind) for stage in range(4)))
     assert simulate(schedule, costs).makespan > 0
+    assert len(timeline_of(schedule, measured[0]).spans) == 3 * 4 * 4
 
 
 def in_place(model: Model) -> None:

@@ -6,6 +6,8 @@ W    drain                    every gradient there
 """
 
 import copy
+import gc
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -458,6 +460,7 @@ def test_a_compiled_block_whose_weight_was_exchanged_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("trains_input", [True, False])
 def test_compiled_by_inductor(trains_input: bool) -> None:
@@ -480,7 +483,5 @@ def test_a_layer_that_is_gone_leaves_nothing_behind() -> None:
     _, swapped, _ = pair("plain")
     assert len(set(_layers) - before) == 2
     del swapped
-    import gc
-
     gc.collect()
     assert set(_layers) <= before

@@ -4,6 +4,7 @@ from lightning_hanayo.schedule import (  # noqa: F401 - they register themselves
     chimera,
     gpipe,
     hanayo,
+    hanayo_zb,
     interleaved,
     interleaved_zb,
     one_f_one_b,

@@ -14,34 +14,40 @@ The oldest can thus always go on, on every rank, and nobody ever waits for room 
 class Budget:
     """The activations that one rank holds, counted in stages, at most `capacity`."""
 
+    __slots__ = ("_capacity", "_growing", "_held", "_held_by_grown", "_needed", "total")
+
     def __init__(self, capacity: int, num_stages: int, num_microbatches: int) -> None:
         self._capacity = capacity
         self._held = [0] * num_microbatches
         self._needed = [num_stages] * num_microbatches
-        self._total = 0
-        self._oldest = 0
+        self.total = 0
+        self._growing = 0
+        self._held_by_grown = 0  # by the micro-batches before `_growing`, which have run all their forwards here
 
     def allows(self, microbatch: int) -> bool:
         """Whether the rank may run one more forward of `microbatch`."""
-        room = self._capacity - self._total - 1
+        room = self._capacity - self.total - 1
         if room < 0:
             return False
-        for older in range(self._oldest, microbatch):
-            needed = self._needed[older]
-            if needed > room:
+        room += self._held_by_grown
+        for older in range(self._growing, microbatch):
+            if self._needed[older] > room:
                 return False
             room += self._held[older]
         return True
 
     def take(self, microbatch: int) -> None:
         """A forward of `microbatch` runs."""
-        self._total += 1
+        self.total += 1
         self._held[microbatch] += 1
         self._needed[microbatch] -= 1
+        while self._growing < len(self._needed) and not self._needed[self._growing]:
+            self._held_by_grown += self._held[self._growing]
+            self._growing += 1
 
     def free(self, microbatch: int) -> None:
         """What ends an activation of `microbatch` (a `B` or `W`) runs."""
-        self._total -= 1
+        self.total -= 1
         self._held[microbatch] -= 1
-        while self._oldest < len(self._held) and not (self._held[self._oldest] or self._needed[self._oldest]):
-            self._oldest += 1
+        if microbatch < self._growing:
+            self._held_by_grown -= 1

@@ -69,6 +69,15 @@ class Compiled:
         code = self.code
         return [[code(action) for action in row] for row in lists]
 
+    def actions(self, rows: Rows) -> tuple[tuple[Action, ...], ...]:
+        """The table of codes."""
+        return tuple(tuple(map(self.action, row)) for row in rows)
+
+    def fused(self, rows: Rows) -> list[list[int]]:
+        """The same rows, each I of them a whole backward."""
+        kind = self._num_stages * self._num_microbatches
+        return [[code if code < kind else code + 2 * kind for code in row] for row in rows]
+
     def makespan(self, rows: Rows) -> float:
         """How long the table takes; infinity where its ranks wait for each other."""
         played = self.play(rows)

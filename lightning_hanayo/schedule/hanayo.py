@@ -17,13 +17,15 @@ for every multiple of P: the idle time stays what the paper's single group has.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.compiled import Compiled
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.list_scheduler import Key, list_schedule
+from lightning_hanayo.schedule.follower import Follower, Job, Manner
 from lightning_hanayo.schedule.placement import zigzag
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.simulation import simulate
@@ -36,30 +38,41 @@ CLOSE = 1.005
 @register_schedule("hanayo", depth="waves")
 def hanayo(request: Request) -> Schedule:
     """The paper's order at B = P, elsewhere the best of a few candidates; always within the budget (default P)."""
-    request.stages_per_rank(2 * request.num_waves, default=2 * request.num_waves)
-    budget = request.num_ranks if request.activation_budget is None else request.activation_budget
-    if budget < 1:
-        raise HanayoError(
-            f"schedule {request.name!r}: activation_budget={budget:g}, expected at least 1 (in M_a: one micro-batch's "
-            "activations of a rank's whole share, which a wave holds before its first backward)"
-        )
+    budget = budget_of(request)
     costs = request.costs or CostModel()
     paper = paper_order(request.name, request.num_ranks, request.num_waves, request.num_microbatches)
     played = simulate(paper, costs)
     fits = max(played.peak_activations) <= budget + 1e-9
     if fits and request.num_microbatches == request.num_ranks:
         return paper
-    best, makespan = (paper, played.makespan) if fits else (None, inf)
+    compiled = Compiled(paper, costs)
+    best, makespan = (compiled.rows(paper.actions), played.makespan) if fits else ([], inf)
     enough = CLOSE * (_paper_idle(request, costs) + max(played.busy))
     rooms = dict.fromkeys((min(budget, request.num_ranks), budget))  # more than P only if P isn't enough
-    for candidate in (found for room in rooms for found in _candidates(paper, costs, room, request)):
-        time = simulate(candidate, costs).makespan
+    for candidate in (found for room in rooms for found in wave_orders(paper, request.num_waves, costs, room)):
+        rows = compiled.fused(candidate)
+        time = compiled.makespan(rows)
         if time < makespan * (1 - 1e-9):
-            best, makespan = candidate, time
+            best, makespan = rows, time
         if makespan <= enough:
             break
-    assert best is not None
-    return best
+    return replace(paper, actions=compiled.actions(best))
+
+
+def budget_of(request: Request) -> float:
+    """The activation budget of a schedule in waves.
+
+    Raises:
+        HanayoError: it is too small for one micro-batch, or the number of stages per rank isn't that of the waves.
+    """
+    request.stages_per_rank(2 * request.num_waves, default=2 * request.num_waves)
+    budget = request.num_ranks if request.activation_budget is None else request.activation_budget
+    if not budget >= 1:
+        raise HanayoError(
+            f"schedule {request.name!r}: activation_budget={budget:g}, expected at least 1 (in M_a: one micro-batch's "
+            "activations of a rank's whole share, which a wave holds before its first backward)"
+        )
+    return budget
 
 
 def _paper_idle(request: Request, costs: CostModel) -> float:
@@ -68,23 +81,31 @@ def _paper_idle(request: Request, costs: CostModel) -> float:
     return group.makespan - max(group.busy)
 
 
-def _candidates(table: Schedule, costs: CostModel, budget: float, request: Request) -> Iterator[Schedule]:
-    """Orders, to be judged under `costs`. Those made for even stages and free hops are tight and often bear the real
-    costs best: a list scheduler that sees uneven arrivals takes what is there and loses the beat.
+def wave_orders(shape: Schedule, num_waves: int, costs: CostModel, budget: float) -> Iterator[list[list[int]]]:
+    """Orders of forwards and whole backwards, as codes of F and I, to be judged under `costs`.
+
+    Those made for even stages and free hops are tight and often bear the real costs best: who sees uneven arrivals
+    takes what is there and loses the beat.
     """
-    even = _even(costs, request.num_ranks)
-    groupings = _groupings(request.num_microbatches, request.num_ranks)
-    for sizes in groupings:
-        soon = _soon(request.num_ranks, request.num_waves, even, sizes)
-        yield list_schedule(table, even, budget, (Kind.F, Kind.B), soon)
-    soon = _soon(request.num_ranks, request.num_waves, even, groupings[0])
-    yield list_schedule(table, even, budget, (Kind.B, Kind.F), soon)
+    num_ranks, num_microbatches = shape.num_ranks, shape.num_microbatches
+    even = evened(costs, num_ranks)
+    ways = groupings(num_microbatches, num_ranks)
+    tries = [(even, sizes, True) for sizes in ways] + [(even, ways[0], False)]
     if costs != even:
-        soon = _soon(request.num_ranks, request.num_waves, costs, groupings[0])
-        yield list_schedule(table, costs, budget, (Kind.F, Kind.B), soon)
+        tries.append((costs, ways[0], True))
+    for seen, sizes, forwards_first in tries:
+        job = Job.of(shape, seen, budget, split=False)
+        keys = _soon(num_ranks, num_waves, seen, sizes)
+        split = len(keys) // 2
+        later = 1 + max(keys)
+        first, second = (0.0, later) if forwards_first else (later, 0.0)
+        plan = job.rows([key + first for key in keys[:split]] + [key + second for key in keys[split:]])
+        order = Follower(job, plan, Manner(reach=inf))
+        order.play()
+        yield order.rows
 
 
-def _even(costs: CostModel, num_ranks: int) -> CostModel:
+def evened(costs: CostModel, num_ranks: int) -> CostModel:
     """The same work, spread evenly over the stages, and free messages."""
     parts = (costs.forward, costs.backward_input, costs.backward_weight)
     forward, backward_input, backward_weight = (
@@ -93,7 +114,7 @@ def _even(costs: CostModel, num_ranks: int) -> CostModel:
     return CostModel(forward, backward_input, backward_weight)
 
 
-def _groupings(num_microbatches: int, num_ranks: int) -> list[tuple[int, ...]]:
+def groupings(num_microbatches: int, num_ranks: int) -> list[tuple[int, ...]]:
     """Ways to cut 0..B-1 into groups of at most P: the last one smaller, the first one, all even, and each alone."""
     full, rest = divmod(num_microbatches, num_ranks)
     small = (rest,) if rest else ()
@@ -103,24 +124,25 @@ def _groupings(num_microbatches: int, num_ranks: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(ways))
 
 
-def _soon(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ...]) -> Key:
-    """When an action would start if each group ran the paper's order, later by a rank's work for those before it."""
-    used = {*sizes, num_ranks}
-    timelines = {size: simulate(paper_order("group", num_ranks, num_waves, size), costs) for size in used}
+def _soon(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ...]) -> list[float]:
+    """By code, when an action would start if each group ran the paper's order, later by a rank's work before it."""
+    timelines = {
+        size: simulate(paper_order("group", num_ranks, num_waves, size), costs) for size in {*sizes, num_ranks}
+    }
     work = max(timelines[num_ranks].busy) / num_ranks
     tick = 1e-6 * work or 1.0
     starts = {
         size: {(span.action.stage, span.action.kind, span.action.microbatch): span.start for span in timeline.spans}
         for size, timeline in timelines.items()
     }
-    begins = accumulate(sizes, initial=0)
+    begins = list(accumulate(sizes, initial=0))
     places = [(begin, starts[size], item) for begin, size in zip(begins, sizes, strict=False) for item in range(size)]
-
-    def soon(stage: int, kind: Kind, microbatch: int) -> float:
-        begin, start, item = places[microbatch]
-        return round((start[stage, kind, item] + begin * work) / tick)
-
-    return soon
+    return [
+        float(round((start[stage, kind, item] + begin * work) / tick))
+        for kind in (Kind.F, Kind.B)
+        for stage in range(2 * num_waves * num_ranks)
+        for begin, start, item in places
+    ]
 
 
 def paper_order(name: str, num_ranks: int, num_waves: int, num_microbatches: int) -> Schedule:

@@ -1,0 +1,185 @@
+"""hanayo-zb: waves with the backward split in input and weight gradient, for any W, B, costs and activation budget.
+
+Forwards and input gradients keep the order that forwards and whole backwards have in `hanayo`; weight gradients, for
+which nobody waits, fill the holes:
+
+    P = 2, W = 1     rank 0   F0 F1 .  F0 I0 F1 I1 I0 W0 I1 ...          . is the only hole left: nothing can be there
+                     rank 1   .  F0 F0 F1 F1 I0 I0 ...
+
+For even stages with T_F = T_I = T_W, a budget of P M_a and B a multiple of P the makespan is
+
+    B (T_F + T_B) + (P-1) (T_F / 2W + (2W+1) T_C)         as long as 2W (P-1) T_C is small beside a group's P T_F
+
+At T_C = 0 that is the lower bound of any schedule on this placement: the last rank can't start earlier.
+
+What else costs, stages or a smaller budget ask for is found by search, and the best order simulated wins:
+
+    1  the wave's order, holes filled in several manners        2  patterns, where the budget is below P M_a
+    3  changes to the best so far: some actions a little earlier or later, played again
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import inf
+from random import Random
+
+from lightning_hanayo.schedule.compiled import Compiled
+from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.follower import Follower, Job, Manner
+from lightning_hanayo.schedule.hanayo import budget_of, wave_orders
+from lightning_hanayo.schedule.pattern import Pattern, Pauses
+from lightning_hanayo.schedule.placement import zigzag
+from lightning_hanayo.schedule.registry import Request, register_schedule
+from lightning_hanayo.schedule.table import Schedule
+
+EFFORT = 600_000
+"""Actions played in search of a better order. The first order is always played to its end, however large."""
+
+
+@register_schedule("hanayo-zb", depth="waves")
+def hanayo_zb(request: Request) -> Schedule:
+    """The best order found within the budget (default P); the search ends early where the lower bound is met."""
+    budget = budget_of(request)
+    costs = request.costs or CostModel()
+    placement = zigzag(request.num_ranks, request.num_waves)
+    shape = Schedule(request.name, placement, ((),) * request.num_ranks, request.num_microbatches)
+    search = Search(Job.of(shape, costs, budget), Compiled(shape, costs))
+    search.along(_waves(shape, request.num_waves, costs, budget))
+    if budget < request.num_ranks:
+        search.along(_patterns(search.job), until=EFFORT // 2)
+    search.improve()
+    return replace(shape, actions=search.compiled.actions(search.best))
+
+
+class Search:
+    """The best order so far, and how much may still be played for a better one."""
+
+    def __init__(self, job: Job, compiled: Compiled) -> None:
+        self.job, self.compiled = job, compiled
+        self.best: list[list[int]] = []
+        self.makespan = inf
+        self._bound = lower_bound(job) * (1 + 1e-9)
+        self._left = EFFORT
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a better order can be hoped for, and may be looked for."""
+        return not self.best or (self.makespan > self._bound and self._left > 0)
+
+    def along(self, plans: Iterator[tuple[list[list[int]], Manner]], until: int = 0) -> None:
+        """Play plan after plan until `until` is all the effort that is left."""
+        for plan, manner in plans:
+            self.play(plan, manner)
+            if not self.goes_on or self._left <= until:
+                return
+
+    def play(self, plan: Sequence[Sequence[int]], manner: Manner) -> tuple[float, list[list[int]]]:
+        """One play. Its order is kept if it is the best so far."""
+        follower = Follower(self.job, plan, manner)
+        makespan = follower.play()
+        self._left -= self.job.num_actions
+        if makespan < self.makespan * (1 - 1e-9):
+            self.best, self.makespan = follower.rows, makespan
+        return makespan, follower.rows
+
+    def improve(self) -> None:
+        """Change the best order a little and play it again, as long as the effort lasts; what is no worse is kept."""
+        if not self.goes_on:
+            return
+        random = Random(0)
+        manners = [Manner(), Manner(reach=1), Manner(2, 0.5, True), Manner(4), Manner(reach=2, patience=0.5)]
+        rows, makespan = self.best, self.makespan
+        keys = self._starts(rows)
+        while self.goes_on:
+            changed = _changed(keys, self.job, random)
+            found, found_rows = self.play(self.job.rows(changed), random.choice(manners))
+            if found <= makespan * (1 + 1e-9):
+                rows, makespan = found_rows, found
+                keys = self._starts(rows)
+
+    def _starts(self, rows: list[list[int]]) -> list[float]:
+        """When each F and I starts, by code."""
+        played = self.compiled.play(rows)
+        assert played is not None
+        starts = [0.0] * self.job.num_actions
+        for row, times in zip(rows, played.starts, strict=True):
+            for code, start in zip(row, times, strict=True):
+                starts[code] = start
+        return starts[: len(starts) // 3 * 2]
+
+
+def lower_bound(job: Job) -> float:
+    """No rank can be done earlier: what lies before its first stage, and then all that it has to do."""
+    lead, bound = 0.0, 0.0
+    work = [0.0] * job.num_ranks
+    for stage, rank in enumerate(job.stage_ranks):
+        work[rank] += job.num_microbatches * sum(times[stage] for times in job.times)
+    for stage in range(job.num_ranks):
+        bound = max(bound, lead + work[job.stage_ranks[stage]])
+        lead += job.times[0][stage] + (job.hops[stage] if stage < len(job.hops) else 0.0)
+    return bound
+
+
+def _waves(
+    shape: Schedule, num_waves: int, costs: CostModel, budget: float
+) -> Iterator[tuple[list[list[int]], Manner]]:
+    """The orders of `hanayo`, for P M_a if that is enough, then for what else the budget allows."""
+    orders = []
+    for room in dict.fromkeys((min(budget, shape.num_ranks), budget)):
+        for order in wave_orders(shape, num_waves, costs, room):
+            orders.append(order)
+            yield order, Manner()
+    rank = 4 * num_waves
+    for reach, patience, weights_first in product((rank, rank // 2, 2 * rank, inf), (0.0, 0.5, 1.0), (False, True)):
+        for order in orders[:2]:
+            yield order, Manner(reach, patience, weights_first)
+
+
+def _patterns(job: Job) -> Iterator[tuple[list[list[int]], Manner]]:
+    """Orders of patterns: those that fit the budget first, then the fastest."""
+    random = Random(0)
+    pauses = {_pauses(random, job.stage_ranks.count(0)) for _ in range(min(1200, 4 * EFFORT // job.num_actions))}
+    patterns = [Pattern(job.stage_ranks, one) for one in sorted(pauses, key=repr)]
+    patterns.sort(key=lambda one: (one.period, max(0, one.peak - job.capacity), one.latency))
+    for pattern in patterns:
+        for weights in (False, True):
+            plan = job.rows(pattern.keys(job.num_microbatches, weights))
+            for manner in (Manner(), Manner(weights_first=True), Manner(reach=2 * job.stage_ranks.count(0))):
+                yield plan, manner
+
+
+def _pauses(random: Random, stages_per_rank: int) -> Pauses:
+    hop = (0, 0, 0, 0, 1, 1, 2, 3)
+    return Pauses(
+        *(random.choice(hop) for _ in range(4)),
+        turn=random.choice((0, 0, 0, 1, 2, 3, stages_per_rank)),
+        weights=random.choice((0, 0, 0, 1, 2, stages_per_rank)),
+        period=random.choice((0, 0, 0, 1, 2)),
+    )
+
+
+def _changed(keys: list[float], job: Job, random: Random) -> list[float]:
+    """Some actions that belong together, a little earlier or later: one, a stage's or a leg's or a micro-batch's."""
+    keys = list(keys)
+    num_ranks, num_stages, num_microbatches = job.num_ranks, job.num_stages, job.num_microbatches
+    cell = sum(map(sum, job.times)) / (3 * num_stages)
+    for _ in range(random.choice((1, 1, 2, 3))):
+        shift = random.choice((-1, 1)) * random.choice((0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)) * cell
+        kind, stage = random.randrange(2), random.randrange(num_stages)
+        first = random.randrange(num_microbatches)
+        some = range(first, min(num_microbatches, first + 1 + int(random.expovariate(0.3))))
+        leg = stage - stage % num_ranks
+        stages, microbatches = random.choice(
+            (
+                ([stage], range(first, first + 1)),
+                ([stage], some),
+                (range(num_stages), range(first, first + 1)),
+                (range(leg, leg + num_ranks), some),
+                (range(num_stages), some),
+            )
+        )
+        for one in stages:
+            for microbatch in microbatches:
+                keys[(kind * num_stages + one) * num_microbatches + microbatch] += shift
+    return keys

@@ -1,0 +1,90 @@
+"""Pattern: what one micro-batch does when, so that its like can follow every period without two meeting on a rank.
+
+The cells of a rank have one length, the time of one stage's F, I or W; 3V of them (V stages per rank) make a period, in
+which each micro-batch takes one for each of its actions on the rank:
+
+    P = 2, W = 1      cell     0  1  2  3  4  5 | 6  7  8 ...
+    no pauses         rank 0   F0       F3 I3     I0 W3 W0          6 cells until micro-batch 1 does the same
+                      rank 1      F1 F2       I2  I1 W2 W1
+
+Pauses leave messages their time, and cost memory: a micro-batch holds its activations for longer, so more of them are
+under way at once. The steady state of the whole schedule is one such pattern; its memory is known before anything is
+played.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Cells left free: behind messages down (to the next rank) and up, forward and backward; at the turn from forward
+    to backward; before the weight gradients; and how many more than 3V a period has.
+    """
+
+    down: int = 0
+    up: int = 0
+    back_down: int = 0
+    back_up: int = 0
+    turn: int = 0
+    weights: int = 0
+    period: int = 0
+
+
+class Pattern:
+    """One micro-batch's cells: the first free ones along its way that keep to `pauses`."""
+
+    def __init__(self, stage_ranks: Sequence[int], pauses: Pauses) -> None:
+        stages = range(len(stage_ranks))
+        self._stage_ranks = stage_ranks
+        self.period = 3 * stage_ranks.count(0) + pauses.period
+        used = [[False] * self.period for _ in range(max(stage_ranks) + 1)]
+
+        def place(stage: int, cell: int) -> int:
+            row = used[stage_ranks[stage]]
+            while row[cell % self.period]:
+                cell += 1
+            row[cell % self.period] = True
+            return cell
+
+        def walk(way: Sequence[int], cell: int, down: int, up: int) -> dict[int, int]:
+            cells: dict[int, int] = {}
+            for stage in way:
+                here = stage_ranks[stage]
+                before = stage_ranks[next(reversed(cells))] if cells else here
+                cell = cells[stage] = place(stage, cell + (down if here > before else up if here < before else 0))
+                cell += 1
+            return cells
+
+        forward = walk(stages, 0, pauses.down, pauses.up)
+        turned = forward[stages[-1]] + 1 + pauses.turn
+        backward = walk(stages[::-1], turned, pauses.back_down, pauses.back_up)
+        self.forward = [forward[stage] for stage in stages]
+        self.backward = [backward[stage] for stage in stages]
+        weights = {stage: place(stage, backward[stage] + 1 + pauses.weights) for stage in stages[::-1]}
+        self.weights = [weights[stage] for stage in stages]
+
+    @property
+    def latency(self) -> int:
+        """Cells from a micro-batch's first forward to its last input gradient."""
+        return max(self.backward) + 1
+
+    @property
+    def peak(self) -> int:
+        """The most activations on any rank once micro-batches follow each other every period, counted in stages."""
+        held = [[0] * self.period for _ in range(max(self._stage_ranks) + 1)]
+        for rank, begin, end in zip(self._stage_ranks, self.forward, self.weights, strict=True):
+            whole, rest = divmod(end + 1 - begin, self.period)
+            for cell in range(self.period):
+                held[rank][cell] += whole + ((cell - begin) % self.period < rest)
+        return max(map(max, held))
+
+    def keys(self, num_microbatches: int, weights: bool) -> list[float]:
+        """The cell of each F and I, and W if asked for, by code."""
+        kinds = [self.forward, self.backward, self.weights][: 3 if weights else 2]
+        return [
+            float(cell + microbatch * self.period)
+            for kind in kinds
+            for cell in kind
+            for microbatch in range(num_microbatches)
+        ]

@@ -5,6 +5,8 @@ from typing import NoReturn
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.compiled import Compiled
+from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import play, waits_in
 from lightning_hanayo.schedule.grid import grid
 from lightning_hanayo.schedule.table import Schedule
@@ -115,6 +117,9 @@ def _strays(action: Action, begun: Action, schedule: Schedule) -> str:
 
 
 def _check_order(schedule: Schedule) -> None:
+    compiled = Compiled(schedule, CostModel())
+    if compiled.play(compiled.rows(schedule.actions)) is not None:
+        return
     waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
     done = set(play(schedule.actions, waits))
     heads = {

@@ -21,7 +21,7 @@ PICTURED = (
     Contender("hanayo-zb", num_waves=2),
 )
 
-NUM_RANKS, NUM_MICROBATCHES = 4, 8
+NUM_RANKS = 4
 
 
 def file_name(contender: Contender) -> str:
@@ -34,4 +34,6 @@ def draw(folder: Path) -> None:
     """A picture each."""
     folder.mkdir(parents=True, exist_ok=True)
     for contender in known(PICTURED):
-        save_schedule(folder / file_name(contender), contender.schedule(NUM_RANKS, NUM_MICROBATCHES))
+        # two waves have twice the boxes: half the micro-batches keep the picture small
+        num_microbatches = 4 if contender.num_waves == 2 else 8
+        save_schedule(folder / file_name(contender), contender.schedule(NUM_RANKS, num_microbatches))

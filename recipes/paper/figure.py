@@ -16,7 +16,7 @@ def new(width: float, height: float) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=112, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

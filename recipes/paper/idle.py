@@ -26,6 +26,8 @@ def idle(contender: Contender, num_ranks: int, num_microbatches: int) -> Fractio
             return Fraction(others, contender.num_stages_per_rank or 2)
         case "zbv" if groups > 1:
             return Fraction(others, 2)
+        case "hanayo-zb":
+            return Fraction(others, 2 * contender.num_waves)
         case "v-half" if num_ranks > 2:
             return Fraction(3 * num_ranks - (4 if num_ranks % 2 else 7), 2)
         case "v-min" if num_ranks > 2:

@@ -75,7 +75,7 @@ def _peak(result: Measured | None) -> str:
 
 def draw(path: Path) -> None:
     """Bubble over peak activations: a mark per peer, a line per wave of ours."""
-    plot = figure.new(11, 6.6)
+    plot = figure.new(9.5, 6.2)
     panels = plot.subplots(len(SIZES), len(LOADS))
     for row, num_ranks in zip(panels, SIZES, strict=True):
         for axes, load in zip(row, LOADS, strict=True):

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from recipes.paper.catalogue import PICTURED, file_name
-from recipes.paper.contender import known
+from recipes.paper.contender import Contender, known
 from recipes.paper.page import blocks_in
 from recipes.paper.pages import DOCS, DOCUMENTS, Document
+from recipes.paper.peers import SIZES, measured
+from recipes.paper.table import percent
 
 QUICK = [(document, name) for document in DOCUMENTS for name in document.quick]
 
@@ -19,6 +21,16 @@ QUICK = [(document, name) for document in DOCUMENTS for name in document.quick]
 def test_a_block_is_as_made(document: Document, name: str) -> None:
     written = blocks_in(document.path.read_text(encoding="utf-8"))[name]
     assert written == document.quick[name](), "run python -m recipes.paper"
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_a_cell_of_each_slow_block_is_as_found(num_ranks: int) -> None:
+    rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))[f"rooms-{num_ranks}"].splitlines()
+    column = rows[0].split(" | ").index("W = 2, B = P")
+    row = next(row for row in rows if row.startswith("| 0.75 P"))
+    found = measured(Contender("hanayo-zb", num_waves=2, room=0.75), num_ranks, 1)
+    assert found is not None
+    assert row.split(" | ")[column] == percent(found.bubble), "run python -m recipes.paper"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.path.stem)

@@ -24,10 +24,11 @@ from itertools import product
 from math import inf
 from random import Random
 
+from lightning_hanayo.schedule.action import Kind
 from lightning_hanayo.schedule.compiled import Compiled
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.follower import Follower, Job, Manner
-from lightning_hanayo.schedule.hanayo import budget_of, wave_orders
+from lightning_hanayo.schedule.hanayo import budget_of, paper_order, wave_orders
 from lightning_hanayo.schedule.pattern import Pattern, Pauses
 from lightning_hanayo.schedule.placement import zigzag
 from lightning_hanayo.schedule.registry import Request, register_schedule
@@ -124,8 +125,13 @@ def lower_bound(job: Job) -> float:
 def _waves(
     shape: Schedule, num_waves: int, costs: CostModel, budget: float
 ) -> Iterator[tuple[list[list[int]], Manner]]:
-    """The orders of `hanayo`, for P M_a if that is enough, then for what else the budget allows."""
+    """The paper's order, then those of `hanayo` for P M_a, or less, or for what more the budget allows."""
     orders = []
+    if shape.num_microbatches <= shape.num_ranks:
+        paper = paper_order(shape.name, shape.num_ranks, num_waves, shape.num_microbatches)
+        halves = ([replace(one, kind=Kind.F if one.kind is Kind.F else Kind.I) for one in row] for row in paper.actions)
+        orders.append(Compiled(shape, costs).rows(halves))
+        yield orders[0], Manner()
     for room in dict.fromkeys((min(budget, shape.num_ranks), budget)):
         for order in wave_orders(shape, num_waves, costs, room):
             orders.append(order)

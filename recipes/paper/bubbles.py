@@ -84,7 +84,8 @@ def draw(path: Path) -> None:
         printed = axes.bar(left, [100 * one.printed for one in shown], 0.4, color=figure.GREY)
         real = axes.bar(right, [100 * one.simulated for one in shown], 0.4, color=figure.BLUE)
         for bars in (printed, real):
-            axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
+            heights = [f"{bar.get_height() + 1e-9:.1f}" for bar in bars]  # 25.45 as 25.5
+            axes.bar_label(bars, heights, fontsize=7, padding=1)
         axes.set_xticks(places, [one.scheme.replace(" ", "\n") for one in shown])
         figure.plain(axes, f"P = B = {num_ranks}", y="bubble [%]" if num_ranks == 8 else "")
         axes.set_ylim(0, 110)

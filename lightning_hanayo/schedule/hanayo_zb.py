@@ -14,14 +14,17 @@ At T_C = 0 that is the lower bound of any schedule on this placement: the last r
 
 What else costs, stages or a smaller budget ask for is found by search, and the best order simulated wins:
 
-    1  the wave's order, holes filled in several manners        2  patterns, where the budget is below P M_a
+    1  the wave's order, holes filled in several manners; for W = 1 also the orders of zbv, v-half and v-min
+    2  patterns, where the budget is below P M_a
     3  changes to the best so far: some actions a little earlier or later, played again
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from heapq import nsmallest
+from itertools import accumulate, islice, product
 from math import inf
+from operator import itemgetter
 from random import Random
 
 from lightning_hanayo.schedule.action import Kind
@@ -33,6 +36,9 @@ from lightning_hanayo.schedule.pattern import Pattern, Pauses
 from lightning_hanayo.schedule.placement import zigzag
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.v_half import v_half
+from lightning_hanayo.schedule.v_min import v_min
+from lightning_hanayo.schedule.zbv import zbv
 
 EFFORT = 600_000
 """Actions played in search of a better order. The first order is always played to its end, however large."""
@@ -47,8 +53,11 @@ def hanayo_zb(request: Request) -> Schedule:
     shape = Schedule(request.name, placement, ((),) * request.num_ranks, request.num_microbatches)
     search = Search(Job.of(shape, costs, budget), Compiled(shape, costs))
     search.along(_waves(shape, request.num_waves, costs, budget))
+    if request.num_waves == 1:
+        for peer in (zbv, v_half, v_min):
+            search.take(search.compiled.rows(peer(request).actions))
     if budget < request.num_ranks:
-        search.along(_patterns(search.job), until=EFFORT // 2)
+        search.along(_patterns(search.job))
     search.improve()
     return replace(shape, actions=search.compiled.actions(search.best))
 
@@ -68,20 +77,30 @@ class Search:
         """Whether a better order can be hoped for, and may be looked for."""
         return not self.best or (self.makespan > self._bound and self._left > 0)
 
-    def along(self, plans: Iterator[tuple[list[list[int]], Manner]], until: int = 0) -> None:
-        """Play plan after plan until `until` is all the effort that is left."""
-        for plan, manner in plans:
-            self.play(plan, manner)
-            if not self.goes_on or self._left <= until:
+    def along(self, plans: Iterator[tuple[list[list[int]], Manner]]) -> None:
+        """Play plan after plan."""
+        while self.goes_on and (one := next(plans, None)) is not None:
+            self.play(*one)
+
+    def take(self, rows: list[list[int]]) -> None:
+        """Keep an order made elsewhere, as it is, if it fits and is the best so far."""
+        kind = self.job.num_actions // 3
+        for row in rows:
+            held = accumulate((code < kind) - (code >= 2 * kind) for code in row)
+            if max(held) > self.job.capacity:
                 return
+        self._keep(rows, self.compiled.makespan(rows))
+
+    def _keep(self, rows: list[list[int]], makespan: float) -> None:
+        if makespan < self.makespan * (1 - 1e-9):
+            self.best, self.makespan = rows, makespan
 
     def play(self, plan: Sequence[Sequence[int]], manner: Manner) -> tuple[float, list[list[int]]]:
         """One play. Its order is kept if it is the best so far."""
         follower = Follower(self.job, plan, manner)
         makespan = follower.play()
         self._left -= self.job.num_actions
-        if makespan < self.makespan * (1 - 1e-9):
-            self.best, self.makespan = follower.rows, makespan
+        self._keep(follower.rows, makespan)
         return makespan, follower.rows
 
     def improve(self) -> None:
@@ -143,26 +162,32 @@ def _waves(
 
 
 def _patterns(job: Job) -> Iterator[tuple[list[list[int]], Manner]]:
-    """Orders of patterns: those that fit the budget first, then the fastest."""
+    """The patterns that do best in a job with fewer micro-batches, the best first."""
+    trial = replace(job, num_microbatches=min(job.num_microbatches, 2 * job.num_ranks))
+    stages_per_rank = job.stage_ranks.count(0)
+    manners = (Manner(reach=2 * stages_per_rank), Manner(weights_first=True))
+    tries = islice(product(_drawn(job), (False, True), manners), EFFORT // 2 // trial.num_actions)
+    played = []
+    for pattern, weights, manner in tries:
+        plan = trial.rows(pattern.keys(trial.num_microbatches, weights))
+        played.append((Follower(trial, plan, manner).play(), pattern, weights, manner))
+    for _, pattern, weights, manner in nsmallest(8, played, key=itemgetter(0)):
+        yield job.rows(pattern.keys(job.num_microbatches, weights)), manner
+
+
+def _drawn(job: Job) -> list[Pattern]:
+    """Patterns: first those without idle cells that use the room there is, no less and little more."""
     random = Random(0)
-    pauses = {_pauses(random, job.stage_ranks.count(0)) for _ in range(min(1200, 4 * EFFORT // job.num_actions))}
-    patterns = [Pattern(job.stage_ranks, one) for one in sorted(pauses, key=repr)]
-    patterns.sort(key=lambda one: (one.period, max(0, one.peak - job.capacity), one.latency))
-    for pattern in patterns:
-        for weights in (False, True):
-            plan = job.rows(pattern.keys(job.num_microbatches, weights))
-            for manner in (Manner(), Manner(weights_first=True), Manner(reach=2 * job.stage_ranks.count(0))):
-                yield plan, manner
+    drawn = (Pattern(job.stage_ranks, _pauses(random, job.stage_ranks.count(0))) for _ in range(1000))
+    patterns = list({one.cells: one for one in drawn}.values())
+    return sorted(patterns, key=lambda one: (one.period, abs(one.peak - job.capacity), one.latency))
 
 
 def _pauses(random: Random, stages_per_rank: int) -> Pauses:
-    hop = (0, 0, 0, 0, 1, 1, 2, 3)
-    return Pauses(
-        *(random.choice(hop) for _ in range(4)),
-        turn=random.choice((0, 0, 0, 1, 2, 3, stages_per_rank)),
-        weights=random.choice((0, 0, 0, 1, 2, stages_per_rank)),
-        period=random.choice((0, 0, 0, 1, 2)),
-    )
+    down, up, back_down, back_up = (random.choice((0, 0, 0, 0, 1, 1, 2, 3)) for _ in range(4))
+    turn = random.choice((0, 0, 0, 1, 2, 3, stages_per_rank))
+    weights = random.choice((0, 0, 0, 1, 2, stages_per_rank))
+    return Pauses(down, up, back_down, back_up, turn, weights, period=random.choice((0, 0, 0, 1, 2)))
 
 
 def _changed(keys: list[float], job: Job, random: Random) -> list[float]:

@@ -65,6 +65,11 @@ class Pattern:
         self.weights = [weights[stage] for stage in stages]
 
     @property
+    def cells(self) -> tuple[tuple[int, ...], ...]:
+        """When each F, I and W runs: what makes two patterns the same, with the period."""
+        return tuple(map(tuple, (self.forward, self.backward, self.weights, [self.period])))
+
+    @property
     def latency(self) -> int:
         """Cells from a micro-batch's first forward to its last input gradient."""
         return max(self.backward) + 1

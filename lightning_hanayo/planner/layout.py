@@ -1,20 +1,18 @@
 """The layout: which schedule over how many stages a run plays, decided before any process starts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, build, schedule_names, simulate, with_loss_stage
+from lightning_hanayo.schedule.auto import WAVES
 
-WAVES = (1, 2, 4, 8)
-"""what `num_waves="auto"` tries"""
 MESSAGE = 0.05
 """one hop in T_F, taken as a guess while nothing is measured: between the paper's NVLink and PCIe clusters"""
-_WAVE = "hanayo"
-_WAVES = (_WAVE, "hanayo-zb")
-"""schedules with W waves"""
+_WAVES = ("hanayo", "hanayo-zb")
+"""schedules with W waves, of which `"auto"` takes the one that simulates better; the first where both are alike"""
 _LOOPS = ("interleaved", "interleaved-zb")
 """schedules with V stages per rank, of which `num_waves` asks for 2W"""
 
@@ -46,7 +44,12 @@ class Layout:
         return not self.table(self.num_microbatches).loss_stage
 
     def table(self, num_microbatches: int) -> Schedule:
-        """The schedule for a batch of that many micro-batches, ending on rank 0, where the loss is."""
+        """The schedule for a batch of that many micro-batches, ending on rank 0, where the loss is.
+
+        A smaller batch than usual plays what is left of the usual table: no search in the middle of a run.
+        """
+        if num_microbatches < self.num_microbatches:
+            return _part(self.table(self.num_microbatches), num_microbatches)
         return _table(self, num_microbatches)
 
     def predict(self) -> float:
@@ -61,7 +64,7 @@ COSTS = CostModel(message=MESSAGE)
 @cache
 def _table(layout: Layout, num_microbatches: int) -> Schedule:
     if layout.schedule.endswith(".csv"):
-        return _part(with_loss_stage(Schedule.from_csv(layout.schedule)), num_microbatches)
+        return _of_file(layout.schedule, num_microbatches)
     schedule = build(
         layout.schedule,
         num_ranks=layout.num_ranks,
@@ -73,18 +76,24 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
     return with_loss_stage(schedule)
 
 
-def _part(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """A table for the first micro-batches only: what is left of a valid order is a valid order."""
+def _of_file(path: str, num_microbatches: int) -> Schedule:
+    schedule = with_loss_stage(Schedule.from_csv(path))
     if num_microbatches > schedule.num_microbatches:
         raise HanayoError(
             f"{schedule.name} is a table for {schedule.num_microbatches} micro-batches, and a batch has "
             f"{num_microbatches}; set num_microbatches={schedule.num_microbatches}"
         )
+    return _part(schedule, num_microbatches)
+
+
+@cache
+def _part(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """A table for the first micro-batches only: what is left of a valid order is a valid order."""
     actions = tuple(
         tuple(action for action in row if action.microbatch is None or action.microbatch < num_microbatches)
         for row in schedule.actions
     )
-    return Schedule(schedule.name, schedule.stage_ranks, actions, num_microbatches, schedule.loss_stage)
+    return replace(schedule, actions=actions, num_microbatches=num_microbatches)
 
 
 def choose(
@@ -101,37 +110,34 @@ def choose(
     Raises:
         HanayoError: an unknown schedule, or fewer blocks than stages; the message names the nearest that fit.
     """
-    name = check_schedule(schedule)
+    check_schedule(schedule)
+    names = _WAVES if schedule == "auto" else (schedule,)
     if num_microbatches == "auto":
-        num_microbatches = _from_table(name) or (2 * num_ranks if num_ranks > 1 else 1)
-    waves = [num_waves] if num_waves != "auto" else list(WAVES) if name in _WAVES + _LOOPS else [1]
-    layouts = [Layout(name, num_ranks, wave, num_microbatches, activation_budget) for wave in waves]
+        num_microbatches = _from_table(schedule) or (2 * num_ranks if num_ranks > 1 else 1)
+    waves = [num_waves] if num_waves != "auto" else list(WAVES) if names[0] in _WAVES + _LOOPS else [1]
+    layouts = [Layout(name, num_ranks, wave, num_microbatches, activation_budget) for wave in waves for name in names]
     fitting = [layout for layout in layouts if _check_ranks(layout).num_stages <= num_blocks]
     if not fitting:
         raise HanayoError(_too_few(layouts[0], num_blocks))
     return min(fitting, key=lambda layout: simulate(layout.table(num_microbatches), COSTS).makespan)
 
 
-def check_schedule(name: str) -> str:
-    """The schedule that `name` means.
+def check_schedule(name: str) -> None:
+    """Accept the name of a schedule that training can play, `"auto"`, or the path of a table.
 
     Raises:
         HanayoError: there is no such schedule, or training can't play it.
     """
-    if name == "auto":
-        return _WAVE
     if name == "chimera":
         raise HanayoError(
             "schedule='chimera' needs the loss on two ranks at once; HanayoStrategy plays the user's training_step on "
-            "one. The wave (schedule='hanayo') has its bubble, and the weights once."
+            "one. A wave (schedule='hanayo-zb') has less bubble, and the weights once."
         )
     if name.endswith(".csv"):
         if not Path(name).is_file():
             raise HanayoError(f"schedule={name!r}: there is no such file")
-        return name
-    if name not in schedule_names():
+    elif name not in (*schedule_names(), "auto"):
         raise HanayoError(f"schedule={name!r} is unknown; {nearest(name, [*schedule_names(), 'auto'])}")
-    return name
 
 
 def _from_table(name: str) -> int | None:

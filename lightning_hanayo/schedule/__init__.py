@@ -14,13 +14,14 @@ from lightning_hanayo.schedule import (  # noqa: F401 - they register themselves
     zbv,
 )
 from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.auto import build
 from lightning_hanayo.schedule.communication import complete
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
 from lightning_hanayo.schedule.forward_only import forward_only
 from lightning_hanayo.schedule.loss_stage import with_loss_stage
 from lightning_hanayo.schedule.memory import MemoryModel, RankMemory
-from lightning_hanayo.schedule.registry import Request, build, register_schedule, schedule_names
+from lightning_hanayo.schedule.registry import Request, register_schedule, schedule_names
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.text import schedule_text, timeline_text

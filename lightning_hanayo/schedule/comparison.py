@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule.auto import build
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.registry import build, schedule_names, sizes_for
+from lightning_hanayo.schedule.registry import schedule_names, sizes_for
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.timeline import Timeline

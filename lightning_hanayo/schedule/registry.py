@@ -1,4 +1,4 @@
-"""Registry: the schedules by name, and `build`, which makes one."""
+"""Registry: the schedules by name, and what a builder is asked for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,11 @@ from lightning_hanayo.schedule.validation import validate
 
 @dataclass(frozen=True)
 class Request:
-    """What `build` was asked for, as a builder sees it: sizes checked, nothing filled in."""
+    """What `build` was asked for, as a builder sees it: sizes checked, nothing filled in.
+
+    Raises:
+        HanayoError: a size below 1, or none at all.
+    """
 
     name: str
     num_ranks: int
@@ -22,6 +26,14 @@ class Request:
     num_stages_per_rank: int | None = None
     costs: CostModel | None = None
     activation_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches, "num_waves": self.num_waves}
+        if self.num_stages_per_rank is not None:
+            sizes["num_stages_per_rank"] = self.num_stages_per_rank
+        for what, size in sizes.items():
+            if not _is_size(size):
+                raise HanayoError(f"schedule {self.name!r}: {what} must be a whole number of at least 1, got {size!r}")
 
     def stages_per_rank(self, expected: int | None, *, default: int) -> int:
         """How many stages a rank holds; a schedule that `expected` a fixed number refuses any other.
@@ -108,48 +120,15 @@ def sizes_for(name: str, num_waves: int) -> dict[str, int]:
             return {}
 
 
-def build(
-    name: str,
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    num_waves: int = 1,
-    num_stages_per_rank: int | None = None,
-    costs: CostModel | None = None,
-    activation_budget: float | None = None,
-) -> Schedule:
-    """The schedule `name` for these sizes, validated. The same arguments always give the same table.
-
-    Args:
-        name: one of `schedule_names()`.
-        num_ranks: P, pipeline ranks.
-        num_microbatches: B, micro-batches per step; any number of at least 1.
-        num_waves: W, for schedules in waves; a rank then holds 2W stages.
-        num_stages_per_rank: V, for `interleaved` and `interleaved-zb` (default 2).
-        costs: what a schedule that chooses its order optimizes for; default T_F = 1, T_B = 2, messages free.
-        activation_budget: the most activations a rank may hold, in M_a (one micro-batch's activations of one rank's
-            whole share); default P for schedules that choose their order, no limit for the others.
-
-    Raises:
-        HanayoError: an unknown name, a size below 1, or a budget the schedule can't keep.
-
-    Example:
-        >>> build("hanayo", num_ranks=4, num_microbatches=4).stage_ranks
-        (0, 1, 2, 3, 3, 2, 1, 0)
-    """
+def build_named(request: Request) -> Schedule:
+    """The schedule that `request` names, validated and within the budget."""
+    name = request.name
     if name not in _BUILDERS:
-        raise HanayoError(f"there is no schedule {name!r}: {nearest(name, schedule_names())}")
-    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_waves": num_waves}
-    if num_stages_per_rank is not None:
-        sizes["num_stages_per_rank"] = num_stages_per_rank
-    for what, size in sizes.items():
-        if not _is_size(size):
-            raise HanayoError(f"schedule {name!r}: {what} must be a whole number of at least 1, got {size!r}")
-    request = Request(name, num_ranks, num_microbatches, num_waves, num_stages_per_rank, costs, activation_budget)
+        raise HanayoError(f"there is no schedule {name!r}: {nearest(name, (*schedule_names(), 'auto'))}")
     schedule = _BUILDERS[name](request)
     validate(schedule)
-    if activation_budget is not None:
-        _check_budget(schedule, activation_budget)
+    if request.activation_budget is not None:
+        _check_budget(schedule, request.activation_budget)
     return schedule
 
 

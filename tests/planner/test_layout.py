@@ -10,11 +10,11 @@ from lightning_hanayo.schedule import Kind, build, validate
 
 AUTO = [  # P, blocks -> schedule, W, B
     (1, 8, ("hanayo", 1, 1)),
-    (2, 4, ("hanayo", 1, 4)),
-    (2, 8, ("hanayo", 2, 4)),
-    (4, 8, ("hanayo", 1, 8)),
-    (4, 15, ("hanayo", 1, 8)),
-    (4, 16, ("hanayo", 2, 8)),
+    (2, 4, ("hanayo-zb", 1, 4)),
+    (2, 8, ("hanayo-zb", 2, 4)),
+    (4, 8, ("hanayo-zb", 1, 8)),
+    (4, 15, ("hanayo-zb", 1, 8)),
+    (4, 16, ("hanayo-zb", 2, 8)),
 ]
 
 
@@ -27,7 +27,7 @@ def test_auto(ranks: int, blocks: int, expected: tuple[str, int, int]) -> None:
 
 def test_auto_takes_the_wave_that_simulates_best() -> None:
     best = choose(num_ranks=4, num_blocks=64)
-    bubbles = [Layout("hanayo", 4, waves, 8).predict() for waves in (1, 2, 4, 8)]
+    bubbles = [Layout(name, 4, waves, 8).predict() for name in ("hanayo", "hanayo-zb") for waves in (1, 2, 4, 8)]
     assert best.predict() == pytest.approx(min(bubbles), abs=1e-3)
 
 

@@ -1,6 +1,7 @@
 """Options: what the subcommands share, and how a schedule, its costs and its timeline come out of it."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from lightning_hanayo.cli.readable import Readable
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
+from lightning_hanayo.schedule.auto import WAVES
 
 DEFAULT_RANKS = 4
 MOST_ACTIONS = 5_000_000
@@ -32,49 +34,6 @@ class Parser(Readable, ArgumentParser):
         super().__init__(
             prog=prog, description=description, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
         )
-
-
-def add_schedule(parser: Parser) -> None:
-    """A schedule, by name and sizes, or from a file."""
-    names = ", ".join(schedule_names())
-    parser.add_argument("schedule", metavar="NAME|FILE.csv", help=f"{names}; or a table of actions")
-    add_sizes(parser)
-    parser.add_argument(
-        "-V", "--stages-per-rank", type=whole, metavar="V", help="stages on each rank, for the interleaved schedules"
-    )
-
-
-def add_sizes(parser: Parser) -> None:
-    """Ranks, micro-batches, waves."""
-    parser.add_argument("-P", "--ranks", type=whole, metavar="P", help=f"pipeline ranks (default {DEFAULT_RANKS})")
-    parser.add_argument("-B", "--microbatches", type=whole, metavar="B", help="micro-batches per step (default P)")
-    parser.add_argument("-W", "--waves", type=whole, metavar="W", help="waves, of two stages per rank each (default 1)")
-
-
-def add_costs(parser: Parser) -> None:
-    """How long things take, how much memory there is, and what is simulated with them."""
-    for name, meaning in _COSTS.items():
-        own = name not in ("message_between_nodes",)
-        help_text = f"{meaning}; a list gives each stage's own time" if name == "forward" else meaning
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=cost if own else number,
-            metavar="T[,T...]" if own else "T",
-            help=help_text,
-        )
-    parser.add_argument("--ranks-per-node", type=whole, metavar="N", help="needed by --message-between-nodes")
-    parser.add_argument(
-        "--activation-budget", type=number, metavar="M", help="the most activations on a rank, in micro-batches (M_a)"
-    )
-    parser.add_argument(
-        "--steps", type=whole, default=1, metavar="N", help="steps in a row, without a barrier (default 1)"
-    )
-    parser.add_argument("--unit", default="", metavar="U", help="the unit of time that pictures show, such as ms")
-
-
-def add_json(parser: Parser) -> None:
-    """Whether a program reads the result."""
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def number(text: str) -> float:
@@ -104,6 +63,15 @@ def whole(text: str) -> int:
         raise ArgumentTypeError(f"expected a whole number, got {text!r}") from None
 
 
+def whole_or_auto(text: str) -> int | str:
+    """A whole number, or the word.
+
+    Raises:
+        ArgumentTypeError: it is neither.
+    """
+    return text if text == "auto" else whole(text)
+
+
 def cost(text: str) -> float | tuple[float, ...]:
     """A number, or one per stage between commas.
 
@@ -116,6 +84,50 @@ def cost(text: str) -> float | tuple[float, ...]:
     """
     values = tuple(map(number, text.split(",")))
     return values if len(values) > 1 else values[0]
+
+
+def add_schedule(parser: Parser) -> None:
+    """A schedule, by name and sizes, or from a file."""
+    names = ", ".join(schedule_names())
+    parser.add_argument("schedule", metavar="NAME|FILE.csv", help=f"{names}, auto (the best); or a table of actions")
+    add_sizes(parser, whole_or_auto, " or auto")
+    parser.add_argument(
+        "-V", "--stages-per-rank", type=whole, metavar="V", help="stages on each rank, for the interleaved schedules"
+    )
+
+
+def add_sizes(parser: Parser, waves: Callable[[str], int | str] = whole, choice: str = "") -> None:
+    """Ranks, micro-batches, waves."""
+    parser.add_argument("-P", "--ranks", type=whole, metavar="P", help=f"pipeline ranks (default {DEFAULT_RANKS})")
+    parser.add_argument("-B", "--microbatches", type=whole, metavar="B", help="micro-batches per step (default P)")
+    meaning = f"waves{choice}, of two stages per rank each (default 1)"
+    parser.add_argument("-W", "--waves", type=waves, metavar="W", help=meaning)
+
+
+def add_costs(parser: Parser) -> None:
+    """How long things take, how much memory there is, and what is simulated with them."""
+    for name, meaning in _COSTS.items():
+        own = name not in ("message_between_nodes",)
+        help_text = f"{meaning}; a list gives each stage's own time" if name == "forward" else meaning
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=cost if own else number,
+            metavar="T[,T...]" if own else "T",
+            help=help_text,
+        )
+    parser.add_argument("--ranks-per-node", type=whole, metavar="N", help="needed by --message-between-nodes")
+    parser.add_argument(
+        "--activation-budget", type=number, metavar="M", help="the most activations on a rank, in micro-batches (M_a)"
+    )
+    parser.add_argument(
+        "--steps", type=whole, default=1, metavar="N", help="steps in a row, without a barrier (default 1)"
+    )
+    parser.add_argument("--unit", default="", metavar="U", help="the unit of time that pictures show, such as ms")
+
+
+def add_json(parser: Parser) -> None:
+    """Whether a program reads the result."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 class Options:
@@ -136,12 +148,12 @@ class Options:
         return CostModel(**given)
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """Ranks, micro-batches and waves as `build` and `compare` take them."""
         ranks = DEFAULT_RANKS if self.ranks is None else self.ranks
         microbatches = ranks if self.microbatches is None else self.microbatches
         waves = 1 if self.waves is None else self.waves
-        check_sizes(ranks, microbatches, 2 * waves)
+        check_sizes(ranks, microbatches, 2 * (max(WAVES) if waves == "auto" else waves))
         return {"num_ranks": ranks, "num_microbatches": microbatches, "num_waves": waves}
 
     def make_schedule(self) -> Schedule:
@@ -166,8 +178,9 @@ class Options:
         if self.stages_per_rank is not None:
             check_sizes(sizes["num_ranks"], sizes["num_microbatches"], self.stages_per_rank)
             sizes["num_stages_per_rank"] = self.stages_per_rank
-        if self.schedule not in schedule_names():
-            hint = nearest(self.schedule, schedule_names())
+        known = (*schedule_names(), "auto")
+        if self.schedule not in known:
+            hint = nearest(self.schedule, known)
             raise HanayoError(f"there is no schedule {self.schedule!r}: {hint}; or a file ending in .csv")
         return build(self.schedule, **sizes, costs=self.costs, activation_budget=self.activation_budget)
 

@@ -1,0 +1,106 @@
+"""The case: sizes and times of one pipeline, and the candidates that play it in turn."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.schedule import CostModel, Schedule, build
+from lightning_hanayo.schedule.registry import sizes_for
+from recipes.benchmarks.emulated import Times
+from recipes.benchmarks.names import NAMES, TORCHS
+
+BYTES_PER_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule in a runtime."""
+
+    name: str
+    waves: int
+
+    @property
+    def runtime(self) -> Literal["ours", "torch"]:
+        """Who plays it."""
+        return "torch" if self.name in TORCHS else "ours"
+
+    @property
+    def schedule_name(self) -> str:
+        """Its name in our registry."""
+        return self.name.removeprefix("torch-")
+
+    @property
+    def label(self) -> str:
+        """As tables show it: `hanayo-zb W=2`, `torch interleaved V=4`."""
+        sizes = sizes_for(self.schedule_name, self.waves)
+        depth = "".join(f" {'W' if what == 'num_waves' else 'V'}={size}" for what, size in sizes.items())
+        return ("torch " if self.runtime == "torch" else "") + self.schedule_name + depth
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all candidates play. Times in seconds, of a rank's whole share of the model."""
+
+    num_ranks: int
+    num_microbatches: int
+    forward: float
+    backward_input: float
+    backward_weight: float
+    message_bytes: int
+    steps: int
+    planned_message: float = 0.0
+    """the time of a message that schedules which choose their order count on"""
+
+    @property
+    def width(self) -> int:
+        """Floats in a message."""
+        return max(1, self.message_bytes // BYTES_PER_FLOAT)
+
+    @property
+    def costs(self) -> CostModel:
+        """For the ideal: messages are free."""
+        return CostModel(self.forward, self.backward_input, self.backward_weight)
+
+    @property
+    def busy(self) -> float:
+        """How long a rank computes in a step."""
+        return self.num_microbatches * (self.forward + self.backward_input + self.backward_weight)
+
+    def schedule(self, candidate: Candidate) -> Schedule:
+        """Our table for a candidate, its loss on the rank that holds the last stage."""
+        times = (self.forward, self.backward_input, self.backward_weight)
+        # Zero-compute cases keep the order of equal times; there is nothing else to plan with
+        planned = CostModel(*times, message=self.planned_message) if self.forward else CostModel()
+        return build(
+            candidate.schedule_name,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            costs=planned,
+            **sizes_for(candidate.schedule_name, candidate.waves),
+        )
+
+    def times(self, num_stages: int) -> Times:
+        """One stage's part."""
+        per_rank = num_stages / self.num_ranks
+        return Times(self.forward / per_rank, self.backward_input / per_rank, self.backward_weight / per_rank)
+
+
+def candidates(names: Iterable[str], waves: Iterable[int]) -> list[Candidate]:
+    """Each name with each number of waves that it can have; those without waves once.
+
+    Example:
+        >>> [one.label for one in candidates(["1f1b", "torch-zbv", "hanayo-zb"], [1, 2])]
+        ['1f1b', 'torch zbv', 'hanayo-zb W=1', 'hanayo-zb W=2']
+
+    Raises:
+        HanayoError: an unknown name.
+    """
+    found: dict[str, Candidate] = {}
+    for name in names:
+        if name not in NAMES:
+            raise HanayoError(f"there is no candidate {name!r}: {nearest(name, NAMES)}")
+        for count in (1,) if name.removeprefix("torch-") in ("1f1b", "zbv") else waves:
+            candidate = Candidate(name, count)
+            found.setdefault(candidate.label, candidate)
+    return list(found.values())

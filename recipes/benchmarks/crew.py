@@ -1,0 +1,96 @@
+"""The crew: the processes of a benchmark, one per rank, which all end, however it ends."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from lightning_hanayo.errors import HanayoError
+from recipes.benchmarks.machine import Manners
+
+Work = Callable[[int, Any], Any]
+"""What a rank does: (rank, argument) -> result, with `torch.distributed` (gloo) initialised."""
+GROUP_TIMEOUT_S = 120.0
+
+
+def run(num_ranks: int, work: Work, argument: Any, manners: list[Manners], timeout: float) -> list[tuple[str, Any]]:
+    """Run `work` on `num_ranks` fresh processes.
+
+    Returns:
+        For each rank what its manners came to, and what `work` returned.
+
+    Raises:
+        HanayoError: a rank failed, ended, or `timeout` seconds passed; the message holds the rank's traceback.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+        try:
+            ends: list[Connection] = []
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = (rank, num_ranks, Path(directory) / "store", manners[rank], work, argument, theirs)
+                process = context.Process(target=_rank, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                ends.append(ours)
+            return _results(ends, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+def _results(ends: list[Connection], deadline: float) -> list[tuple[str, Any]]:
+    found: dict[int, tuple[str, Any]] = {}
+    while len(found) < len(ends):
+        waiting = [end for rank, end in enumerate(ends) if rank not in found]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise HanayoError(f"ranks {[r for r in range(len(ends)) if r not in found]} didn't finish in time")
+        for end in ready:
+            rank = ends.index(end)  # type: ignore[arg-type]
+            try:
+                failure, manners, result = ends[rank].recv()
+            except EOFError:
+                failure, manners, result = "its process ended", "", None
+            if failure:
+                raise HanayoError(f"rank {rank} failed: {failure}")
+            found[rank] = (manners, result)
+    return [found[rank] for rank in range(len(ends))]
+
+
+def _rank(rank: int, size: int, store: Path, manners: Manners, work: Work, argument: Any, end: Connection) -> None:
+    """A rank's process, from start to end."""
+    said = manners.take()
+    try:
+        result = _connected(rank, size, store, work, argument)
+    except BaseException:
+        end.send((traceback.format_exc(), said, None))
+    else:
+        end.send(("", said, result))
+
+
+def _connected(rank: int, size: int, store: Path, work: Work, argument: Any) -> Any:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    try:
+        result = work(rank, argument)
+        dist.barrier()  # nobody leaves while others still need it
+        return result
+    finally:
+        dist.destroy_process_group()

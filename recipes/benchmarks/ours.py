@@ -1,0 +1,73 @@
+"""Our runtime over emulated stages: the engine, its mail and gloo, as a strategy puts them together."""
+
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
+
+from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.mail import Mail
+from lightning_hanayo.runtime.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.program import Program
+from lightning_hanayo.runtime.stage import MiddleStage, Stage
+from lightning_hanayo.runtime.standalone import ClosingStage, OpeningStage
+from lightning_hanayo.runtime.trace import Trace
+from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.schedule import Schedule
+from recipes.benchmarks.case import Candidate, Case
+from recipes.benchmarks.emulated import EmulatedLoss, EmulatedStage, inputs
+from recipes.benchmarks.player import Player
+
+
+def transport() -> ProcessGroupTransport:
+    """All ranks of the world as one pipeline."""
+    world = dist.group.WORLD
+    assert world is not None
+    cpu = torch.device("cpu")
+    return ProcessGroupTransport(range(dist.get_world_size()), control=world, channels={}, device=cpu, on_failure=_fail)
+
+
+def stage_over(blocks: list[nn.Module], number: int, schedule: Schedule, queue: WeightQueue) -> Stage:
+    """The kind of stage that belongs at that place of a stack that carries its own loss."""
+    if number == 0:
+        return OpeningStage(blocks, schedule.num_stages, queue)
+    return ClosingStage(blocks, queue) if number == schedule.num_stages - 1 else MiddleStage(blocks, queue)
+
+
+class OurPlayer(Player):
+    """An engine and its stages."""
+
+    def __init__(self, case: Case, candidate: Candidate) -> None:
+        self.schedule = case.schedule(candidate)
+        rank = dist.get_rank()
+        times = case.times(self.schedule.num_stages)
+        self.stages = {number: EmulatedStage(number, times) for number in self.schedule.stages_of(rank)}
+        runs = {number: self._run(number, stage, case) for number, stage in self.stages.items()}
+        self._closing = [run for run in runs.values() if isinstance(run, ClosingStage)]
+        self._program = Program.of(self.schedule, rank)
+        self._engine = Engine(runs, Mail(transport()), lambda _: None, Trace())
+
+    def _run(self, number: int, stage: EmulatedStage, case: Case) -> Stage:
+        queue = stage.queue = WeightQueue()
+        is_last = number == self.schedule.num_stages - 1
+        run = stage_over([EmulatedLoss(stage) if is_last else stage], number, self.schedule, queue)
+        if isinstance(run, OpeningStage):
+            run.batch = inputs(case.num_microbatches, case.width).split(1)
+        elif isinstance(run, ClosingStage):
+            run.weights = [1 / case.num_microbatches] * case.num_microbatches
+        return run
+
+    @override
+    def play(self) -> None:
+        self._engine.play(self._program, signature=0)
+
+    @property
+    @override
+    def losses(self) -> list[float]:
+        return [stage.losses[m].item() for stage in self._closing for m in sorted(stage.losses)]
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error

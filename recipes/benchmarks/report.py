@@ -1,0 +1,90 @@
+"""The report: outcomes as text and Markdown, and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.benchmarks.case import Case
+from recipes.benchmarks.result import Outcome, Result
+from recipes.paper.figure import BLUE, GREY, INK, ORANGE, new, plain, save
+from recipes.paper.table import markdown, percent
+
+HEAD = ("schedule", "step ms", "min-max", "bubble", "ideal", "to torch's best", "at equal memory", "peak M_a",
+        "us/action", "CPU ms")  # fmt: skip
+
+
+def title(case: Case) -> str:
+    """The case in a line."""
+    times = (case.forward, case.backward_input, case.backward_weight)
+    text = f"P={case.num_ranks} B={case.num_microbatches}, F/I/W {'/'.join(f'{1e3 * t:g}' for t in times)} ms"
+    size = f"{case.message_bytes / 2**20:g} MB" if case.message_bytes >= 2**20 else f"{case.message_bytes / 1024:g} KB"
+    together = f", {case.steps} steps back to back" if case.steps > 1 else ""
+    return f"{text}, messages of {size}{together}"
+
+
+def table(outcomes: Sequence[Outcome], machine: Sequence[str]) -> str:
+    """All of it as Markdown."""
+    parts = ["\n".join(f"- {line}" for line in machine)]
+    for outcome in outcomes:
+        notes = [f"- `{label}` isn't there: {why}" for label, why in outcome.refused.items()]
+        about = f"{outcome.num_rounds} rounds; a rank's forward sleeps {outcome.oversleep_us:.0f} us too long."
+        parts += [f"## {title(outcome.case)}", about, markdown(HEAD, map(_row, outcome.results)), "\n".join(notes)]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    step = result.step
+    return (
+        result.label,
+        f"{1e3 * step.median:.1f}",
+        f"{1e3 * step.least:.1f}-{1e3 * step.most:.1f}",
+        "-" if result.bubble is None else percent(result.bubble.median),
+        "-" if result.ideal_bubble is None else percent(result.ideal_bubble),
+        "-" if result.ratio_to_peer is None else f"{result.ratio_to_peer:.3f}",
+        "-" if result.ratio_at_equal_memory is None else f"{result.ratio_at_equal_memory:.3f}",
+        f"{result.peak_activations:.2f}",
+        f"{result.overhead_us:.0f}",
+        f"{1e3 * result.cpu:.1f}",
+    )
+
+
+def draw(outcomes: Sequence[Outcome], path: Path) -> None:
+    """A row of bars for each case: bubble measured and ideal, or step time where nothing is computed."""
+    longest = max((len(outcome.results) for outcome in outcomes), default=1)
+    figure = new(2.5 + 0.62 * longest, 3.4 * len(outcomes))
+    all_axes = figure.subplots(len(outcomes), 1, squeeze=False)[:, 0]
+    for axes, outcome in zip(all_axes, outcomes, strict=True):
+        has_bubble = bool(outcome.case.busy)
+        plain(axes, title(outcome.case), y="bubble, %" if has_bubble else "microseconds per action")
+        for place, result in enumerate(outcome.results):
+            colour = GREY if result.runtime == "torch" else BLUE
+            value, low, high, ideal = _bar(result)
+            axes.bar(place - 0.2, value, width=0.4, color=colour)
+            axes.vlines(place - 0.2, low, high, color=INK, linewidth=1)
+            axes.text(place - 0.2, high, f"{value:.1f}" if has_bubble else f"{value:.0f}", ha="center", va="bottom",
+                      fontsize=7)  # fmt: skip
+            if ideal is not None:
+                axes.bar(place + 0.2, ideal, width=0.4, color=ORANGE)
+        labels = [result.label.replace("torch ", "torch\n").replace(" ", "\n") for result in outcome.results]
+        axes.set_xticks(range(len(labels)), labels, fontsize=7)
+        _legend(axes, has_bubble)
+    save(figure, path)
+
+
+def _bar(result: Result) -> tuple[float, float, float, float | None]:
+    if result.bubble is not None and result.ideal_bubble is not None:
+        shown = (result.bubble.median, result.bubble.least, result.bubble.most, result.ideal_bubble)
+        value, low, high, ideal = (100 * part for part in shown)
+        return value, low, high, ideal
+    per_action = 1e6 / result.actions_per_rank
+    step = result.step
+    return step.median * per_action, step.least * per_action, step.most * per_action, None
+
+
+def _legend(axes: "object", has_ideal: bool) -> None:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
+
+    assert isinstance(axes, Axes)
+    shown = [Patch(color=BLUE, label="measured, ours"), Patch(color=GREY, label="measured, torch's runtime")]
+    ideal = [Patch(color=ORANGE, label="ideal")] if has_ideal else []
+    axes.legend(handles=[*shown, *ideal], fontsize=7, frameon=False, loc="upper right")

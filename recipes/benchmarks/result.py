@@ -1,0 +1,136 @@
+"""The result: what all ranks' records of one case say about each candidate."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from recipes.benchmarks.case import Candidate, Case
+from recipes.benchmarks.emulated import expected
+from recipes.benchmarks.rounds import Played, Record, Records
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over the rounds."""
+
+    median: float
+    least: float
+    most: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Spread":
+        """Of one value per round."""
+        return Spread(median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One candidate in one case. Seconds, unless the name says otherwise; a bubble is a part of all ranks' time."""
+
+    name: str
+    label: str
+    runtime: str
+    stages_per_rank: int
+    step: Spread
+    """a step by itself; of several back to back, what each one after the first adds"""
+    bubble: Spread | None
+    """measured: whatever isn't the set compute time, late sleeps included; None without compute"""
+    ideal_step: float
+    ideal_bubble: float | None
+    peak_activations: float
+    """of the rank that holds most, in M_a"""
+    actions_per_rank: float
+    overhead_us: float
+    """(step - ideal step) / actions of a rank, in microseconds"""
+    cpu: float
+    """seconds of a core per rank and step"""
+    max_error: float
+    """of gradients and losses, relative to one process's"""
+    ratio_to_peer: float | None = None
+    """step time / that of torch's quickest"""
+    ratio_at_equal_memory: float | None = None
+    """the same, of torch's that hold at most P M_a (or as much as this one, if that is more)"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case with all its results."""
+
+    case: Case
+    num_rounds: int
+    oversleep_us: float
+    """how late a rank's share of a forward ends, the median over the ranks"""
+    results: tuple[Result, ...]
+    refused: dict[str, str]
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def outcome_of(case: Case, ranks: Sequence[Records]) -> Outcome:
+    """Put the ranks' records together."""
+    found = [_result(case, candidate, [records.records[candidate] for records in ranks])
+             for candidate in ranks[0].records]  # fmt: skip
+    rounds = max((len(record.rounds) for record in ranks[0].records.values()), default=0)
+    refused = {candidate.label: why for candidate, why in ranks[0].refused.items()}
+    late = 1e6 * median(records.oversleep for records in ranks)
+    return Outcome(case, rounds, late, tuple(_beside_peers(one, found, case.num_ranks) for one in found), refused)
+
+
+def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Result:
+    turns = list(zip(*(record.rounds for record in records), strict=True))
+    steps = [_step_time(turn) for turn in turns]
+    ideal = records[0].ideal[-1]
+    actions = fmean(records[0].num_actions)
+    cpu = median(fmean(played.cpu for played in turn) / case.steps for turn in turns)
+    middle = median(steps)
+    return Result(
+        name=candidate.name,
+        label=candidate.label,
+        runtime=candidate.runtime,
+        stages_per_rank=records[0].num_stages // case.num_ranks,
+        step=Spread.of(steps),
+        bubble=Spread.of([1 - case.busy / step for step in steps]) if case.busy else None,
+        ideal_step=ideal,
+        ideal_bubble=1 - case.busy / ideal if case.busy else None,
+        peak_activations=max(records[0].peaks),
+        actions_per_rank=actions,
+        overhead_us=1e6 * (middle - ideal) / actions,
+        cpu=cpu,
+        max_error=_error(case, records),
+    )
+
+
+def _step_time(turn: Sequence[Played]) -> float:
+    """From the first start to the last end; of several steps the mean of what each after the first adds."""
+    ends = [max(played.ends[step] for played in turn) for step in range(len(turn[0].ends))]
+    if len(ends) == 1:
+        return ends[0] - min(played.start for played in turn)
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def _error(case: Case, records: Sequence[Record]) -> float:
+    gradients, losses = expected(records[0].num_stages, case.num_microbatches, case.width)
+    found: Mapping[int, float] = {stage: value for record in records for stage, value in record.gradients.items()}
+    pairs = list(zip((found.get(stage, math.nan) for stage in range(len(gradients))), gradients, strict=True))
+    pairs += zip([loss for record in records for loss in record.losses], losses, strict=True)
+    errors = [abs(ours - theirs) / abs(theirs) for ours, theirs in pairs]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
+
+
+def _beside_peers(result: Result, all_results: Sequence[Result], num_ranks: int) -> Result:
+    limit = max(float(num_ranks), result.peak_activations) + 1e-6
+    peers = [other for other in all_results if other.name.startswith("torch-") and other.name != "torch-hanayo-zb"]
+    within = [other for other in peers if other.peak_activations <= limit]
+    return replace(
+        result,
+        ratio_to_peer=_ratio(result, peers),
+        ratio_at_equal_memory=_ratio(result, within),
+    )
+
+
+def _ratio(result: Result, peers: Sequence[Result]) -> float | None:
+    return result.step.median / min(peer.step.median for peer in peers) if peers else None

@@ -48,7 +48,7 @@ class Job:
             return tuple(costs.of(shape, Action(stage, kind, 0)) for stage in stages)
 
         hops = (0.0 if here == there else costs.hop(shape, s) for s, (here, there) in enumerate(pairwise(ranks)))
-        capacity = int(budget * len(shape.stages_of(0)) + 1e-9)
+        capacity = int(min(budget, shape.num_microbatches) * len(shape.stages_of(0)) + 1e-9)
         kinds = times(Kind.F), times(Kind.I if split else Kind.B), times(Kind.W)
         return cls(ranks, shape.num_microbatches, kinds, tuple(hops), capacity, split)
 
@@ -125,7 +125,8 @@ class Follower:
         events, free = self._events, self._free
         self._arrive(0)
         events.append((0.0, -1))
-        while events or self._lift_reach():
+        now = 0.0
+        while events or self._lift_reach(now):
             now = events[0][0] + self._tick
             awake = set()
             while events and events[0][0] <= now:
@@ -139,13 +140,13 @@ class Follower:
                     self._start(rank, code, max(now - self._tick, free[rank]))
         return max(free)
 
-    def _lift_reach(self) -> bool:
+    def _lift_reach(self, now: float) -> bool:
         """Where every rank waits, for room or for what lies beyond another's reach: lift it, and look again."""
         if sum(map(len, self.rows)) == self._job.num_actions:
             return False
         assert self._reach < inf
         self._reach = inf
-        self._events += [(max(self._free), -1 - rank) for rank in range(self._job.num_ranks)]
+        self._events += [(now, -1 - rank) for rank in range(self._job.num_ranks)]
         return True
 
     def _arrive(self, code: int) -> int:

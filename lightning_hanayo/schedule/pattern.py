@@ -3,9 +3,9 @@
 The cells of a rank have one length, the time of one stage's F, I or W; 3V of them (V stages per rank) make a period, in
 which each micro-batch takes one for each of its actions on the rank:
 
-    P = 2, W = 1      cell     0  1  2  3  4  5 | 6  7  8 ...
-    no pauses         rank 0   F0       F3 I3     I0 W3 W0          6 cells until micro-batch 1 does the same
-                      rank 1      F1 F2       I2  I1 W2 W1
+    P = 2, W = 1      cell     0  1  2  3  4  5 | 6  7  8  9 10
+    no pauses         rank 0   F0       F3 I3 W3 |    I0 W0             6 cells until micro-batch 1 does the same
+                      rank 1      F1 F2       I2 | I1       W2 W1       in the cells still free
 
 Pauses leave messages their time, and cost memory: a micro-batch holds its activations for longer, so more of them are
 under way at once. The steady state of the whole schedule is one such pattern; its memory is known before anything is

@@ -37,7 +37,7 @@ def run(num_ranks: int, work: Work, argument: Any, manners: list[Manners], timeo
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 arguments = (rank, num_ranks, Path(directory) / "store", manners[rank], work, argument, theirs)
-                process = context.Process(target=_rank, args=arguments, daemon=True)
+                process: BaseProcess = context.Process(target=_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)

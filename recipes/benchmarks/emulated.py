@@ -73,7 +73,7 @@ def expected(num_stages: int, num_microbatches: int, width: int) -> tuple[list[f
     """Weight gradients by stage, and losses by micro-batch, of one process that doesn't sleep."""
     stages = [EmulatedStage(number, Times(0.0, 0.0, 0.0)) for number in range(num_stages)]
     losses = [loss_of(nn.Sequential(*stages)(x)) for x in inputs(num_microbatches, width).split(1)]
-    torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+    torch.stack(losses).mean().backward()
     return [gradient_of(stage) for stage in stages], [loss.item() for loss in losses]
 
 
@@ -91,7 +91,7 @@ class _Act(torch.autograd.Function):
         return (x * x).mul_(0.5)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         sleep(ctx.times.backward_input)
         return gradient * x, None, None
@@ -104,7 +104,7 @@ class _Weight(torch.autograd.Function):
         return weight.expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         stage: EmulatedStage = ctx.stage
         if stage.queue is not None and stage.queue.is_open:
             stage.queue.put(ctx.weight, stage_product(stage.times.backward_weight), gradient)

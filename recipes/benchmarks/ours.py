@@ -29,10 +29,12 @@ def transport() -> ProcessGroupTransport:
     return ProcessGroupTransport(range(dist.get_world_size()), control=world, channels={}, device=cpu, on_failure=_fail)
 
 
-def stage_over(blocks: list[nn.Module], number: int, schedule: Schedule, queue: WeightQueue) -> Stage:
-    """The kind of stage that belongs at that place of a stack that carries its own loss."""
+def stage_over(
+    blocks: list[nn.Module], number: int, schedule: Schedule, queue: WeightQueue, *, num_blocks: int
+) -> Stage:
+    """The kind of stage that belongs at that place of a stack of `num_blocks` that carries its own loss."""
     if number == 0:
-        return OpeningStage(blocks, schedule.num_stages, queue)
+        return OpeningStage(blocks, num_blocks, queue)
     return ClosingStage(blocks, queue) if number == schedule.num_stages - 1 else MiddleStage(blocks, queue)
 
 
@@ -52,7 +54,8 @@ class OurPlayer(Player):
     def _run(self, number: int, stage: EmulatedStage, case: Case) -> Stage:
         queue = stage.queue = WeightQueue()
         is_last = number == self.schedule.num_stages - 1
-        run = stage_over([EmulatedLoss(stage) if is_last else stage], number, self.schedule, queue)
+        block = EmulatedLoss(stage) if is_last else stage
+        run = stage_over([block], number, self.schedule, queue, num_blocks=self.schedule.num_stages)
         if isinstance(run, OpeningStage):
             run.batch = inputs(case.num_microbatches, case.width).split(1)
         elif isinstance(run, ClosingStage):

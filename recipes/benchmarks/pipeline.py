@@ -1,6 +1,6 @@
 """The pipeline benchmark: our runtime beside torch.distributed.pipelining's, on emulated devices or for real.
 
-    python -m recipes.benchmarks.pipeline --ranks 4 --microbatches 4 8 --waves 2
+python -m recipes.benchmarks.pipeline --ranks 4 --microbatches 4 8 --waves 2
 """
 
 import argparse
@@ -12,9 +12,12 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError
+
+if TYPE_CHECKING:
+    from recipes.benchmarks.rounds import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     many: dict[str, Any] = {"nargs": "+", "metavar": "N"}
     parser.add_argument("--ranks", type=_size, default=[4], help="P; several make several cases (default 4)", **many)
     parser.add_argument("--microbatches", type=_size, default=[4], help="B (default 4)", **many)
-    parser.add_argument("--waves", type=_size, default=[2], help="W; interleaved ones get 2W stages (default 2)", **many)
+    parser.add_argument(
+        "--waves", type=_size, default=[2], help="W; interleaved ones get 2W stages (default 2)", **many
+    )
     parser.add_argument("--forward-ms", type=_number, default=20.0, metavar="MS",
                         help="one micro-batch's forward through a rank's whole share; 0: no compute at all "
                         "(default 20)")  # fmt: skip
@@ -111,7 +116,7 @@ def _emulated(options: argparse.Namespace) -> tuple[str, Any, Any]:
     return report.table(outcomes, machine), data, lambda path: report.draw(outcomes, path)
 
 
-def _patience(plan: Any) -> float:
+def _patience(plan: "Plan") -> float:
     """Seconds until something must be wrong: ten times what the plan should take."""
     plays = (plan.num_rounds + 3) * len(plan.candidates)
     return 120.0 + 10 * sum(plays * case.steps * (4 * case.busy + 0.1) for case in plan.cases)

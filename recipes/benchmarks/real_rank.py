@@ -1,0 +1,238 @@
+"""What one rank does in the real case: measure its blocks, then play all candidates in turn."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hanayo.runtime import swap
+from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.mail import Mail
+from lightning_hanayo.runtime.packet import gradients
+from lightning_hanayo.runtime.program import Program
+from lightning_hanayo.runtime.stage import Stage
+from lightning_hanayo.runtime.standalone import ClosingStage, OpeningStage
+from lightning_hanayo.runtime.trace import Trace
+from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.schedule import Schedule, build
+from recipes.benchmarks.ours import stage_over, transport
+
+PEER = "torch 1f1b"
+CANDIDATES = ("1f1b", "hanayo W=2", "hanayo-zb W=2", PEER)
+CONTEXT, HEADS, RANKS = 128, 4, 2
+REPEATS, WARM_UP, PINGS = 10, 2, 50
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """Sizes: `blocks` per rank, of `width` features; micro-batches of `samples` sequences."""
+
+    num_microbatches: int
+    width: int
+    blocks: int
+    samples: int
+    num_rounds: int
+
+
+@dataclass
+class RealRecord:
+    """One rank's figures, in seconds. The first five are of a rank's whole share of a micro-batch, and a message."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    backward: float = 0.0
+    message: float = 0.0
+    starts: dict[str, list[float]] = field(default_factory=dict)
+    ends: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    """of the last step, where the last stage is"""
+
+
+def schedule_of(name: str, case: RealCase) -> Schedule:
+    """The table of a candidate."""
+    kind, _, waves = name.removeprefix("torch ").partition(" W=")
+    return build(kind, num_ranks=RANKS, num_microbatches=case.num_microbatches, num_waves=int(waves or 1))
+
+
+def work(rank: int, cases: list[RealCase]) -> list[RealRecord]:
+    """All cases, one after the other."""
+    return [_case(case) for case in cases]
+
+
+def _case(case: RealCase) -> RealRecord:
+    record = RealRecord()
+    _profile(case, record)
+    players = {name: _peer(case) if name == PEER else _ours(case, name) for name in CANDIDATES}
+    for turn in range(-WARM_UP, case.num_rounds):
+        first = turn % len(CANDIDATES)
+        for name in CANDIDATES[first:] + CANDIDATES[:first]:
+            module, play, loss = players[name]
+            module.zero_grad()
+            dist.barrier()
+            cpu, start = time.process_time(), time.monotonic()
+            play()
+            end = time.monotonic()
+            if turn >= 0:
+                record.starts.setdefault(name, []).append(start)
+                record.ends.setdefault(name, []).append(end)
+                record.cpu.setdefault(name, []).append(time.process_time() - cpu)
+            if (value := loss()) is not None:
+                record.losses[name] = value
+    return record
+
+
+class _WithLoss(nn.Module):
+    """The last block, and a loss."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _loss(self.block(x))
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def _block(case: RealCase, number: int) -> nn.Module:
+    """Block `number` of the stack: the same values wherever it lies."""
+    from recipes.gpt.module import Block
+
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        return Block(case.width, HEADS, 0.0)
+
+
+def _batch(case: RealCase) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(case.num_microbatches * case.samples, CONTEXT, case.width, generator=generator)
+    return list(whole.split(case.samples))
+
+
+_Player = tuple[nn.Module, Callable[[], None], Callable[[], float | None]]
+
+
+def _ours(case: RealCase, name: str) -> _Player:
+    schedule, rank = schedule_of(name, case), dist.get_rank()
+    per_stage = case.blocks * RANKS // schedule.num_stages
+    runs: dict[int, Stage] = {}
+    everything = nn.ModuleList()
+    for number in schedule.stages_of(rank):
+        blocks = [_block(case, number * per_stage + place) for place in range(per_stage)]
+        is_last = number == schedule.num_stages - 1
+        everything.extend(blocks)
+        queue = WeightQueue()
+        swap.install(blocks, queue)
+        whole = [*blocks[:-1], _WithLoss(blocks[-1])] if is_last else blocks
+        runs[number] = stage_over(whole, number, schedule, queue, num_blocks=case.blocks * RANKS)
+    _feed(runs, case)
+    engine, program = Engine(runs, Mail(transport()), lambda _: None, Trace()), Program.of(schedule, rank)
+    closing = [run for run in runs.values() if isinstance(run, ClosingStage)]
+
+    def loss() -> float | None:
+        return sum(value.item() for value in closing[0].losses.values()) if closing else None
+
+    return everything, lambda: engine.play(program, signature=0), loss
+
+
+def _feed(runs: dict[int, Stage], case: RealCase) -> None:
+    for run in runs.values():
+        if isinstance(run, OpeningStage):
+            run.batch = _batch(case)
+        elif isinstance(run, ClosingStage):
+            run.weights = [1 / case.num_microbatches] * case.num_microbatches
+
+
+def _peer(case: RealCase) -> _Player:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank = dist.get_rank()
+    module = nn.Sequential(*(_block(case, rank * case.blocks + place) for place in range(case.blocks)))
+    entering = torch.empty(case.samples, CONTEXT, case.width, requires_grad=rank > 0)
+    leaving = torch.empty(case.samples, CONTEXT, case.width, requires_grad=True)
+    cpu = torch.device("cpu")
+    stage = PipelineStage(module, rank, RANKS, cpu, input_args=(entering,), output_args=(leaving,))
+
+    def scaled(output: Tensor, target: Tensor) -> Tensor:
+        return _loss(output) / case.num_microbatches
+
+    runtime = Schedule1F1B(stage, case.num_microbatches, loss_fn=scaled, scale_grads=False)
+    arguments: Any = (torch.cat(_batch(case)),) if rank == 0 else ()
+    last = rank == RANKS - 1
+    target = torch.zeros(case.num_microbatches, 1) if last else None
+    losses: list[Tensor] = []
+
+    def play() -> None:
+        runtime.step(*arguments, target=target, losses=losses if last else None, return_outputs=False)
+
+    def loss() -> float | None:
+        return sum(one.item() for one in losses) * case.num_microbatches if losses else None
+
+    return module, play, loss
+
+
+def _profile(case: RealCase, record: RealRecord) -> None:
+    """Time this rank's blocks one by one, forward, whole backward, and split; all ranks at the same time."""
+    queue = WeightQueue()
+    blocks = [_block(case, place) for place in range(case.blocks)]
+    swap.install(blocks, queue)
+    stages = [OpeningStage([block], 1, queue) for block in blocks]
+    x = _batch(case)[0].requires_grad_()
+    taken: dict[str, list[float]] = {what: [] for what in ("forward", "backward", "backward_input", "backward_weight")}
+    dist.barrier()
+    for turn in range(2 * (REPEATS + WARM_UP)):
+        split = bool(turn % 2)
+        times = dict.fromkeys(taken, 0.0)
+        for stage in stages:
+            _one(stage, x, split, times)
+        if turn >= 2 * WARM_UP:
+            for what in ("forward", "backward_input", "backward_weight") if split else ("backward",):
+                taken[what].append(times[what])
+    for what, values in taken.items():
+        setattr(record, what, median(values))
+    record.message = _ping(x.detach())
+
+
+def _one(stage: OpeningStage, x: Tensor, split: bool, times: dict[str, float]) -> None:
+    clock = time.perf_counter
+    stage.batch = [x]
+    start = clock()
+    stage.forward(0, None)
+    forward = clock()
+    arrived = gradients([torch.full_like(x, 1e-3)])
+    begin = clock()
+    if split:
+        stage.backward_input(0, arrived)
+        middle = clock()
+        stage.backward_weight(0, None)
+        times["backward_input"] += middle - begin
+        times["backward_weight"] += clock() - middle
+    else:
+        stage.backward(0, arrived)
+        times["backward"] += clock() - begin
+    times["forward"] += forward - start
+
+
+def _ping(message: Tensor) -> float:
+    """Seconds that a message takes to another rank: half of there and back."""
+    here, buffer = dist.get_rank(), torch.empty_like(message)
+    taken = []
+    for _ in range(PINGS):
+        start = time.perf_counter()
+        if here == 0:
+            dist.send(message, 1)
+            dist.recv(buffer, 1)
+        else:
+            dist.recv(buffer, 0)
+            dist.send(message, 0)
+        taken.append((time.perf_counter() - start) / 2)
+    return median(taken)

@@ -3,14 +3,15 @@
 Forwards and input gradients keep the order that forwards and whole backwards have in `hanayo`; weight gradients, for
 which nobody waits, fill the holes:
 
-    P = 2, W = 1     rank 0   F0 F1 .  F0 I0 F1 I1 I0 W0 I1 ...          . is the only hole left: nothing can be there
-                     rank 1   .  F0 F0 F1 F1 I0 I0 ...
+    P = 2, W = 1     rank 0   F0 F1 .  F0 I0 F1 I1 I0 W0 I1 ...          B = 2: . is the only hole left, as nothing
+                     rank 1   .  F0 F0 F1 F1 I0 I0 I1 I1 W0 ...          can be there yet
 
 For even stages with T_F = T_I = T_W, a budget of P M_a and B a multiple of P the makespan is
 
-    B (T_F + T_B) + (P-1) (T_F / 2W + (2W+1) T_C)         as long as 2W (P-1) T_C is small beside a group's P T_F
+    B (T_F + T_B) + (P-1) (T_F / 2W + (2W+1) T_C)         for T_C = 0; with W of at least 2 up to T_C = 0.05 T_F
 
-At T_C = 0 that is the lower bound of any schedule on this placement: the last rank can't start earlier.
+At T_C = 0 that is the lower bound of any schedule on this placement: the last rank can't start earlier. With messages
+one wave may take a little longer, as many waves do where T_C is larger.
 
 What else costs, stages or a smaller budget ask for is found by search, and the best order simulated wins:
 

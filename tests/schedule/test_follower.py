@@ -66,8 +66,8 @@ def test_its_patience(patience: float, ran: str) -> None:
 
 
 def test_planned_weight_gradients_keep_their_place() -> None:
-    plan = ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"]
-    assert played(*plan) == plan
+    here, there = "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"
+    assert played(here, there) == [here, there]
     assert played("0F0 0F1 0I0 0I1", "1F0 1I0 1F1 1I1")[1] == "1F0 1I0 1F1 1I1 1W0 1W1"
 
 
@@ -93,11 +93,11 @@ def test_a_job() -> None:
     shape = Schedule("v", zigzag(2, 1), ((), ()), 3)
     costs = CostModel(forward=(1, 2, 3, 4), backward_input=6, backward_weight=2, message=0.1)
     job = Job.of(shape, costs, budget=1.5)
-    assert job.times == ((1, 2, 3, 4), (3,) * 4, (1,) * 4)
-    assert job.hops == (0.1, 0, 0.1)
+    assert job.times == ((1.0, 2.0, 3.0, 4.0), (3.0,) * 4, (1.0,) * 4)
+    assert job.hops == (0.1, 0.0, 0.1)
     assert (job.num_ranks, job.num_stages, job.capacity, job.num_actions) == (2, 4, 3, 36)
     whole = Job.of(shape, costs, budget=inf, split=False)
-    assert (whole.times[1], whole.capacity, whole.num_actions) == ((4,) * 4, 6, 24)
+    assert (whole.times[1], whole.capacity, whole.num_actions) == ((4.0,) * 4, 6, 24)
 
 
 def test_rows_in_the_order_of_their_keys() -> None:

@@ -86,7 +86,7 @@ SPLIT = (
 
 OURS = tuple(Contender("hanayo-zb", num_waves=waves) for waves in (1, 2, 4))
 
-ROOMS = (0.5, 0.625, 0.75, 1.0)
+ROOMS = (0.375, 0.5, 0.625, 0.75, 1.0)
 """Activation budgets in P M_a for the curve of `hanayo-zb`."""
 
 

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 INK, SOFT = "#1c1c1c", "#8a8a8a"
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#4c86c6", "#e8a33d", "#5fa55a", "#c8553d", "#8e6bb5", "#9a9a9a"
+WAVES = "#e9b7a6", "#d8846c", RED
+"""one, two, four waves of ours"""
 
 
 def new(width: float, height: float) -> "Figure":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recipes.paper import bubbles, catalogue, clusters, peers, scaling, variance, waves
+from recipes.paper import bubbles, catalogue, clusters, peers, scaling, uneven, variance, waves
 from recipes.paper.contender import OURS, SPLIT, WHOLE
 from recipes.paper.page import fill
 
@@ -40,7 +40,10 @@ DOCUMENTS = (
             "variance": variance.table,
             **{f"equal-memory-{size}": partial(peers.equal_memory_table, size) for size in peers.SIZES},
         },
-        slow={f"rooms-{size}": partial(peers.rooms_table, size) for size in peers.SIZES},
+        slow={
+            **{f"uneven-{size}": partial(uneven.table, size) for size in uneven.SIZES},
+            **{f"rooms-{size}": partial(peers.rooms_table, size) for size in peers.SIZES},
+        },
     ),
     Document(
         DOCS / "concepts" / "schedules.md",
@@ -56,6 +59,7 @@ def draw_all(folder: Path) -> None:
         ("bubbles", bubbles.draw),
         ("clusters", clusters.draw),
         ("waves", waves.draw),
+        ("uneven", uneven.draw),
         ("memory", peers.draw),
     ):
         draw(folder / f"paper-{name}.png")

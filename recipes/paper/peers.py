@@ -91,7 +91,7 @@ def _draw_panel(axes: "Axes", num_ranks: int, load: int) -> None:
         if result is not None:
             at = [result.peak / num_ranks], [100 * result.bubble]
             axes.plot(*at, **_look(contender), linestyle="none", label=contender.label)
-    for contender, shade in zip(known(OURS), ("#e9b7a6", "#d8846c", figure.RED), strict=False):
+    for contender, shade in zip(known(OURS), figure.WAVES, strict=True):
         budgets = [measured(replace(contender, room=room), num_ranks, load) for room in ROOMS]
         points = sorted((one.peak / num_ranks, 100 * one.bubble) for one in budgets if one is not None)
         axes.plot(*zip(*points, strict=True), ".-", color=shade, linewidth=1.4, zorder=1, label=contender.label)

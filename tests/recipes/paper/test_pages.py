@@ -13,6 +13,7 @@ from recipes.paper.page import blocks_in
 from recipes.paper.pages import DOCS, DOCUMENTS, Document
 from recipes.paper.peers import SIZES, measured
 from recipes.paper.table import percent
+from recipes.paper.uneven import Condition, contest
 
 QUICK = [(document, name) for document in DOCUMENTS for name in document.quick]
 
@@ -24,13 +25,22 @@ def test_a_block_is_as_made(document: Document, name: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
-def test_a_cell_of_each_slow_block_is_as_found(num_ranks: int) -> None:
+def test_a_cell_of_the_smaller_budgets_is_as_found(num_ranks: int) -> None:
     rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))[f"rooms-{num_ranks}"].splitlines()
     column = rows[0].split(" | ").index("W = 2, B = P")
     row = next(row for row in rows if row.startswith("| 0.75 P"))
     found = measured(Contender("hanayo-zb", num_waves=2, room=0.75), num_ranks, 1)
     assert found is not None
     assert row.split(" | ")[column] == percent(found.bubble), "run python -m recipes.paper"
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_a_row_with_messages_is_as_found(num_ranks: int) -> None:
+    rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))[f"uneven-{num_ranks}"].splitlines()
+    condition = Condition(2, 0.05)
+    first = next(place for place, row in enumerate(rows) if row.startswith(f"| {condition.label} |"))
+    found = contest(condition, num_ranks, 2)
+    assert f"| {found.peer} | {found.theirs:.2f} | {found.ours:.2f} |" in rows[first + 1], "run python -m recipes.paper"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.path.stem)

@@ -1,8 +1,9 @@
 """Tables with I and W train as one process does: weights, loss, and what Lightning does around them.
 
-                 zbv   zb-h1   interleaved-zb   a CSV table
-(2, 1, 1)         x      x           x               x
-(4, 1, 1)         x                                          (P, W, D)
+                 zbv   zb-h1   interleaved-zb   hanayo-zb   a CSV table
+(2, 1, 1)         x      x           x                           x
+(2, 2, 1)                                           x            x        (P, W, D)
+(4, 1, 1)         x
 (2, 1, 2)         x                  x
 """
 
@@ -23,6 +24,7 @@ LAYOUTS = [
     Layout(2, 1, 1, "zbv"),
     Layout(2, 1, 1, "zb-h1"),
     Layout(2, 1, 1, "interleaved-zb"),
+    Layout(2, 2, 1, "hanayo-zb"),
     Layout(4, 1, 1, "zbv"),
     Layout(2, 1, 2, "zbv"),
     Layout(2, 1, 2, "interleaved-zb"),

@@ -233,6 +233,7 @@ def test_compare_is_a_table_of_everyone(capsys: Captured) -> None:
     rows = {line.split()[0]: line.split() for line in said.splitlines() if line.split()}
     assert set(schedule_names()) - {"zbv", "v-half", "v-min"} <= rows.keys()
     assert rows["hanayo"] == ["hanayo", "27", "11.1%", "4", "1", "M_w", "24", "yes"]
+    assert rows["hanayo-zb"] == ["hanayo-zb", "24.75", "3.0%", "4", "1", "M_w", "24", "yes"]
     assert rows["gpipe"] == ["gpipe", "33", "27.3%", "8", "1", "M_w", "6", "no"]
     assert "without zbv: 'zbv' has two stages per rank" in said
 

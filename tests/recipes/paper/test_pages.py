@@ -18,29 +18,51 @@ from recipes.paper.uneven import Condition, contest
 QUICK = [(document, name) for document in DOCUMENTS for name in document.quick]
 
 
+def cells_of(name: str) -> list[list[str]]:
+    """The rows of a block of the reproduction, without its head."""
+    rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))[name].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
 @pytest.mark.parametrize(("document", "name"), QUICK, ids=[f"{document.path.stem}:{name}" for document, name in QUICK])
 def test_a_block_is_as_made(document: Document, name: str) -> None:
     written = blocks_in(document.path.read_text(encoding="utf-8"))[name]
     assert written == document.quick[name](), "run python -m recipes.paper"
 
 
-@pytest.mark.parametrize("num_ranks", SIZES)
-def test_a_cell_of_the_smaller_budgets_is_as_found(num_ranks: int) -> None:
-    rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))[f"rooms-{num_ranks}"].splitlines()
+def test_a_cell_of_the_smaller_budgets_is_as_found() -> None:
+    rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))["rooms-4"].splitlines()
     column = rows[0].split(" | ").index("W = 2, B = P")
     row = next(row for row in rows if row.startswith("| 0.75 P"))
-    found = measured(Contender("hanayo-zb", num_waves=2, room=0.75), num_ranks, 1)
+    found = measured(Contender("hanayo-zb", num_waves=2, room=0.75), 4, 1)
     assert found is not None
     assert row.split(" | ")[column] == percent(found.bubble), "run python -m recipes.paper"
 
 
-@pytest.mark.parametrize("num_ranks", SIZES)
-def test_a_row_with_messages_is_as_found(num_ranks: int) -> None:
-    rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))[f"uneven-{num_ranks}"].splitlines()
+def test_a_row_with_messages_is_as_found() -> None:
     condition = Condition(2, 0.05)
-    first = next(place for place, row in enumerate(rows) if row.startswith(f"| {condition.label} |"))
-    found = contest(condition, num_ranks, 2)
-    assert f"| {found.peer} | {found.theirs:.2f} | {found.ours:.2f} |" in rows[first + 1], "run python -m recipes.paper"
+    rows = cells_of("uneven-8")
+    first = [row[0] for row in rows].index(condition.label)
+    found = contest(condition, 8, 2)
+    times = (f"{time:.2f}" for time in (found.theirs, found.ours, found.bound))
+    assert rows[first + 1] == ["", "2", found.peer, *times, found.verdict], "run python -m recipes.paper"
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_peers_are_faster_only_where_no_wave_could_be_as_fast(num_ranks: int) -> None:
+    rows = cells_of(f"uneven-{num_ranks}")
+    faster = [row[0] for row in rows if not row[-1].replace(".", "").isdigit()]
+    assert faster == ["stage P x 1.5, T_C = 0", "stage P x 1.5, T_C = 0.05"]
+    assert all(float(row[-1]) <= 1 for row in rows if row[0] not in faster)
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_in_three_quarters_of_the_memory_waves_idle_less_than_zb_h1(num_ranks: int) -> None:
+    (room,) = (row for row in cells_of(f"rooms-{num_ranks}") if row[0] == "0.75 P")
+    (peer,) = (row for row in cells_of(f"equal-memory-{num_ranks}") if row[0] == "zb-h1")
+    bubbles = [float(cell.rstrip(" %")) for cell in room[1:]]
+    for load, theirs in enumerate(peer[1:4]):
+        assert max(bubbles[load::3]) < float(theirs.rstrip(" %"))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.path.stem)

@@ -1,21 +1,22 @@
 """Emulated devices: a stage whose forward, input gradient and weight gradient each take a set time, asleep.
 
-    y = act(x) + wgt(w)       act   sleeps in forward and in its backward: F, and the input gradient I
-                              wgt   sleeps in its backward alone: the weight gradient W
+    y = act(x) + wgt(w)       the stage's forward F, act's backward I and wgt's backward W take a set time each
 
 Asleep, a rank needs no core, so any number of ranks compute at the same time on a small machine. The numbers are real:
-act(x) = x^2 / 2, wgt(w) = w, so that gradients tell whether a runtime played the right thing. torch's own splitter of
-the backward finds the addition; ours is left wgt's product (`weight_gradients`). Messages hold `width` floats.
+act(x) = x^2 / 2, wgt(w) = w, so that gradients tell whether a runtime played the right thing; their arithmetic is part
+of the set time. torch's own splitter of the backward finds the addition; ours is left wgt's product
+(`weight_gradients`). Messages hold `width` floats.
 """
 
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.weight_gradients import WeightGradients
-from recipes.benchmarks.machine import sleep
+from recipes.benchmarks.machine import sleep_until
 
 _ANCHOR = torch.zeros(1, requires_grad=True)
 """so that stage 0 computes its input gradient, as its embedding would, though its input needs none"""
@@ -41,9 +42,19 @@ class EmulatedStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Stays within (0, 1), and so do the gradients."""
-        act: Tensor = _Act.apply(x, _ANCHOR, self.times)
-        wgt: Tensor = _Weight.apply(self.weight, x.shape, self)
-        return act + wgt
+        end = monotonic() + self.times.forward
+        act: Tensor = _Act.apply(x, _ANCHOR, self.times.backward_input)
+        wgt: Tensor = _Weight.apply(self.weight, x.shape, self)  # made last, so that its backward comes first
+        y = act + wgt
+        sleep_until(end)
+        return y
+
+    def product(self, gradient: Tensor) -> Tensor:
+        """The weight gradient, [1], of what reaches the output, [1, width]."""
+        end = monotonic() + self.times.backward_weight
+        total = gradient.sum().reshape(1)
+        sleep_until(end)
+        return total
 
 
 class EmulatedLoss(nn.Module):
@@ -84,17 +95,18 @@ def gradient_of(stage: EmulatedStage) -> float:
 
 class _Act(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, times: Times) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, seconds: float) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.times = times
-        sleep(times.forward)
+        ctx.seconds = seconds
         return (x * x).mul_(0.5)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        end = monotonic() + ctx.seconds
         (x,) = ctx.saved_tensors
-        sleep(ctx.times.backward_input)
-        return gradient * x, None, None
+        gradient = gradient * x
+        sleep_until(end)
+        return gradient, None, None
 
 
 class _Weight(torch.autograd.Function):
@@ -107,18 +119,6 @@ class _Weight(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         stage: EmulatedStage = ctx.stage
         if stage.queue is not None and stage.queue.is_open:
-            stage.queue.put(ctx.weight, stage_product(stage.times.backward_weight), gradient)
+            stage.queue.put(ctx.weight, stage.product, gradient)
             return None, None, None
-        return stage_product(stage.times.backward_weight)(gradient), None, None
-
-
-class stage_product:
-    """The product that makes a weight gradient out of what reaches the stage's output, in a set time."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        """[1, width] to the weight's [1]."""
-        sleep(self._seconds)
-        return gradient.sum().reshape(1)
+        return stage.product(gradient), None, None

@@ -45,19 +45,19 @@ def _realtime() -> str:
     return "real-time priority (SCHED_RR)"
 
 
-def sleep(seconds: float) -> None:
-    """What emulated devices do instead of computing. The same for all runtimes."""
-    if seconds > 0:
-        time.sleep(seconds)
+def sleep_until(deadline: float) -> None:
+    """What emulated devices do instead of computing, until `time.monotonic` is there. The same for all runtimes."""
+    if (left := deadline - time.monotonic()) > 0:
+        time.sleep(left)
 
 
 def oversleep(seconds: float) -> float:
-    """By how much `sleep(seconds)` is late here, in seconds: the median of a few."""
+    """By how much a sleep of that length is late here, in seconds: the median of a few."""
     late = []
     for _ in range(TRIES):
-        start = time.monotonic()
-        sleep(seconds)
-        late.append(time.monotonic() - start - seconds)
+        deadline = time.monotonic() + seconds
+        sleep_until(deadline)
+        late.append(time.monotonic() - deadline)
     return median(late)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, build, simulate, validate
 from lightning_hanayo.schedule.follower import Follower, Job
-from lightning_hanayo.schedule.hanayo_zb import lower_bound
+from lightning_hanayo.schedule.hanayo_zb import lower_bounds
 from lightning_hanayo.schedule.placement import loop, zigzag
 from tests.schedule.drawing import drawn
 from tests.schedule.samples import unhurried
@@ -209,7 +209,7 @@ def test_a_loop_may_have_a_slow_stage_where_a_wave_has_not() -> None:
 def bound(sizes: Sizes, costs: CostModel, budget: float = inf) -> float:
     num_ranks, num_waves, num_microbatches = sizes
     shape = Schedule("shape", zigzag(num_ranks, num_waves), ((),) * num_ranks, num_microbatches)
-    return lower_bound(Job.of(shape, costs, budget))
+    return lower_bounds(Job.of(shape, costs, budget))[0]
 
 
 def test_the_lower_bound_with_messages_and_a_slow_stage() -> None:

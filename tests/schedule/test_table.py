@@ -58,7 +58,7 @@ def test_empty_cells_are_idle(tmp_path: Path) -> None:
         ("0F0,0B0\n2F0,2B0\n", "stages up to 2 but no action of stage 1"),
         ("0F0,0B0\n99999999999F0\n", "stages up to 99999999999 but no action of stage 1"),
         ("0F0,0B0,0F99999999999\n", "no forward of micro-batch 1"),
-        ("0F0,0B0\n1F0\n", r"mine\.csv, row 2, cell 1: .* rank 1, place 0: stage 1 has no whole backward(.|\n)*\[1F0\]"),
+        ("0F0,0B0\n1F0\n", r"mine\.csv, row 2, cell 1: .* rank 1, place 0: stage 1 has no whole(.|\n)*\[1F0\]"),
         ("0F0,0B0\n0F1,0B1\n", r"rank 1, place 0: ranks 0 and 1 both claim stage 0(.|\n)*\[0F1\]"),
         ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", r"wait for each other(.|\n)*\[0B0\]"),
         ("0F0,0B0\n\n", "rank 1 holds no stage"),

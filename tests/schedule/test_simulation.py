@@ -154,7 +154,8 @@ def test_a_wave_keeps_its_slope_over_the_steps_and_a_loop_does_not() -> None:
 
 def test_two_waves_with_a_split_backward_keep_their_slope() -> None:
     """Which a wave with a whole backward does not."""
-    whole, split = make("hanayo", 4, 8, 2), make("hanayo-zb", 4, 8, 2)
+    whole = make("hanayo", 4, 8, 2)
+    split = build("hanayo-zb", num_ranks=4, num_microbatches=8, num_waves=2)
     assert simulate(whole, steps=3).step_bubbles == pytest.approx((1 / 9,) * 3)
     assert simulate(split, steps=3).step_bubbles == pytest.approx((1 / 33, 0, 0))
 

@@ -167,7 +167,7 @@ class Follower:
                 if 0 <= self._ends[code - self._kind] <= now:
                     return heappop(self._weights[rank])[1]
             elif not ready or ready[0] != place:
-                hole = self._arrival(code) - now
+                hole = self._arrival(code) - now + 2 * self._tick  # `now` is a tick late, and what fits exactly fits
             elif code >= self._kind or self._budgets[rank].allows(code % self._microbatches):
                 return row[heappop(ready)]
         longest = hole / self._manner.patience if self._manner.patience else inf

@@ -53,12 +53,13 @@ def hanayo_zb(request: Request) -> Schedule:
     placement = zigzag(request.num_ranks, request.num_waves)
     shape = Schedule(request.name, placement, ((),) * request.num_ranks, request.num_microbatches)
     search = Search(Job.of(shape, costs, budget), Compiled(shape, costs))
-    search.along(_waves(shape, request.num_waves, costs, budget))
+    tight = budget < request.num_ranks
+    search.along(_waves(shape, request.num_waves, costs, budget), until=EFFORT // 2 if tight else 0)
     if request.num_waves == 1:
         for peer in (zbv, v_half, v_min):
             search.take(search.compiled.rows(peer(request).actions))
-    if budget < request.num_ranks:
-        search.along(_patterns(search.job))
+    if tight:
+        search.along(_patterns(search.job), until=-inf)
     search.improve()
     return replace(shape, actions=search.compiled.actions(search.best))
 
@@ -76,11 +77,14 @@ class Search:
     @property
     def goes_on(self) -> bool:
         """Whether a better order can be hoped for, and may be looked for."""
-        return not self.best or (self._left > 0 and (self.makespan, self.following) > self._bounds)
+        return self._goes_on(until=0)
 
-    def along(self, plans: Iterator[tuple[list[list[int]], Manner]]) -> None:
-        """Play plan after plan."""
-        while self.goes_on and (one := next(plans, None)) is not None:
+    def _goes_on(self, until: float) -> bool:
+        return not self.best or (self._left > until and (self.makespan, self.following) > self._bounds)
+
+    def along(self, plans: Iterator[tuple[list[list[int]], Manner]], until: float = 0) -> None:
+        """Play plan after plan, as long as more than `until` of the effort is left."""
+        while self._goes_on(until) and (one := next(plans, None)) is not None:
             self.play(*one)
 
     def take(self, rows: list[list[int]]) -> None:
@@ -187,7 +191,8 @@ def _patterns(job: Job) -> Iterator[tuple[list[list[int]], Manner]]:
     trial = replace(job, num_microbatches=min(job.num_microbatches, 2 * job.num_ranks))
     stages_per_rank = job.stage_ranks.count(0)
     manners = (Manner(reach=2 * stages_per_rank), Manner(weights_first=True))
-    tries = islice(product(_drawn(job), (False, True), manners), EFFORT // 2 // trial.num_actions)
+    count = max(EFFORT // 2, min(4 * EFFORT, 120 * trial.num_actions)) // trial.num_actions
+    tries = islice(product(_drawn(job), (False, True), manners), count)
     played = []
     for pattern, weights, manner in tries:
         plan = trial.rows(pattern.keys(trial.num_microbatches, weights))

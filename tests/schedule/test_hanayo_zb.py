@@ -108,7 +108,7 @@ def test_one_rank_never_idles(num_waves: int) -> None:
 
 
 def test_how_little_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the bound is met nothing more is tried: building takes as long as playing once."""
+    """Where both bounds are met, of a step and of one that follows others, nothing more is tried."""
     plays = []
     play = Follower.play
 
@@ -118,7 +118,7 @@ def test_how_little_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Follower, "play", spied)
     wave("hanayo-zb", (8, 2, 32))
-    assert len(plays) <= 4
+    assert len(plays) <= 20
 
 
 # Messages and uneven stages: beside the others with as many stages per rank

@@ -10,6 +10,8 @@ from statistics import median
 
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
 TRIES = 40
+EARLY = 8e-5
+"""seconds: sleeps end about as much too late, so they are asked to end earlier, and the rest is waited for awake"""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,10 @@ def _realtime() -> str:
 
 def sleep_until(deadline: float) -> None:
     """What emulated devices do instead of computing, until `time.monotonic` is there. The same for all runtimes."""
-    if (left := deadline - time.monotonic()) > 0:
+    if (left := deadline - time.monotonic() - EARLY) > 0:
         time.sleep(left)
+    while time.monotonic() < deadline:
+        pass
 
 
 def oversleep(seconds: float) -> float:

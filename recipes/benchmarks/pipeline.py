@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backward", type=_number, nargs=2, default=[1.0, 1.0], metavar=("I", "W"),
                         help="input and weight gradient, in forwards (default 1 1)")  # fmt: skip
     parser.add_argument("--message-bytes", type=_size, default=[4096], help="(default 4096)", **many)
-    parser.add_argument("--hop-ms", type=_number, default=0.0, metavar="MS",
-                        help="time of a message that hanayo-zb's order counts on (default 0)")  # fmt: skip
+    parser.add_argument("--hop-ms", type=_number, default=0.5, metavar="MS",
+                        help="time of a message that hanayo-zb's order counts on (default 0.5)")  # fmt: skip
     parser.add_argument("--schedules", nargs="+", default=list(NAMES), metavar="NAME",
                         help=f"of {', '.join(NAMES)} (default: all)")  # fmt: skip
     parser.add_argument("--rounds", type=_size, default=7, metavar="N", help="each candidate once in each (default 7)")

@@ -15,6 +15,7 @@ of more than P, and hold ((V-1) G + P)/V M_a.
 from collections.abc import Sequence
 
 from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.interleaved import group_size
 from lightning_hanayo.schedule.placement import loop
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.table import Schedule
@@ -30,17 +31,6 @@ def interleaved_zb(request: Request) -> Schedule:
     stages_per_rank = request.stages_per_rank(None, default=2)
     rows = tuple(_row(rank, request, stages_per_rank) for rank in range(request.num_ranks))
     return Schedule(request.name, loop(request.num_ranks, stages_per_rank), rows, request.num_microbatches)
-
-
-def group_size(num_ranks: int, num_microbatches: int) -> int:
-    """torch's G: B cut into as many even groups as have at least P. Where B can't be cut so: P, the last is smaller.
-
-    Example:
-        >>> [group_size(4, num_microbatches) for num_microbatches in (3, 4, 7, 8, 9, 10)]
-        [3, 4, 7, 4, 4, 5]
-    """
-    count = max(1, num_microbatches // num_ranks)
-    return num_ranks if num_microbatches % count else num_microbatches // count
 
 
 def _row(rank: int, request: Request, stages_per_rank: int) -> tuple[Action, ...]:

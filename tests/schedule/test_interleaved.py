@@ -4,6 +4,7 @@ import pytest
 
 from lightning_hanayo.schedule import CostModel, build, simulate
 from tests.schedule.samples import make, row
+from tests.schedule.torch_orders import as_text, torch_order
 
 
 def test_a_rank_runs_each_of_its_stages_for_a_whole_group() -> None:
@@ -45,3 +46,17 @@ def test_one_stage_per_rank_costs_what_1f1b_costs() -> None:
     for num_microbatches in (4, 8):
         ours, plain = (simulate(make(name, 4, num_microbatches)) for name in ("interleaved", "1f1b"))
         assert ours.makespan == pytest.approx(plain.makespan)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_the_order_is_the_one_torch_generates(num_ranks: int, stages: int) -> None:
+    compared = 0
+    for num_microbatches in range(num_ranks, 3 * num_ranks + 1):
+        try:
+            expected = torch_order("ScheduleInterleaved1F1B", num_ranks, num_microbatches, stages)
+        except ValueError:
+            continue
+        assert as_text(make("interleaved", num_ranks, num_microbatches, stages)) == expected
+        compared += 1
+    assert compared > num_ranks

@@ -10,8 +10,6 @@ from statistics import median
 
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
 TRIES = 40
-EARLY = 8e-5
-"""seconds: sleeps end about as much too late, so they are asked to end earlier, and the rest is waited for awake"""
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,8 @@ def _realtime() -> str:
 
 def sleep_until(deadline: float) -> None:
     """What emulated devices do instead of computing, until `time.monotonic` is there. The same for all runtimes."""
-    if (left := deadline - time.monotonic() - EARLY) > 0:
-        time.sleep(left)
-    while time.monotonic() < deadline:
-        pass
+    if (left := deadline - time.monotonic()) > 0:
+        time.sleep(left)  # waiting awake for the last moment would be more exact, and keep gloo's threads from a core
 
 
 def oversleep(seconds: float) -> float:

@@ -95,7 +95,7 @@ def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Resu
         step=Spread.of(steps),
         bubble=Spread.of([1 - case.busy / step for step in steps]) if case.busy else None,
         ideal_step=ideal,
-        ideal_bubble=1 - case.busy / ideal if case.busy else None,
+        ideal_bubble=max(0.0, 1 - case.busy / ideal) if case.busy else None,
         peak_activations=max(records[0].peaks),
         actions_per_rank=actions,
         overhead_us=1e6 * (middle - ideal) / actions,

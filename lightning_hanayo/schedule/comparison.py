@@ -7,7 +7,7 @@ from typing import Any
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.auto import build
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.registry import schedule_names, sizes_for
+from lightning_hanayo.schedule.registry import Request, schedule_names, sizes_for
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.timeline import Timeline
@@ -58,7 +58,10 @@ def compare(
             finest schedule's; one whose stages hold several of these in a row takes their sum.
         activation_budget: in M_a; schedules that can keep one do, the others are marked.
         steps: simulated back to back, without a barrier.
-        names: of the schedules to look at; None: all.
+        names: of the schedules to look at, each once; None: all.
+
+    Raises:
+        HanayoError: a size or the budget makes no sense for any schedule.
 
     Example:
         >>> [one.name for one in compare(num_ranks=4, num_microbatches=8, names=["1f1b", "hanayo"]).candidates]
@@ -66,7 +69,8 @@ def compare(
     """
     candidates: list[Candidate] = []
     refused: dict[str, str] = {}
-    for name in schedule_names() if names is None else names:
+    for name in dict.fromkeys(schedule_names() if names is None else names):
+        Request(name, num_ranks, num_microbatches, num_waves, None, costs, activation_budget)  # what is wrong for all
         try:
             sizes: dict[str, Any] = {
                 **sizes_for(name, num_waves),

@@ -6,6 +6,7 @@ from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.number import is_number
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.validation import validate
@@ -16,7 +17,7 @@ class Request:
     """What `build` was asked for, as a builder sees it: sizes checked, nothing filled in.
 
     Raises:
-        HanayoError: a size below 1, or none at all.
+        HanayoError: the name is no text, a size is below 1 or no size, or the budget no number above 0.
     """
 
     name: str
@@ -28,12 +29,20 @@ class Request:
     activation_budget: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise HanayoError(f"a schedule's name is text, got {self.name!r}; {nearest('', schedule_names())}")
         sizes = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches, "num_waves": self.num_waves}
         if self.num_stages_per_rank is not None:
             sizes["num_stages_per_rank"] = self.num_stages_per_rank
         for what, size in sizes.items():
             if not _is_size(size):
                 raise HanayoError(f"schedule {self.name!r}: {what} must be a whole number of at least 1, got {size!r}")
+        budget = self.activation_budget
+        if budget is not None and (not is_number(budget) or budget == 0):
+            raise HanayoError(
+                f"schedule {self.name!r}: activation_budget={budget!r}, expected a number above 0 (in M_a: one "
+                "micro-batch's activations of a rank's whole share), or None"
+            )
 
     def stages_per_rank(self, expected: int | None, *, default: int) -> int:
         """How many stages a rank holds; a schedule that `expected` a fixed number refuses any other.

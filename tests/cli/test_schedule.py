@@ -203,6 +203,10 @@ def test_show_reads_a_table(capsys: Captured) -> None:
         ("", "a subcommand is missing"),
         ("compare 1f1c", "there is no schedule '1f1c': did you mean '1f1b'?"),
         ("compare -P 0", "num_ranks must be a whole number of at least 1, got 0"),
+        ("compare -B 0", "num_microbatches must be a whole number of at least 1, got 0"),
+        ("compare -W 0", "num_waves must be a whole number of at least 1, got 0"),
+        ("compare --steps 0", "steps=0, expected at least 1"),
+        ("compare --activation-budget 0", "--activation-budget: expected a number above 0, got '0'"),
         ("compare zbv -W 2", "'zbv' has two stages per rank"),
         ("export gpipe a.txt", "a.txt: a table's file ends in .csv"),
         ("export gpipe", "missing: OUT.csv"),
@@ -212,6 +216,8 @@ def test_mistakes_are_one_message(line: str, message: str, capsys: Captured) -> 
     said = refused(line, capsys)
     assert message in said
     assert "\n" not in said
+    assert said.count("expected") < 2
+    assert said.count("must be") < 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Comparisons: who takes part, with which depth, and what is said of the others."""
 
+from typing import Any
+
 import pytest
 
 from lightning_hanayo.errors import HanayoError
@@ -51,6 +53,17 @@ def test_who_stays_inside_the_budget_is_marked() -> None:
     assert not inside["gpipe"]
     for one in compare(num_ranks=4, num_microbatches=8, activation_budget=3).candidates:
         assert one.inside == (one.peak <= 3)
+
+
+def test_a_name_given_twice_takes_part_once() -> None:
+    names = ["hanayo", "hanayo"]
+    assert len(compare(num_ranks=2, num_microbatches=2, names=names).candidates) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"num_waves": 0}, {"num_ranks": 0}, {"activation_budget": float("nan")}])
+def test_what_is_wrong_for_all_is_said_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(HanayoError, match=next(iter(wrong))):
+        compare(**{"num_ranks": 2, "num_microbatches": 2} | wrong)
 
 
 def test_without_a_budget_all_are_inside() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule import Request, Schedule, build, register_schedule, registry, schedule_names
+from lightning_hanayo.schedule import Request, Schedule, build, register_schedule, registry, schedule_names, simulate
 from tests.schedule.samples import NAMES, make, table
 
 
@@ -22,6 +22,27 @@ def test_sizes_are_whole_numbers_of_at_least_one(what: str, size: object) -> Non
     sizes = {"num_ranks": 2, "num_microbatches": 2} | {what: size}
     with pytest.raises(HanayoError, match=f"{what} must be a whole number of at least 1, got {size!r}"):
         build("interleaved", **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, float("nan"), "4", True, (4,)])
+@pytest.mark.parametrize("name", ["gpipe", "hanayo", "auto"])
+def test_a_budget_is_a_number_above_zero(name: str, budget: object) -> None:
+    with pytest.raises(HanayoError, match="activation_budget=.*, expected a number above 0"):
+        build(name, num_ranks=2, num_microbatches=2, activation_budget=budget)  # type: ignore[arg-type]
+
+
+def test_an_endless_budget_is_none() -> None:
+    sizes = {"num_ranks": 2, "num_microbatches": 3}
+    for name in ("1f1b", "hanayo", "hanayo-zb"):
+        endless = build(name, **sizes, activation_budget=float("inf"))
+        assert max(simulate(endless).peak_activations) <= 3
+    assert build("1f1b", **sizes, activation_budget=float("inf")) == build("1f1b", **sizes)
+
+
+@pytest.mark.parametrize("name", [None, 1, b"hanayo"])
+def test_a_name_is_text(name: object) -> None:
+    with pytest.raises(HanayoError, match="a schedule's name is text, got .* Known: .*hanayo"):
+        build(name, num_ranks=2, num_microbatches=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -40,7 +40,7 @@ def run(options: Options) -> int:
     sizes, budget = options.sizes, options.activation_budget
     comparison = compare(**sizes, costs=options.costs, activation_budget=budget, steps=options.steps, names=names)
     if not comparison.candidates:
-        raise HanayoError("; ".join(comparison.refused.values()))
+        raise HanayoError("; ".join(dict.fromkeys(comparison.refused.values())))
     title = f"P = {sizes['num_ranks']}, W = {sizes['num_waves']}, B = {sizes['num_microbatches']}"
     for path in files:
         _save(path, title, comparison, options)

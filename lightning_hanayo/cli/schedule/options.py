@@ -51,6 +51,17 @@ def number(text: str) -> float:
     return value
 
 
+def above_zero(text: str) -> float:
+    """A finite number above 0.
+
+    Raises:
+        ArgumentTypeError: it isn't.
+    """
+    if number(text) == 0:
+        raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return float(text)
+
+
 def whole(text: str) -> int:
     """A whole number; whether it is large enough is said by what it is for.
 
@@ -117,7 +128,10 @@ def add_costs(parser: Parser) -> None:
         )
     parser.add_argument("--ranks-per-node", type=whole, metavar="N", help="needed by --message-between-nodes")
     parser.add_argument(
-        "--activation-budget", type=number, metavar="M", help="the most activations on a rank, in micro-batches (M_a)"
+        "--activation-budget",
+        type=above_zero,
+        metavar="M",
+        help="the most activations on a rank, in micro-batches (M_a)",
     )
     parser.add_argument(
         "--steps", type=whole, default=1, metavar="N", help="steps in a row, without a barrier (default 1)"

@@ -113,6 +113,8 @@ def merged(costs: CostModel, num_stages: int) -> CostModel:
 def _merged(name: str, value: Any, num_stages: int) -> Any:
     if not isinstance(value, tuple) or len(value) == num_stages:
         return value
+    if name == "message" and (len(value) + 1) % num_stages == 0:
+        value = (*value, 0.0)  # one per border was given
     run, rest = divmod(len(value), num_stages)
     if rest or not run:
         raise HanayoError(f"{name} has {len(value)} values, which can't be shared evenly by {num_stages} stages")

@@ -1,19 +1,28 @@
 """CostModel: how long actions and messages take. The unit of time is the caller's (T_F, or seconds)."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.number import check_numbers
 from lightning_hanayo.schedule.table import Schedule
 
 Cost = float | tuple[float, ...]
 
 
+class WrongLength(HanayoError):
+    """A tuple of costs has too few or too many values for a schedule."""
+
+    def __init__(self, field: str, given: int, schedule: str, wanted: int) -> None:
+        super().__init__(f"CostModel: {field} has {given} values, schedule {schedule!r} {wanted} stages")
+        self.field, self.given, self.wanted = field, given, wanted
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Times of one micro-batch. A number is for one rank's whole share of the model (a stage takes its part of it); a
-    tuple gives each stage's own time (where the model is there twice, one copy's are enough). `B` takes input plus
-    weight time.
+    tuple (or a list) gives each stage's own time (where the model is there twice, one copy's are enough). `B` takes
+    input plus weight time.
 
     Example:
         >>> CostModel(forward=1.0, backward_input=1.0, backward_weight=1.0)     # the paper's T_F = 1, T_B = 2
@@ -24,7 +33,7 @@ class CostModel:
     backward_input: Cost = 1.0
     backward_weight: Cost = 1.0
     message: Cost = 0.0
-    """one hop between two ranks (T_C); as a tuple: between stage s and s + 1, in either direction"""
+    """one hop between two ranks (T_C); as a tuple: between stage s and s + 1, in either direction, S - 1 values (or S)"""
     gradient_reduce: Cost = 0.0
     """summing the gradients of a rank's whole share over the data axis, once per step"""
     replica_reduce: Cost = 0.0
@@ -35,15 +44,7 @@ class CostModel:
     """pipeline ranks 0 to ranks_per_node - 1 are the first node, and so on"""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            values = value if isinstance(value, tuple) else (value,)
-            if value is None and field.default is None:
-                continue
-            if not values or any(one is None or not one >= 0 for one in values):
-                raise HanayoError(
-                    f"CostModel: {field.name}={value!r}; a cost is a number of at least 0, or one per stage"
-                )
+        check_numbers(self, "a cost is a finite number of at least 0, or one per stage")
         self._check_nodes()
 
     def _check_nodes(self) -> None:
@@ -94,7 +95,10 @@ class CostModel:
     def _own(self, name: str, schedule: Schedule, stage: int) -> float:
         values: tuple[float, ...] = getattr(self, name)
         wanted = schedule.chain_length - schedule.loss_stage
-        if len(values) not in (wanted, schedule.chain_length, schedule.num_stages):
-            raise HanayoError(f"CostModel: {name} has {len(values)} values, schedule {schedule.name!r} {wanted} stages")
+        fitting = {wanted, schedule.chain_length, schedule.num_stages}
+        if name == "message":
+            fitting.add(wanted - 1)  # one per border
+        if len(values) not in fitting:
+            raise WrongLength(name, len(values), schedule.name, wanted)
         place = stage if len(values) == schedule.num_stages else stage % schedule.chain_length
         return values[place] if place < len(values) else 0.0

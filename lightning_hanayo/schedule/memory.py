@@ -1,9 +1,10 @@
 """MemoryModel: what stages hold in bytes, and so what each rank holds over time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule.number import check_numbers
 from lightning_hanayo.schedule.timeline import Curve, Timeline
 
 Bytes = float | tuple[float, ...]
@@ -32,8 +33,9 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes. A number is for one rank's whole share of the model (a stage takes its part of it); a tuple gives each
-    stage's own, the loss stage's too or not. Where the model is there twice (chimera) a rank holds two shares of it.
+    """Bytes. A number is for one rank's whole share of the model (a stage takes its part of it); a tuple (or a
+    list) gives each stage's own, the loss stage's too or not. Where the model is there twice (chimera) a rank holds two
+    shares of it, and one copy's values are enough.
 
         bytes   |       ____        activations: from the start of a stage's F to the end of its B or W
                 |   ___|    |___
@@ -55,13 +57,7 @@ class MemoryModel:
     optimizer: Bytes = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            values = value if isinstance(value, tuple) else (value,)
-            if not values or any(not one >= 0 for one in values):
-                raise HanayoError(
-                    f"MemoryModel: {field.name}={value!r}; expected a number of bytes of at least 0, or one per stage"
-                )
+        check_numbers(self, "expected a finite number of bytes of at least 0, or one per stage")
 
     def peaks(self, timeline: Timeline) -> tuple[RankMemory, ...]:
         """The most that each rank holds at once."""
@@ -90,7 +86,15 @@ class MemoryModel:
         shares = timeline.stage_shares
         if not isinstance(value, tuple):
             return [value * share for share in shares]
+        if 2 * len(value) == len(shares) and _visited(timeline) == len(value):
+            return value * 2
         loss_stage = bool(shares) and shares[-1] == 0
         if len(value) not in (len(shares) - loss_stage, len(shares)):
             raise HanayoError(f"MemoryModel: {name} has {len(value)} values, the timeline {len(shares)} stages")
         return value if len(value) == len(shares) else (*value, 0.0)
+
+
+def _visited(timeline: Timeline) -> int:
+    """How many stages one micro-batch visits: half of them where the model is there twice."""
+    one = timeline.spans[0].action.microbatch
+    return len({span.action.stage for span in timeline.spans if span.action.microbatch == one})

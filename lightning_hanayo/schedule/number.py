@@ -1,7 +1,11 @@
 """Number: what counts as one where a user gives costs, bytes or a budget."""
 
+from dataclasses import fields
+from math import inf
 from numbers import Real
 from typing import Any
+
+from lightning_hanayo.errors import HanayoError
 
 
 def is_number(value: Any) -> bool:
@@ -11,4 +15,25 @@ def is_number(value: Any) -> bool:
         >>> [is_number(value) for value in (0, 2.5, -1, True, "1", float("nan"))]
         [True, True, False, False, False, False]
     """
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(value >= 0)  # type: ignore[operator]
+    kind = type(value)
+    return issubclass(kind, Real) and not issubclass(kind, bool) and bool(value >= 0)
+
+
+def check_numbers(model: Any, meaning: str) -> None:
+    """Hold each field of a frozen dataclass to a finite number or a tuple of such; a list becomes one.
+
+    A field whose default is None may stay so.
+
+    Raises:
+        HanayoError: there is something else.
+    """
+    for field in fields(model):
+        value = getattr(model, field.name)
+        if value is None and field.default is None:
+            continue
+        if isinstance(value, list):
+            value = tuple(value)
+            object.__setattr__(model, field.name, value)
+        values = value if isinstance(value, tuple) else (value,)
+        if not values or not all(is_number(one) and one < inf for one in values):
+            raise HanayoError(f"{type(model).__name__}: {field.name}={value!r}; {meaning}")

@@ -82,6 +82,7 @@ def test_costs_of_small_stages_add_up_for_large_ones() -> None:
     assert coarse.backward_input == 2.0
     assert coarse.message == (0.1, 0.0)
     assert merged(fine, 8) == fine
+    assert merged(CostModel(message=(0.1, 0.2, 0.3)), 2).message == (0.2, 0.0)
 
 
 def test_costs_that_cannot_be_shared_are_a_reason() -> None:

@@ -89,10 +89,33 @@ def test_a_stage_and_its_replica() -> None:
     assert costs.of(build("1f1b", num_ranks=2, num_microbatches=2), reduce) == 2.0
 
 
-@pytest.mark.parametrize("value", [-1.0, (), (1.0, -1.0), float("nan"), None])
+@pytest.mark.parametrize(
+    "value", [-1.0, (), (1.0, -1.0), float("nan"), None, float("inf"), (1.0, float("inf")), "1", ("1", "2"), "12", True]
+)
 def test_a_cost_is_no_negative_number(value: object) -> None:
-    with pytest.raises(HanayoError, match="a cost is a number of at least 0, or one per stage"):
+    with pytest.raises(HanayoError, match="a cost is a finite number of at least 0, or one per stage"):
         CostModel(forward=value)  # type: ignore[arg-type]
+
+
+def test_a_list_is_as_good_as_a_tuple() -> None:
+    costs = CostModel(forward=[1.0, 3.0], message=[0.5])  # type: ignore[arg-type]
+    assert costs == CostModel(forward=(1.0, 3.0), message=(0.5,))
+    assert hash(costs)
+    assert simulate(build("gpipe", num_ranks=2, num_microbatches=1), costs).makespan == 4 + 4 + 2 * 0.5
+
+
+@pytest.mark.parametrize("name", ["1f1b", "hanayo", "chimera"])
+def test_messages_may_be_one_per_border(name: str) -> None:
+    schedule = build(name, num_ranks=2, num_microbatches=2)
+    borders = tuple(0.1 * (1 + stage) for stage in range(schedule.chain_length - 1))
+    assert simulate(schedule, CostModel(message=borders)) == simulate(schedule, CostModel(message=(*borders, 9.0)))
+    assert build(name, num_ranks=2, num_microbatches=2, costs=CostModel(message=borders))
+
+
+def test_a_border_to_the_loss_stage() -> None:
+    schedule = with_loss_stage(build("1f1b", num_ranks=3, num_microbatches=2))
+    hops = [[CostModel(message=given).hop(schedule, s) for s in range(3)] for given in ((1.0, 2.0), (1.0, 2.0, 3.0))]
+    assert hops == [[1, 2, 0], [1, 2, 3]]
 
 
 def test_a_tuple_of_the_wrong_length() -> None:

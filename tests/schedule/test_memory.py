@@ -45,6 +45,13 @@ def test_a_model_that_is_there_twice() -> None:
     assert [rank.activations for rank in peaks] == [8 * held for held in timeline.peak_activations]
 
 
+def test_one_copys_values_are_enough() -> None:
+    timeline = simulate(build("chimera", num_ranks=2, num_microbatches=2))
+    one, both = (MemoryModel(list(each), weights=each) for each in ((1.0, 2.0), (1.0, 2.0, 1.0, 2.0)))  # type: ignore[arg-type]
+    assert one.peaks(timeline) == both.peaks(timeline)
+    assert [rank.weights for rank in one.peaks(timeline)] == [3, 3]
+
+
 def test_the_loss_stage_may_be_left_out() -> None:
     schedule = with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))
     timeline = simulate(schedule, CostModel(forward=(1.0, 1.0, 0.5)))
@@ -68,9 +75,12 @@ def test_no_spans_hold_nothing() -> None:
     assert MODEL.peaks(Timeline(())) == ()
 
 
-@pytest.mark.parametrize("sizes", [{"activation": -1.0}, {"activation": 1.0, "weights": ()}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"activation": -1.0}, {"activation": 1.0, "weights": ()}, {"activation": "8"}, {"activation": float("inf")}],
+)
 def test_bytes_are_no_negative_number(sizes: dict[str, Any]) -> None:
-    with pytest.raises(HanayoError, match="expected a number of bytes of at least 0, or one per stage"):
+    with pytest.raises(HanayoError, match="expected a finite number of bytes of at least 0, or one per stage"):
         MemoryModel(**sizes)
 
 

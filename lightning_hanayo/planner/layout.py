@@ -71,6 +71,7 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         num_microbatches=num_microbatches,
         num_waves=1 if layout.schedule in _LOOPS else layout.num_waves,
         num_stages_per_rank=2 * layout.num_waves if layout.schedule in _LOOPS else None,
+        costs=COSTS,
         activation_budget=layout.activation_budget,
     )
     return with_loss_stage(schedule)

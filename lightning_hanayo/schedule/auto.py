@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.cost import CostModel, WrongLength
 from lightning_hanayo.schedule.registry import Request, build_named, schedule_names, sizes_for
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
@@ -65,15 +65,30 @@ def _fastest(request: Request, choices: Iterable[tuple[str, int]]) -> Schedule:
     """Among equally fast ones the one with the fewest stages."""
     found: list[tuple[float, int, Schedule]] = []
     refused: dict[str, HanayoError] = {}
+    lengths: dict[int, dict[int, WrongLength]] = {}
     for name, num_waves in choices:
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves) if request.num_stages_per_rank is None else {}
             schedule = build_named(replace(request, name=name, **sizes))
             makespan = simulate(schedule, request.costs).makespan
+        except WrongLength as error:
+            lengths.setdefault(num_waves, {})[error.wanted] = error
         except HanayoError as error:  # not with these sizes, costs or budget
             refused[name] = error
         else:
             found.append((float(f"{makespan:.9g}"), schedule.num_stages, schedule))
+    if not found and lengths and not refused.keys() & {"hanayo", "hanayo-zb"}:  # these fit any number of waves
+        raise _no_length(lengths)
     if not found:
         raise refused.get("hanayo-zb", next(iter(refused.values())))  # it can keep to the smallest budget
     return min(found, key=lambda one: one[:2])[2]
+
+
+def _no_length(lengths: dict[int, dict[int, WrongLength]]) -> HanayoError:
+    """What says which numbers of values fit, by waves."""
+    error = next(one for stages in lengths.values() for one in stages.values())
+    fitting = "; ".join(f"W = {waves}: {' or '.join(map(str, sorted(stages)))}" for waves, stages in lengths.items())
+    return HanayoError(
+        f"CostModel: {error.field} has {error.given} values, as no schedule here has stages; give one per stage "
+        f"({fitting}), or one number for a rank's whole share"
+    )

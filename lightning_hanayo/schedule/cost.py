@@ -33,7 +33,7 @@ class CostModel:
     backward_input: Cost = 1.0
     backward_weight: Cost = 1.0
     message: Cost = 0.0
-    """one hop between two ranks (T_C); as a tuple: between stage s and s + 1, in either direction, S - 1 values (or S)"""
+    """one hop between two ranks (T_C); as a tuple: between stage s and s + 1, in either direction (S - 1 values)"""
     gradient_reduce: Cost = 0.0
     """summing the gradients of a rank's whole share over the data axis, once per step"""
     replica_reduce: Cost = 0.0

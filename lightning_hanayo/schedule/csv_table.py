@@ -12,8 +12,8 @@ from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.validation import validate
 
 MAX_BYTES = 64 << 20
-MAX_CELLS = 4_000_000
-"""The largest file that is read: a completed table of a million actions has a third of both."""
+MAX_CELLS = 600_000
+"""The largest file that is read, checked within half a minute: a table of 600,000 actions, completed of a third."""
 _LONGEST_CELL = 64
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -23,9 +23,16 @@ Found = Sequence[tuple[Action, int]]
 
 
 def write_csv(path: str | Path, lists: Lists) -> None:
-    """Write one row per rank."""
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(lists)
+    """Write one row per rank.
+
+    Raises:
+        HanayoError: the file can't be written.
+    """
+    try:
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(lists)
+    except OSError as error:
+        raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
 
 
 def read_csv(path: str | Path) -> Schedule:

@@ -16,7 +16,12 @@ def is_number(value: Any) -> bool:
         [True, True, False, False, False, False]
     """
     kind = type(value)
-    return issubclass(kind, Real) and not issubclass(kind, bool) and bool(value >= 0)
+    return kind is not bool and issubclass(kind, Real) and bool(value >= 0)
+
+
+def is_size(value: object) -> bool:
+    """Whether `value` is a whole number of at least 1."""
+    return isinstance(value, int) and value >= 1
 
 
 def check_numbers(model: Any, meaning: str) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.number import is_number
+from lightning_hanayo.schedule.number import is_number, is_size
 from lightning_hanayo.schedule.simulation import simulate
 from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.validation import validate
@@ -35,7 +35,7 @@ class Request:
         if self.num_stages_per_rank is not None:
             sizes["num_stages_per_rank"] = self.num_stages_per_rank
         for what, size in sizes.items():
-            if not _is_size(size):
+            if not is_size(size):
                 raise HanayoError(f"schedule {self.name!r}: {what} must be a whole number of at least 1, got {size!r}")
         budget = self.activation_budget
         if budget is not None and (not is_number(budget) or budget == 0):
@@ -139,10 +139,6 @@ def build_named(request: Request) -> Schedule:
     if request.activation_budget is not None:
         _check_budget(schedule, request.activation_budget)
     return schedule
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
 
 
 def _check_budget(schedule: Schedule, budget: float) -> None:

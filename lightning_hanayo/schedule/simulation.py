@@ -7,6 +7,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
 from lightning_hanayo.schedule.compiled import Compiled, Played
 from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.number import is_size
 from lightning_hanayo.schedule.table import Schedule
 from lightning_hanayo.schedule.timeline import Span, Timeline
 from lightning_hanayo.schedule.validation import validate
@@ -27,10 +28,11 @@ def simulate(schedule: Schedule, costs: CostModel | None = None, steps: int = 1)
     are done, its reductions included. `Timeline.step_times` tells what each step adds.
 
     Raises:
-        HanayoError: the schedule isn't valid, a tuple in `costs` has the wrong length, or `steps` is below 1.
+        HanayoError: the schedule isn't valid, a tuple in `costs` has the wrong length, or `steps` is no whole number of
+            at least 1.
     """
-    if steps < 1:
-        raise HanayoError(f"simulate: steps={steps}, expected at least 1")
+    if not is_size(steps):
+        raise HanayoError(f"simulate: steps={steps!r}, expected at least 1, a whole number")
     if not _can_be_coded(schedule):
         validate(schedule)
     costs = costs or CostModel()

@@ -77,6 +77,11 @@ class Schedule:
         Args:
             path: the file to write.
             communication: write the completed table (torch's `compute_comms` format) instead of the compute alone.
+                Receives stand ahead of the sends they match, so who plays that table must post them without blocking.
+                torch's own runtime adds the communication itself: give it the compute alone.
+
+        Raises:
+            HanayoError: the file can't be written.
         """
         from lightning_hanayo.schedule.communication import complete
         from lightning_hanayo.schedule.csv_table import write_csv
@@ -87,7 +92,8 @@ class Schedule:
     def from_csv(cls, path: str | Path) -> "Schedule":
         """Read a table: a row per rank; an empty cell is idle; communication cells are dropped, `complete` makes them.
 
-        The name is the file's; which rank holds a stage is told by where its actions stand.
+        The name is the file's; which rank holds a stage is told by where its actions stand. So a chain that no
+        micro-batch visits (chimera's second, for one micro-batch) leaves no trace in a file and doesn't come back.
 
         Raises:
             HanayoError: the file is no table, or the table is no schedule; the message draws it and marks the cell.

@@ -29,6 +29,11 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_shape(schedule: Schedule) -> None:
+    if not schedule.actions or not schedule.stage_ranks:
+        raise HanayoError(
+            f"schedule {schedule.name!r} has {schedule.num_ranks} ranks and {schedule.num_stages} stages; "
+            "expected at least one of each"
+        )
     if schedule.num_microbatches < 1:
         raise HanayoError(
             f"schedule {schedule.name!r}: num_microbatches={schedule.num_microbatches}, expected at least 1"

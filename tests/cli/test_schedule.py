@@ -300,6 +300,10 @@ def test_check_holds_a_table_to_a_budget(capsys: Captured) -> None:
     assert "holds 4 M_a of activations, more than --activation-budget 2" in refused(
         "check mine.csv --activation-budget 2", capsys
     )
+    assert printed("check mine.csv --activation-budget 4 --json", capsys)["inside_budget"] is True
+    assert play("check mine.csv --activation-budget 2 --json") == 2
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["valid"], shown["inside_budget"]) == (True, False)
 
 
 @pytest.mark.parametrize(

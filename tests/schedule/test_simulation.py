@@ -112,6 +112,12 @@ def test_a_rank_is_busy_for_its_work(schedule: Schedule) -> None:
     assert 0 <= timeline.bubble_ratio + 1e-9 < 1
 
 
+@pytest.mark.parametrize("steps", [0, 1.5, "2"])
+def test_steps_are_a_whole_number(steps: int) -> None:
+    with pytest.raises(HanayoError, match="steps=.*, expected at least 1"):
+        simulate(make("gpipe", 2, 2), steps=steps)
+
+
 def test_steps_follow_each_other_without_a_barrier() -> None:
     """Rank 0 starts the second step while the last rank still works on the first."""
     schedule = forward_only(make("gpipe", 4, 4))

@@ -71,7 +71,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "cell", "why"), [(13_000_000, "10F1000,", "more than 64 MiB"), (9_000_000, ",", "9,000,000 cells")]
+    ("count", "cell", "why"), [(13_000_000, "10F1000,", "more than 64 MiB"), (1_100_000, ",", "1,100,000 cells")]
 )
 def test_a_huge_file_is_refused_before_it_is_taken_apart(tmp_path: Path, count: int, cell: str, why: str) -> None:
     file = written(tmp_path, count * cell)
@@ -98,6 +98,13 @@ def test_no_such_file(tmp_path: Path) -> None:
         Schedule.from_csv(tmp_path / "none.csv")
     with pytest.raises(HanayoError, match="can't be read"):
         Schedule.from_csv(tmp_path)
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "none" / "a.csv", "No such file")):
+        with pytest.raises(HanayoError, match=f"can't be written: {why}"):
+            schedule.to_csv(path)
 
 
 def test_a_table_with_torchs_other_cells(tmp_path: Path) -> None:

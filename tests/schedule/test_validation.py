@@ -62,6 +62,10 @@ def test_shapes_that_make_no_sense() -> None:
         validate(replace(schedule, stage_ranks=(0, 0)))
     with pytest.raises(HanayoError, match="num_microbatches=0"):
         validate(replace(schedule, num_microbatches=0))
+    with pytest.raises(HanayoError, match="has 0 ranks and 0 stages; expected at least one of each"):
+        validate(replace(schedule, actions=(), stage_ranks=()))
+    with pytest.raises(HanayoError, match="has 2 ranks and 0 stages"):
+        validate(replace(schedule, actions=((), ()), stage_ranks=()))
 
 
 def test_a_long_table_is_shown_around_the_culprit_only() -> None:

@@ -30,11 +30,13 @@ def run(options: Options) -> int:
         return fail(str(error))
     timeline = options.simulate(schedule)
     peak, budget = max(timeline.peak_activations), options.activation_budget
+    over = budget is not None and peak > budget + 1e-9
     if options.json:
-        print_json({"valid": True, **figures(schedule, timeline)})
+        inside = {} if budget is None else {"inside_budget": not over}
+        print_json({"valid": True, **inside, **figures(schedule, timeline)})
     else:
         print(f"{options.file} is a schedule: {describe(schedule)}, backward {backward(schedule)}")
         print(sentence(schedule, timeline, options.unit))
-    if budget is not None and peak > budget:
+    if over:
         return fail(f"{options.file} holds {peak:g} M_a of activations, more than --activation-budget {budget:g}")
     return 0

@@ -26,10 +26,7 @@ def run(options: Options) -> int:
     if path.suffix.lower() != ".csv":
         raise HanayoError(f"{path}: a table's file ends in .csv")
     schedule = options.make_schedule()
-    try:
-        schedule.to_csv(path, communication=options.communication)
-    except OSError as error:
-        raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
+    schedule.to_csv(path, communication=options.communication)
     if options.json:
         print_json({"schedule": schedule.name, "file": str(path), "communication": options.communication})
     else:

@@ -61,7 +61,7 @@ class HanayoStrategy(PlacedStrategy):
             function of the micro-batch that returns a number; "sum" for a loss that is a sum over samples.
         activation_budget: the most activations a rank may hold, in those of one micro-batch (M_a); None: P.
         cube_outside: what a cube's ranks see of a micro-batch outside the stack: "share" or "replicate".
-        schedule: the name of a schedule, the path of a CSV action table, or "auto": of the waves the one that simulates best.
+        schedule: the name of a schedule, the path of a CSV action table, or "auto": the wave that simulates best.
         balance: what blocks cost when the stack is cut: "parameters", "time" (measured on `example_input_array`), or
             one number per block.
         start_method: how processes are started where nobody else does: "popen" runs the script again for each.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_hanayo.runtime.codec import Spec, spec_of
 from lightning_hanayo.runtime.packet import Packet
-from lightning_hanayo.runtime.transport import Post, Transport
+from lightning_hanayo.runtime.transport import Transport
 from lightning_hanayo.runtime.tree import Flattener, unflatten
 
 _TAG = 1
@@ -33,25 +33,20 @@ def _send(transport: Transport, tree: Any) -> None:
     text = torch.frombuffer(bytearray(spec_of(Packet(skeleton, tuple(tensors))).to_bytes()), dtype=torch.uint8)
     for buffer in (torch.tensor([text.numel()]), text, *tensors):
         if buffer.numel():
-            _post(transport, "send", 0, _bytes(buffer))
+            transport.send(0, _TAG, _bytes(buffer)).wait()
 
 
 def _receive(transport: Transport, rank: int) -> Any:
     length = torch.empty(1, dtype=torch.int64)
-    _post(transport, "receive", rank, _bytes(length))
+    transport.receive(rank, _TAG, _bytes(length)).wait()
     text = torch.empty(int(length), dtype=torch.uint8)
-    _post(transport, "receive", rank, text)
+    transport.receive(rank, _TAG, text).wait()
     spec = Spec.from_bytes(text.numpy().tobytes())
     tensors = spec.empty()
     for tensor in tensors:
         if tensor.numel():
-            _post(transport, "receive", rank, _bytes(tensor))
+            transport.receive(rank, _TAG, _bytes(tensor)).wait()
     return unflatten(spec.skeleton, tensors)
-
-
-def _post(transport: Transport, direction: Any, peer: int, buffer: Tensor) -> None:
-    for work in transport.start([Post(direction, peer, _TAG, buffer)]):
-        work.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

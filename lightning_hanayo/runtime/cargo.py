@@ -8,7 +8,7 @@ A mask that all blocks get is one tensor in one call; Gemma's two kinds of masks
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,9 +38,7 @@ class Cargo:
     @property
     def packet(self) -> Packet:
         """As a packet, with the tensors it really uses, each once."""
-        used = list(dict.fromkeys(place for skeleton in (self.carry, *self.calls) for place in places(skeleton)))
-        where = {place: i for i, place in enumerate(used)}
-        skeleton = (renumber(self.carry, where), tuple(renumber(call, where) for call in self.calls), self.which)
+        skeleton, used = _used(self.carry, self.calls, self.which)
         return Packet(skeleton, tuple(self.tensors[place] for place in used))
 
     @property
@@ -59,7 +57,28 @@ class Cargo:
     def _behind(self, output: Any, which: tuple[int, ...]) -> "Cargo":
         flattener = Flattener()
         carry = flattener.flatten(output, "the output of a block")
-        shift = {i: len(flattener.tensors) + i for i in range(len(self.tensors))}
-        kept = list(dict.fromkeys(which))
-        calls = tuple(renumber(self.calls[call], shift) for call in kept)
-        return Cargo(carry, calls, tuple(kept.index(call) for call in which), (*flattener.tensors, *self.tensors))
+        calls, which = _kept(self.calls, which, len(flattener.tensors), len(self.tensors))
+        return Cargo(carry, calls, which, (*flattener.tensors, *self.tensors))
+
+
+# What follows from structure alone is the same for every micro-batch, and worked out once.
+
+
+@lru_cache(maxsize=256)
+def _used(
+    carry: Skeleton, calls: tuple[Skeleton, ...], which: tuple[int, ...]
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The skeleton of a packet with the tensors that are used, and where these stand."""
+    used = tuple(dict.fromkeys(place for skeleton in (carry, *calls) for place in places(skeleton)))
+    where = {place: i for i, place in enumerate(used)}
+    return (renumber(carry, where), tuple(renumber(call, where) for call in calls), which), used
+
+
+@lru_cache(maxsize=256)
+def _kept(
+    calls: tuple[Skeleton, ...], which: tuple[int, ...], num_new: int, num_old: int
+) -> tuple[tuple[Skeleton, ...], tuple[int, ...]]:
+    """The calls that are still to come, behind `num_new` more tensors."""
+    shift = {i: num_new + i for i in range(num_old)}
+    kept = list(dict.fromkeys(which))
+    return tuple(renumber(calls[call], shift) for call in kept), tuple(kept.index(call) for call in which)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.transport import Post, Transport, Work
+from lightning_hanayo.runtime.transport import Transport, Work
 
 _FRAME = 512
 _ROOM = _FRAME - 8
@@ -50,7 +50,7 @@ class Chain:
         parts = [frame.ljust(_FRAME, b"\0"), *([data[_ROOM:]] if len(data) > _ROOM else [])]
         buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
         self.finish()  # the share before this one: long gone
-        works = self.transport.start([Post("send", self.transport.rank + 1, _TAG, buffer) for buffer in buffers])
+        works = [self.transport.send(self.transport.rank + 1, _TAG, buffer) for buffer in buffers]
         self._leaving = list(zip(buffers, works, strict=True))
 
     def _receive(self) -> bytes:
@@ -60,6 +60,5 @@ class Chain:
 
     def _take(self, num_bytes: int) -> bytes:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        (work,) = self.transport.start([Post("receive", self.transport.rank - 1, _TAG, buffer)])
-        work.wait()
+        self.transport.receive(self.transport.rank - 1, _TAG, buffer).wait()
         return buffer.numpy().tobytes()

@@ -4,6 +4,7 @@ buffer   | 64 B: bytes of a correction that follows, 0 = as agreed | tensor 0 | 
 spec     (skeleton, ((dtype, shape, requires_grad), ...))          travels only when it isn't the agreed one
 """
 
+import ctypes
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +24,23 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 _NAMES = {value: name for name, value in _DTYPES.items()}
 
 
+_UNITS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""dtypes that every backend can send; a buffer of several, or of others, goes as bytes"""
+
+
 @dataclass(frozen=True)
 class Spec:
     """How to read a buffer: the tree's skeleton, and dtype, shape and requires_grad of each tensor."""
 
     skeleton: Skeleton
     tensors: tuple[tuple[str, tuple[int, ...], bool], ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.skeleton, self.tensors))
 
     @cached_property
     def extents(self) -> tuple[tuple[int, int], ...]:
@@ -40,10 +52,49 @@ class Spec:
             start = -(-stop // ALIGN) * ALIGN
         return tuple(spans)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Size of the buffer."""
         return self.extents[-1][1] if self.extents else ALIGN
+
+    @cached_property
+    def unit(self) -> torch.dtype:
+        """The buffer's dtype: that of its tensors if they share one, so that they can be read as they lie."""
+        dtypes = {_DTYPES[name] for name, _, _ in self.tensors}
+        return dtypes.pop() if len(dtypes) == 1 and dtypes <= _UNITS else torch.uint8
+
+    @cached_property
+    def layout(self) -> tuple[tuple[torch.dtype, torch.Size, bool, tuple[int, ...], int], ...]:
+        """Per tensor: dtype, shape, requires_grad, strides, and where it begins, counted in its own elements."""
+        return tuple(
+            (_DTYPES[name], torch.Size(shape), needs, _strides(shape), start // _DTYPES[name].itemsize)
+            for (name, shape, needs), (start, _) in zip(self.tensors, self.extents, strict=True)
+        )
+
+    def describes(self, packet: Packet) -> bool:
+        """Whether it is the spec of `packet`."""
+        return (
+            len(packet.tensors) == len(self.layout)
+            and all(
+                tensor.dtype is dtype and tensor.shape == shape and tensor.requires_grad is needs
+                for tensor, (dtype, shape, needs, _, _) in zip(packet.tensors, self.layout, strict=True)
+            )
+            and packet.skeleton == self.skeleton
+        )
+
+    def room(self, device: torch.device) -> Tensor:
+        """A buffer for it."""
+        return torch.empty(self.num_bytes // self.unit.itemsize, dtype=self.unit, device=device)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in a buffer."""
+        if buffer.dtype is self.unit and self.unit is not torch.uint8:
+            return [buffer.as_strided(shape, strides, start) for _, shape, _, strides, start in self.layout]
+        data = buffer.view(torch.uint8)
+        return [
+            data[start:stop].view(dtype).view(shape)
+            for (start, stop), (dtype, shape, _, _, _) in zip(self.extents, self.layout, strict=True)
+        ]
 
     def empty(self) -> list[Tensor]:
         """Tensors of that kind on the CPU, without values."""
@@ -60,6 +111,11 @@ class Spec:
         return Spec(skeleton, tensors)
 
 
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
+
+
 def _tuples(node: Any) -> Any:
     return tuple(map(_tuples, node)) if isinstance(node, list) else node
 
@@ -69,13 +125,19 @@ def spec_of(packet: Packet) -> Spec:
     return Spec(packet.skeleton, tuple((_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in packet.tensors))
 
 
-def pack(spec: Spec, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One buffer of `spec.num_bytes` bytes with the tensors copied in and a header that says: as agreed."""
-    buffer = torch.empty(spec.num_bytes, dtype=torch.uint8, device=device)
-    buffer[:ALIGN] = 0
-    for (start, stop), tensor in zip(spec.extents, tensors, strict=True):
-        buffer[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    return buffer
+class Parcel:
+    """A buffer to send, laid out for one spec, to be filled again and again. Its header says: as agreed."""
+
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        self.spec = spec
+        self.buffer = spec.room(device)
+        set_header(self.buffer, 0)
+        self._views = spec.views(self.buffer)
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors in."""
+        for view, tensor in zip(self._views, tensors, strict=True):
+            view.copy_(tensor.detach())
 
 
 def unpack(spec: Spec, buffer: Tensor) -> Packet:
@@ -84,21 +146,27 @@ def unpack(spec: Spec, buffer: Tensor) -> Packet:
     They are no views of it (`.data`): views share one version counter, so that autograd would take a block's work in
     place on one of them for a change to all.
     """
-    tensors = tuple(
-        buffer[start:stop].view(_DTYPES[dtype]).view(shape).data.requires_grad_(requires_grad)
-        for (start, stop), (dtype, shape, requires_grad) in zip(spec.extents, spec.tensors, strict=True)
+    layout = spec.layout
+    tensors = (view.data for view in spec.views(buffer))
+    return Packet(
+        spec.skeleton,
+        tuple(
+            tensor.requires_grad_() if needs else tensor
+            for tensor, (_, _, needs, _, _) in zip(tensors, layout, strict=True)
+        ),
     )
-    return Packet(spec.skeleton, tensors)
 
 
 def header(buffer: Tensor) -> int:
     """Bytes of the correction that follows this buffer; 0 if it is as agreed. (On CUDA this waits for the buffer.)"""
-    return int(buffer[:8].view(torch.int64).item())
+    if buffer.is_cuda:
+        return int(buffer.view(torch.uint8)[:8].view(torch.int64).item())
+    return ctypes.c_int64.from_address(buffer.data_ptr()).value  # ten times faster than through tensors
 
 
 def set_header(buffer: Tensor, value: int) -> None:
     """Write what `header` reads."""
-    buffer[:8].view(torch.int64).fill_(value)
+    buffer.view(torch.uint8)[:8].view(torch.int64).fill_(value)
 
 
 def stable_hash(text: str) -> int:

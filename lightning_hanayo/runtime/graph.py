@@ -1,7 +1,7 @@
 """The graph: where a stage's autograd graph begins, and what a loss's graph reaches."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,9 +42,14 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run autograd from those `outputs` that have a gradient."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
-    if pairs:
-        with without_autocast():
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+    if not pairs:
+        return
+    with without_autocast() if _autocasts() else nullcontext():
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+
+
+def _autocasts() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 @contextmanager

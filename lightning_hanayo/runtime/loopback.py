@@ -1,7 +1,6 @@
 """The loopback transport: all pipeline ranks are threads of one process. It copies as the real one does."""
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.runtime.transport import Post, Transport, Work
+from lightning_hanayo.runtime.transport import Transport, Work
 
 
 class Hub:
@@ -34,18 +33,20 @@ class _Sent:
 @dataclass(frozen=True)
 class _Receiving:
     wire: "SimpleQueue[Tensor]"
-    post: Post
+    peer: int
+    tag: int
+    buffer: Tensor
     timeout: float
 
     def wait(self) -> None:
         try:
             data = self.wire.get(timeout=self.timeout)
         except Empty:
-            message = f"nothing came from pipeline rank {self.post.peer} (tag {self.post.tag}) in {self.timeout} s"
+            message = f"nothing came from pipeline rank {self.peer} (tag {self.tag}) in {self.timeout} s"
             raise TimeoutError(message) from None
-        if data.shape != self.post.buffer.shape:
-            raise RuntimeError(f"sent {data.numel()} bytes, expected {self.post.buffer.numel()} (tag {self.post.tag})")
-        self.post.buffer.copy_(data)
+        if data.nbytes != self.buffer.nbytes:
+            raise RuntimeError(f"sent {data.nbytes} bytes, expected {self.buffer.nbytes} (tag {self.tag})")
+        self.buffer.view(torch.uint8).copy_(data.view(torch.uint8))
 
 
 class LoopbackTransport(Transport):
@@ -62,12 +63,10 @@ class LoopbackTransport(Transport):
         """Nothing holds a connection."""
 
     @override
-    def start(self, posts: Sequence[Post]) -> list[Work]:
-        works: list[Work] = []
-        for post in posts:
-            if post.direction == "send":
-                self.hub.wires[self.rank, post.peer, post.tag].put(post.buffer.clone())
-                works.append(_Sent())
-            else:
-                works.append(_Receiving(self.hub.wires[post.peer, self.rank, post.tag], post, self.hub.timeout))
-        return works
+    def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
+        self.hub.wires[self.rank, peer, tag].put(buffer.clone())
+        return _Sent()
+
+    @override
+    def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
+        return _Receiving(self.hub.wires[peer, self.rank, tag], peer, tag, buffer, self.hub.timeout)

@@ -8,24 +8,23 @@ note, and spec and payload follow on the control group. So nothing is asked and 
     changed:     |header n|  unused |      then   | spec, n bytes |      then   | header | tensors |
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.codec import ALIGN, Spec, header, pack, set_header, spec_of, unpack
+from lightning_hanayo.runtime.codec import ALIGN, Parcel, Spec, header, set_header, spec_of, unpack
 from lightning_hanayo.runtime.packet import Packet
-from lightning_hanayo.runtime.transport import Post, Transport, Work
+from lightning_hanayo.runtime.transport import Transport, Work
 
 _CPU = torch.device("cpu")
 REMEMBERED = 64
 """signatures whose specs are kept: shapes of batches met lately"""
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """One message of a batch: over the border behind `stage`, forward (activations) or backward (gradients)."""
 
     stage: int
@@ -46,7 +45,8 @@ class Mail:
         self._known: dict[int, dict[Route, Spec]] = {}
         self._agreed: dict[Route, Spec] = {}
         self._arriving: dict[Route, tuple[int, Tensor, Work]] = {}
-        self._leaving: dict[Route, list[tuple[Tensor, Work]]] = {}
+        self._leaving: dict[Route, list[tuple[Parcel | Tensor, Work]]] = {}
+        self._parcels: defaultdict[Spec, list[Parcel]] = defaultdict(list)
 
     def begin(self, signature: int) -> None:
         """Start a batch; the same `signature` on all ranks, which so forget the same ones."""
@@ -54,17 +54,23 @@ class Mail:
         self._known[signature] = self._agreed
         if len(self._known) > REMEMBERED:
             self._known.pop(next(iter(self._known)))
+            self._parcels.clear()
 
     def exchange(self, sends: Sequence[tuple[Route, int, Packet]], receives: Sequence[tuple[Route, int]]) -> None:
-        """Start one batch of transfers; the `int` is the peer. Blocks for nothing."""
-        receiving = [(route, Post("receive", peer, route.tag, self._awaited(route))) for route, peer in receives]
-        sending = [(route, post) for route, peer, packet in sends for post in self._outgoing(route, peer, packet)]
-        works = self.transport.start([post for _, post in (*receiving, *sending)])
-        for (route, post), work in zip((*receiving, *sending), works, strict=True):
-            if post.direction == "receive":
-                self._arriving[route] = (post.peer, post.buffer, work)
+        """Start transfers; the `int` is the peer. Blocks for nothing. Who waits for a message gets it first."""
+        transport, agreed = self.transport, self._agreed
+        for route, peer, packet in sends:
+            spec = agreed.get(route)
+            if spec is not None and spec.describes(packet):
+                free = self._parcels[spec]
+                parcel = free.pop() if free else Parcel(spec, transport.device)
+                parcel.fill(packet.tensors)
+                self._leaving[route] = [(parcel, transport.send(peer, route.tag, parcel.buffer))]
             else:
-                self._leaving.setdefault(route, []).append((post.buffer, work))
+                self._leaving[route] = self._change(route, peer, packet)
+        for route, peer in receives:
+            buffer = self._awaited(route)
+            self._arriving[route] = (peer, buffer, transport.receive(peer, route.tag, buffer))
 
     def collect(self, route: Route) -> Packet:
         """Wait for the packet of `route`, whose receive was started before."""
@@ -73,14 +79,17 @@ class Mail:
         length = header(buffer)
         if not length:
             return unpack(self._agreed[route], buffer)
-        self._agreed[route] = spec = Spec.from_bytes(bytes(self._correction(route, peer, length).tolist()))
-        return unpack(spec, self._correction(route, peer, spec.num_bytes).to(self.transport.device))
+        text = self._correction(route, peer, torch.empty(length, dtype=torch.uint8))
+        self._agreed[route] = spec = Spec.from_bytes(text.numpy().tobytes())
+        return unpack(spec, self._correction(route, peer, spec.room(_CPU)).to(self.transport.device))
 
     def release(self, routes: Iterable[Route]) -> None:
         """Let go of the buffers of messages that have left; waits until they have."""
         for route in routes:
-            for _, work in self._leaving.pop(route, []):
+            for sent, work in self._leaving.pop(route, ()):
                 work.wait()
+                if isinstance(sent, Parcel):
+                    self._parcels[sent.spec].append(sent)
 
     def finish(self) -> None:
         """Wait until all that was sent in this batch has left."""
@@ -92,23 +101,21 @@ class Mail:
         self._leaving.clear()
 
     def _awaited(self, route: Route) -> Tensor:
+        """What comes, or a note that says otherwise: as large as what was agreed."""
         agreed = self._agreed.get(route)
-        return torch.empty(agreed.num_bytes if agreed else ALIGN, dtype=torch.uint8, device=self.transport.device)
+        device = self.transport.device
+        return agreed.room(device) if agreed else torch.empty(ALIGN, dtype=torch.uint8, device=device)
 
-    def _outgoing(self, route: Route, peer: int, packet: Packet) -> list[Post]:
-        spec = spec_of(packet)
-        if self._agreed.get(route) == spec:
-            return [Post("send", peer, route.tag, pack(spec, packet.tensors, self.transport.device))]
+    def _change(self, route: Route, peer: int, packet: Packet) -> list[tuple[Parcel | Tensor, Work]]:
         note = self._awaited(route)
-        self._agreed[route] = spec
+        self._agreed[route] = spec = spec_of(packet)
         text = torch.frombuffer(bytearray(spec.to_bytes()), dtype=torch.uint8)
         set_header(note, text.numel())
-        payload = pack(spec, packet.tensors, _CPU)
-        return [Post("send", peer, tag, buffer) for tag, buffer in
-                ((route.tag, note), (route.tag + 1, text), (route.tag + 1, payload))]  # fmt: skip
+        payload = Parcel(spec, _CPU)
+        payload.fill(packet.tensors)
+        posts = [(route.tag, note), (route.tag + 1, text), (route.tag + 1, payload.buffer)]
+        return [(buffer, self.transport.send(peer, tag, buffer)) for tag, buffer in posts]
 
-    def _correction(self, route: Route, peer: int, num_bytes: int) -> Tensor:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        (work,) = self.transport.start([Post("receive", peer, route.tag + 1, buffer)])
-        work.wait()
+    def _correction(self, route: Route, peer: int, buffer: Tensor) -> Tensor:
+        self.transport.receive(peer, route.tag + 1, buffer).wait()
         return buffer

@@ -1,29 +1,30 @@
 """The process-group transport: gloo on CPU, NCCL on GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.runtime.transport import Post, Transport, Work
+from lightning_hanayo.runtime.transport import Transport, Work
 
 OnFailure = Callable[[Exception], NoReturn]
 """Called with what a transfer raised; says who failed first, and raises."""
 
 
-@dataclass(frozen=True)
 class _Guarded:
-    work: dist.Work
-    on_failure: OnFailure
+    __slots__ = ("_on_failure", "_work")
+
+    def __init__(self, work: dist.Work, on_failure: OnFailure) -> None:
+        self._work, self._on_failure = work, on_failure
 
     def wait(self) -> None:
         try:
-            self.work.wait()
+            self._work.wait()
         except RuntimeError as error:
-            self.on_failure(error)
+            self._on_failure(error)
 
 
 class ProcessGroupTransport(Transport):
@@ -64,22 +65,24 @@ class ProcessGroupTransport(Transport):
         self._channels.clear()
 
     @override
-    def start(self, posts: Sequence[Post]) -> list[Work]:
+    def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
         try:
-            return [_Guarded(self._start(post), self._on_failure) for post in posts]
+            group, place = self._group(buffer, peer, (self.rank, peer))
+            return _Guarded(group.send([buffer], place, tag), self._on_failure)
         except RuntimeError as error:
             self._on_failure(error)
 
-    def _start(self, post: Post) -> dist.Work:
-        group, peer = self._group(post)
-        if post.direction == "send":
-            return group.send([post.buffer], peer, post.tag)
-        return group.recv([post.buffer], peer, post.tag)
+    @override
+    def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
+        try:
+            group, place = self._group(buffer, peer, (peer, self.rank))
+            return _Guarded(group.recv([buffer], place, tag), self._on_failure)
+        except RuntimeError as error:
+            self._on_failure(error)
 
-    def _group(self, post: Post) -> tuple[dist.ProcessGroup, int]:
-        """The group for a transfer, and the peer's rank in it."""
-        if not post.buffer.is_cuda:
+    def _group(self, buffer: Tensor, peer: int, pair: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
+        """The group for a transfer from `pair[0]` to `pair[1]`, and the peer's rank in it."""
+        if not buffer.is_cuda:
             assert self._control is not None, "this rank has left its pipeline"
-            return self._control, post.peer
-        pair = (self.rank, post.peer) if post.direction == "send" else (post.peer, self.rank)
-        return self._channels[pair], int(post.peer > self.rank)
+            return self._control, peer
+        return self._channels[pair], int(peer > self.rank)

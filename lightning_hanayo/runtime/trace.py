@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lightning_hanayo.schedule import Action
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """One action on this rank. Times in seconds of `time.perf_counter`, which the processes of one machine share."""
 

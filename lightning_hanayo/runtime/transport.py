@@ -4,9 +4,7 @@ Abstract; its leaves are `ProcessGroupTransport` (gloo, NCCL) and `LoopbackTrans
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,20 +17,11 @@ class Work(Protocol):
         """Block until the buffer is sent, or filled."""
 
 
-@dataclass(frozen=True)
-class Post:
-    """One buffer to send to, or to receive from, pipeline rank `peer`. Both sides give the same `tag`."""
-
-    direction: Literal["send", "receive"]
-    peer: int
-    tag: int
-    buffer: Tensor
-
-
 class Transport(ABC):
     """Point-to-point messages among the ranks of one pipeline.
 
-    Nothing here blocks but `Work.wait`. Messages from one rank to another keep their order.
+    Nothing here blocks but `Work.wait`. Messages from one rank to another keep their order. Both sides give the same
+    tag, and buffers of the same size.
     """
 
     rank: int
@@ -40,8 +29,12 @@ class Transport(ABC):
     device: torch.device
 
     @abstractmethod
-    def start(self, posts: Sequence[Post]) -> list[Work]:
-        """Start one batch of transfers; crossing ones belong into one batch. Called by both peers."""
+    def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
+        """Start to send `buffer` to pipeline rank `peer`."""
+
+    @abstractmethod
+    def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
+        """Start to fill `buffer` with what pipeline rank `peer` sends."""
 
     @abstractmethod
     def close(self) -> None:

@@ -9,11 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from lightning_hanayo.runtime.codec import ALIGN, Spec, header, pack, set_header, spec_of, stable_hash, unpack
+from lightning_hanayo.runtime.codec import ALIGN, Parcel, Spec, header, set_header, spec_of, stable_hash, unpack
 from lightning_hanayo.runtime.packet import Packet, gradients, spread
 from lightning_hanayo.runtime.tree import Flattener, unflatten
 
 CPU = torch.device("cpu")
+
+
+def packed(packet: Packet) -> Tensor:
+    parcel = Parcel(spec_of(packet), CPU)
+    parcel.fill(packet.tensors)
+    return parcel.buffer
+
+
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8, torch.bool,
     torch.complex64,
@@ -33,9 +41,10 @@ def tensors(draw: some.DrawFn) -> Tensor:
 def test_round_trip(values: list[Tensor]) -> None:
     packet = Packet(("tuple", *(("tensor", i) for i in range(len(values)))), tuple(values))
     spec = spec_of(packet)
-    buffer = pack(spec, packet.tensors, CPU)
+    assert spec.describes(packet)
+    buffer = packed(packet)
     arrived = unpack(Spec.from_bytes(spec.to_bytes()), buffer)
-    assert all(start % ALIGN == 0 for start, _ in spec.extents) and buffer.numel() == spec.num_bytes
+    assert all(start % ALIGN == 0 for start, _ in spec.extents) and buffer.nbytes == spec.num_bytes
     assert arrived.skeleton == packet.skeleton
     for ours, theirs in zip(arrived.tensors, values, strict=True):
         assert (ours.dtype, ours.shape, ours.requires_grad) == (theirs.dtype, theirs.shape, theirs.requires_grad)
@@ -51,8 +60,8 @@ def test_spec_as_json(tree: object) -> None:
 
 
 def test_header_says_what_follows() -> None:
-    buffer = pack(Spec(("tuple",), ()), [], CPU)
-    assert (buffer.numel(), header(buffer)) == (ALIGN, 0)
+    buffer = packed(Packet(("tuple",), ()))
+    assert (buffer.nbytes, header(buffer)) == (ALIGN, 0)
     set_header(buffer, 12345)
     assert header(buffer) == 12345
 
@@ -60,7 +69,7 @@ def test_header_says_what_follows() -> None:
 def test_work_in_place_on_one_tensor_leaves_the_others_alone() -> None:
     """x.add_(1) after y * w: autograd would refuse the backward if x and w counted their versions together."""
     packet = Packet(("tuple", ("tensor", 0), ("tensor", 1)), (torch.ones(2), torch.ones(2, requires_grad=True)))
-    x, w = unpack(spec_of(packet), pack(spec_of(packet), packet.tensors, CPU)).tensors
+    x, w = unpack(spec_of(packet), packed(packet)).tensors
     product = torch.full((2,), 3.0, requires_grad=True) * w
     x.add_(1)
     product.sum().backward()
@@ -76,3 +85,29 @@ def test_gradients_keep_their_places() -> None:
 def test_hash_is_the_same_in_every_process() -> None:
     assert stable_hash("train") == 278516359590707
     assert len({stable_hash(str(i)) for i in range(1000)}) == 1000
+
+
+CHANGES = {
+    "shape": (torch.ones(3), "x"),
+    "dtype": (torch.ones(2, dtype=torch.float64), "x"),
+    "gradient": (torch.ones(2, requires_grad=True), "x"),
+    "plain value": (torch.ones(2), "y"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_spec_describes_nothing_else(change: str) -> None:
+    first, other = (
+        Packet(("tuple", ("tensor", 0), ("plain", "str", text)), (tensor,))
+        for tensor, text in ((torch.ones(2), "x"), CHANGES[change])
+    )
+    assert spec_of(first).describes(first)
+    assert not spec_of(first).describes(other)
+
+
+def test_a_parcel_is_filled_again() -> None:
+    parcel = Parcel(spec_of(Packet(("tensor", 0), (torch.zeros(2),))), CPU)
+    for value in (1.0, 2.0):
+        parcel.fill([torch.full((2,), value)])
+        (arrived,) = unpack(parcel.spec, parcel.buffer.clone()).tensors
+        assert torch.equal(arrived, torch.full((2,), value))

@@ -11,7 +11,6 @@ from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.mail import Mail, Route
 from lightning_hanayo.runtime.packet import Packet
 from lightning_hanayo.runtime.process_group import ProcessGroupTransport
-from lightning_hanayo.runtime.transport import Post
 from tests.harness.pool import Pool, RunFailed
 
 
@@ -28,8 +27,8 @@ def everybody_to_everybody() -> list[int]:
     peers = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
     arriving = {peer: torch.empty(3, dtype=torch.uint8) for peer in peers}
     leaving = {peer: torch.full((3,), 10 * transport.rank + peer, dtype=torch.uint8) for peer in peers}
-    posts = [Post("receive", peer, 7, arriving[peer]) for peer in peers]
-    works = transport.start([*posts, *(Post("send", peer, 7, leaving[peer]) for peer in peers)])
+    works = [transport.receive(peer, 7, arriving[peer]) for peer in peers]
+    works += [transport.send(peer, 7, leaving[peer]) for peer in peers]
     for work in reversed(works):
         work.wait()
     return [int(arriving[peer][0]) for peer in peers]
@@ -67,8 +66,7 @@ def a_peer_leaves() -> None:
     transport = connect(on_failure)
     if transport.rank == 1:
         raise ArithmeticError("leaves")
-    (work,) = transport.start([Post("receive", 1, 7, torch.empty(1, dtype=torch.uint8))])
-    work.wait()
+    transport.receive(1, 7, torch.empty(1, dtype=torch.uint8)).wait()
 
 
 def test_a_failed_transfer_asks_who_failed_first(pool: Pool) -> None:

@@ -22,6 +22,8 @@ from lightning_hanayo.runtime.transport import Transport, Work
 _CPU = torch.device("cpu")
 REMEMBERED = 64
 """signatures whose specs are kept: shapes of batches met lately"""
+SPARE = 2
+"""buffers of one spec that are kept for the next messages: more would be memory that lies idle"""
 
 
 class Route(NamedTuple):
@@ -88,8 +90,8 @@ class Mail:
         for route in routes:
             for sent, work in self._leaving.pop(route, ()):
                 work.wait()
-                if isinstance(sent, Parcel):
-                    self._parcels[sent.spec].append(sent)
+                if isinstance(sent, Parcel) and len(spare := self._parcels[sent.spec]) < SPARE:
+                    spare.append(sent)
 
     def finish(self) -> None:
         """Wait until all that was sent in this batch has left."""

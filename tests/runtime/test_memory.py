@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_hanayo.runtime.mail import SPARE
 from lightning_hanayo.runtime.trace import Trace
 from lightning_hanayo.schedule import Action, Schedule, build, simulate
 from tests.runtime.loopback_pipeline import LoopbackPipeline
@@ -136,7 +137,7 @@ def test_peak_bytes_are_the_simulated_peak(schedule: Schedule) -> None:
         peak = simulate(pipeline.schedule).peak_activations[1]
         assert one > 60 * message
         assert max(watch.held) - before <= 1.05 * peak * one
-        assert watch.held[-1] - before <= 5 * message
+        assert watch.held[-1] - before <= (5 + 2 * SPARE) * message  # spare buffers for activations and gradients
 
 
 @pytest.mark.parametrize("schedule", TABLES[:3], ids=lambda schedule: schedule.name)

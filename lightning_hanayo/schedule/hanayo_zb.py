@@ -43,6 +43,8 @@ from lightning_hanayo.schedule.zbv import zbv
 
 EFFORT = 600_000
 """Actions played in search of a better order. The first order is always played to its end, however large."""
+PLAYS = 1000
+"""The most orders played: in a small table, where `EFFORT` would allow many more, that is plenty."""
 
 
 @register_schedule("hanayo-zb", depth="waves")
@@ -53,11 +55,11 @@ def hanayo_zb(request: Request) -> Schedule:
     placement = zigzag(request.num_ranks, request.num_waves)
     shape = Schedule(request.name, placement, ((),) * request.num_ranks, request.num_microbatches)
     search = Search(Job.of(shape, costs, budget), Compiled(shape, costs))
-    tight = budget < request.num_ranks
-    search.along(_waves(shape, request.num_waves, costs, budget), until=EFFORT // 2 if tight else 0)
     if request.num_waves == 1:
         for peer in (zbv, v_half, v_min):
             search.take(search.compiled.rows(peer(request).actions))
+    tight = budget < request.num_ranks
+    search.along(_waves(shape, request.num_waves, costs, budget), until=EFFORT // 2 if tight else 0)
     if tight:
         search.along(_patterns(search.job), until=-inf)
     search.improve()
@@ -75,7 +77,7 @@ class Search:
         self._enough = self._bounds[0]
         if all(len(set(times)) == 1 for times in job.times) and job.capacity >= job.num_stages:
             self._enough += sum(job.hops)  # the closed form: hardly ever is anything faster
-        self._left = EFFORT
+        self._left = min(EFFORT, PLAYS * job.num_actions)
 
     @property
     def goes_on(self) -> bool:
@@ -108,7 +110,7 @@ class Search:
         if (makespan, following) < (self.makespan, self.following):
             self.best, self.makespan, self.following = rows, makespan, following
         if self.makespan <= self._enough:
-            self._left = min(self._left, EFFORT // 8)  # what is left to gain is small
+            self._left = min(self._left, EFFORT // 8, PLAYS // 25 * self.job.num_actions)  # little is left to gain
 
     def _following(self, rows: list[list[int]]) -> float:
         """By how much a second step ends later, each rank beginning it as soon as its own first one is over."""

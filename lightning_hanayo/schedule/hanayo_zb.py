@@ -59,7 +59,7 @@ def hanayo_zb(request: Request) -> Schedule:
         for peer in (zbv, v_half, v_min):
             search.take(search.compiled.rows(peer(request).actions))
     tight = budget < request.num_ranks
-    search.along(_waves(shape, request.num_waves, costs, budget), until=EFFORT // 2 if tight else 0)
+    search.along(_waves(shape, request.num_waves, costs, budget), until=search.left // 2 if tight else 0)
     if tight:
         search.along(_patterns(search.job), until=-inf)
     search.improve()
@@ -77,7 +77,7 @@ class Search:
         self._enough = self._bounds[0]
         if all(len(set(times)) == 1 for times in job.times) and job.capacity >= job.num_stages:
             self._enough += sum(job.hops)  # the closed form: hardly ever is anything faster
-        self._left = min(EFFORT, PLAYS * job.num_actions)
+        self.left = min(EFFORT, PLAYS * job.num_actions)  # actions that may still be played
 
     @property
     def goes_on(self) -> bool:
@@ -85,7 +85,7 @@ class Search:
         return self._goes_on(until=0)
 
     def _goes_on(self, until: float) -> bool:
-        return not self.best or (self._left > until and (self.makespan, self.following) > self._bounds)
+        return not self.best or (self.left > until and (self.makespan, self.following) > self._bounds)
 
     def along(self, plans: Iterator[tuple[list[list[int]], Manner]], until: float = 0) -> None:
         """Play plan after plan, as long as more than `until` of the effort is left."""
@@ -104,13 +104,13 @@ class Search:
     def _keep(self, rows: list[list[int]], makespan: float) -> None:
         """Better is what takes less time; among these, what takes less as one of many steps without a barrier."""
         makespan = _rounded(makespan)
-        if makespan > self.makespan or (makespan == self.makespan and self._left <= 0):
+        if makespan > self.makespan or (makespan == self.makespan and self.left <= 0):
             return
-        following = self._following(rows) if self._left > 0 else inf
+        following = self._following(rows) if self.left > 0 else inf
         if (makespan, following) < (self.makespan, self.following):
             self.best, self.makespan, self.following = rows, makespan, following
         if self.makespan <= self._enough:
-            self._left = min(self._left, EFFORT // 8, PLAYS // 25 * self.job.num_actions)  # little is left to gain
+            self.left = min(self.left, EFFORT // 8, PLAYS // 25 * self.job.num_actions)  # little is left to gain
 
     def _following(self, rows: list[list[int]]) -> float:
         """By how much a second step ends later, each rank beginning it as soon as its own first one is over."""
@@ -124,7 +124,7 @@ class Search:
         """One play. Its order is kept if it is the best so far."""
         follower = Follower(self.job, plan, manner)
         makespan = follower.play()
-        self._left -= self.job.num_actions
+        self.left -= self.job.num_actions
         self._keep(follower.rows, makespan)
         return makespan, follower.rows
 

@@ -21,9 +21,7 @@ from tests.harness.running import Layout, Outcome, Training, assert_close, asser
 from tests.schedule.samples import split
 
 LAYOUTS = [
-    Layout(2, 1, 1, "zbv"),
     Layout(2, 1, 1, "zb-h1"),
-    Layout(2, 1, 1, "interleaved-zb"),
     Layout(2, 2, 1, "hanayo-zb"),
     Layout(4, 1, 1, "zbv"),
     Layout(2, 1, 2, "zbv"),

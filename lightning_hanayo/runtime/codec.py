@@ -22,8 +22,6 @@ from lightning_hanayo.runtime.tree import Skeleton
 ALIGN = 64
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _NAMES = {value: name for name, value in _DTYPES.items()}
-
-
 _UNITS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 """dtypes that every backend can send; a buffer of several, or of others, goes as bytes"""
 
@@ -121,7 +119,7 @@ def _tuples(node: Any) -> Any:
 
 
 def spec_of(packet: Packet) -> Spec:
-    """How to read the buffer that `pack` makes of `packet`."""
+    """How to read the buffer in which `packet` travels."""
     return Spec(packet.skeleton, tuple((_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in packet.tensors))
 
 

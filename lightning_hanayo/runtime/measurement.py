@@ -1,14 +1,12 @@
 """The measurement: one timeline out of all ranks' traces, and the costs that a simulation needs to predict it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean, median
 
-from lightning_hanayo.runtime.trace import Event
-from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, Timeline
+from lightning_hanayo.runtime.crossing import Batch, crossings
+from lightning_hanayo.schedule import CostModel, Kind, Schedule, Span, Timeline
 
-Batch = Sequence[Sequence[Event]]
-"""One batch's events, a list per pipeline rank."""
 WAITED = 5e-5
 """seconds that a rank must have waited for a message before its delay says something about the message"""
 
@@ -19,17 +17,25 @@ def typical(batches: Sequence[Batch]) -> Batch:
     return order[len(order) // 2]
 
 
-def timeline_of(schedule: Schedule, batch: Batch) -> Timeline:
-    """When what ran, in seconds from the first action on."""
-    begin = _begin(batch)
+def timeline_of(schedule: Schedule, *batches: Batch) -> Timeline:
+    """When what ran, in seconds from the first action on: each batch a step, in the order in which they ran."""
+    begin = min(map(_begin, batches))
     spans = [Span(rank, event.action, event.start - begin, event.end - begin)
-             for rank, events in enumerate(batch) for event in events]  # fmt: skip
-    return Timeline.of(schedule, spans)
+             for batch in batches for rank, events in enumerate(batch) for event in events]  # fmt: skip
+    return Timeline.of(schedule, spans, len(batches))
+
+
+def waits_of(*batches: Batch) -> list[Span]:
+    """When ranks waited for a message, and for which action; on the same time axis as `timeline_of`."""
+    begin = min(map(_begin, batches))
+    return [Span(rank, event.action, max(0.0, event.asked - begin), event.start - begin)
+            for batch in batches for rank, events in enumerate(batch) for event in events
+            if event.start - event.asked > WAITED and event.start > begin]  # fmt: skip
 
 
 def costs_of(schedule: Schedule, batches: Sequence[Batch]) -> CostModel:
     """Each stage's mean times in seconds, and a message's delay. A backward in one piece is half of each gradient."""
-    means = _means(batches)
+    means = stage_times(batches)
 
     def per_stage(kind: Kind) -> tuple[float, ...]:
         whole = 0.0 if kind is Kind.F else 0.5
@@ -42,31 +48,24 @@ def costs_of(schedule: Schedule, batches: Sequence[Batch]) -> CostModel:
 
 def message_delay(schedule: Schedule, batches: Sequence[Batch]) -> float:
     """T_C in seconds: from the end of an action to the start of the one on another rank that waited for its message."""
-    delays = [delay for batch in batches for delay in _delays(schedule, batch)]
+    messages = (message for batch in batches for message in crossings(schedule, batch))
+    delays = [message.delay for message in messages if message.waited > WAITED]
     return median(delays) if delays else 0.0
 
 
-def _delays(schedule: Schedule, batch: Batch) -> Iterable[float]:
-    ends = {event.action: event.end for events in batch for event in events}
-    for events in batch:
-        for event in events:
-            producer = next((other for other in _producers(event.action) if other in ends), None)
-            if event.start - event.asked > WAITED and producer is not None:
-                yield max(0.0, event.start - ends[producer])
+def exposed_communication(schedule: Schedule, batch: Batch) -> float:
+    """The part of all ranks' time in which they waited for messages that were computed, but not there yet.
+
+    A rank's wait counts from when it had nothing left to do before that action, or the sender's end if that is later,
+    until the message was there. The rest of the bubble is the order, uneven stages, and what lies between actions. The
+    reduction over data ranks isn't counted.
+    """
+    exposed = sum(message.exposed for message in crossings(schedule, batch))
+    return exposed / (len(batch) * (_end(batch) - _begin(batch)))
 
 
-def _producers(action: Action) -> list[Action]:
-    """What an action may wait for on another stage: one of these. A weight gradient waits for none."""
-    stage, microbatch = action.stage, action.microbatch
-    match action.kind:
-        case Kind.F:
-            return [Action(stage - 1, Kind.F, microbatch)]
-        case Kind.B | Kind.I:
-            return [Action(stage + 1, kind, microbatch) for kind in (Kind.B, Kind.I)]
-    return []
-
-
-def _means(batches: Sequence[Batch]) -> dict[tuple[int, Kind], float]:
+def stage_times(batches: Sequence[Batch]) -> dict[tuple[int, Kind], float]:
+    """How long each stage's actions of each kind took, in seconds, on average over micro-batches and batches."""
     durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for batch in batches:
         for events in batch:

@@ -1,6 +1,7 @@
 """CostModel: how long actions and messages take. The unit of time is the caller's (T_F, or seconds)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
@@ -59,6 +60,16 @@ class CostModel:
                 "messages already says what each hop takes, so leave the other two out"
             )
 
+    def scaled(self, factor: float) -> "CostModel":
+        """The same in another unit of time: all times by `factor`.
+
+        Example:
+            >>> CostModel(forward=0.02, backward_input=(0.1, 0.2), message=0.001).scaled(1e3).backward_input
+            (100.0, 200.0)
+        """
+        times = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "ranks_per_node"}
+        return replace(self, **{name: _by(factor, time) for name, time in times.items()})
+
     def of(self, schedule: Schedule, action: Action) -> float:
         """How long `action` takes in `schedule`."""
         match action.kind:
@@ -102,3 +113,9 @@ class CostModel:
             raise WrongLength(name, len(values), schedule.name, wanted)
         place = stage if len(values) == schedule.num_stages else stage % schedule.chain_length
         return values[place] if place < len(values) else 0.0
+
+
+def _by(factor: float, time: Any) -> Any:
+    if time is None:
+        return None
+    return tuple(factor * one for one in time) if isinstance(time, tuple) else factor * time

@@ -1,0 +1,84 @@
+"""The profile: how long a run's stages and messages took, as a small JSON file that later runs plan with.
+
+{"unit": "s", "schedule": "hanayo-zb", "num_ranks": 2, "num_waves": 2, "num_microbatches": 4, "blocks": [1, 1, ...],
+ "forward": [0.0021, ...], "backward_input": [...], "backward_weight": [...], "message": 0.0003}
+"""
+
+import json
+from dataclasses import dataclass, fields
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule import CostModel
+
+_MEASURED = ("forward", "backward_input", "backward_weight", "message")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, and where.
+
+    Args:
+        schedule: what was played.
+        num_ranks: P.
+        num_waves: W.
+        num_microbatches: B, whose size the costs are for.
+        blocks: how many lay on each stage.
+        costs: in seconds, one per stage that holds blocks; one message.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_waves: int
+    num_microbatches: int
+    blocks: tuple[int, ...]
+    costs: CostModel
+
+    def save(self, path: str | Path) -> None:
+        """Write it.
+
+        Raises:
+            HanayoError: the file can't be written.
+        """
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "costs"}
+        measured = {name: getattr(self.costs, name) for name in _MEASURED}
+        text = ",\n ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (own | measured).items())
+        try:
+            Path(path).write_text(f'{{"unit": "s",\n {text}}}\n', encoding="utf-8")
+        except OSError as error:
+            raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Profile":
+        """Read what `save` wrote.
+
+        Raises:
+            HanayoError: there is no such file, or it holds something else.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            costs = CostModel(**{name: data[name] for name in _MEASURED})
+            ranks, waves, microbatches = (int(data[name]) for name in ("num_ranks", "num_waves", "num_microbatches"))
+            return cls(str(data["schedule"]), ranks, waves, microbatches, tuple(map(int, data["blocks"])), costs)
+        except OSError as error:
+            raise HanayoError(f"{fspath(path)} can't be read: {error.strerror or error}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise HanayoError(
+                f"{fspath(path)} is no profile: {error!r}; expected the profile.json that a run writes, with "
+                f"{', '.join(_MEASURED)} in seconds"
+            ) from None
+
+
+def costs_from(given: Any) -> CostModel | None:
+    """What a user gives as costs: a cost model, the path of a profile, or None.
+
+    Raises:
+        HanayoError: something else, or no profile.
+    """
+    if isinstance(given, (str, PathLike)):
+        return Profile.load(given).costs
+    if given is None or isinstance(given, CostModel):
+        return given
+    raise HanayoError(f"costs={given!r}: expected the path of a profile.json, a CostModel, or None")

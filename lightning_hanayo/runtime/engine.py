@@ -63,7 +63,7 @@ class Engine:
         asked = clock()
         packet = None
         if arrives is not None:
-            packet = self._handed.pop(arrives) if move.is_local else self.mail.collect(arrives)
+            packet = self._handed.pop(arrives).detached() if move.is_local else self.mail.collect(arrives)
             self.mail.release(move.frees)
         start = clock()
         leaving = self._runs[action.stage, action.kind](action.microbatch, packet)

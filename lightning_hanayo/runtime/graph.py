@@ -14,29 +14,25 @@ from lightning_hanayo.runtime.packet import Packet
 class Entrance:
     """The tensors of an arriving packet as the beginning of a graph of their own, and the gradients that reach them.
 
-    They aren't leaves, so blocks may work on them in place.
+        leaf (arrived) ---> what blocks get: neither a leaf nor a view, so that they may work on it in place
+
+    Args:
+        packet: nobody else's: its differentiable tensors are leaves, and their `.grad` is the entrance's.
     """
 
     def __init__(self, packet: Packet) -> None:
-        self.gradients: list[Tensor | None] = [None] * len(packet.differentiable)
-        entered = iter(_Enter.apply(self.gradients, packet.differentiable, _ANCHOR) if self.gradients else ())
-        self.packet = Packet(packet.skeleton, tuple(next(entered) if t.requires_grad else t for t in packet.tensors))
+        self._leaves = packet.differentiable
+        tensors = tuple(_alias(t, t.shape) if t.requires_grad else t for t in packet.tensors)
+        self.packet = Packet(packet.skeleton, tensors)
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """Of the packet's differentiable tensors."""
+        return [leaf.grad for leaf in self._leaves]
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Any], tensors: Sequence[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
-        ctx.gradients = gradients  # not the entrance: its packet leads back here, and only the collector frees circles
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.gradients[:] = gradients
-        return None, None, None
-
-
-_ANCHOR = torch.empty(0, requires_grad=True)
+_alias: Any = torch.ops.aten._unsafe_view.default
+_CLOCK = torch.empty(0, requires_grad=True)
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -45,7 +41,11 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
     if not pairs:
         return
     with without_autocast() if _autocasts() else nullcontext():
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        # what torch.autograd.backward calls, behind checks of arguments that take longer than a small graph
+        torch.autograd.graph._engine_run_backward(
+            tuple(o for o, _ in pairs), tuple(g for _, g in pairs), False, False, (),
+            allow_unreachable=True, accumulate_grad=True,
+        )  # fmt: skip
 
 
 def _autocasts() -> bool:
@@ -91,5 +91,5 @@ def reach(roots: Iterable[Tensor], stop: Iterable[Node] = ()) -> tuple[set[Node]
 
 def sequence_number() -> int:
     """The calling thread's autograd clock: nodes made before have smaller `_sequence_nr`. 0 without grad mode."""
-    node = _ANCHOR.view(0).grad_fn
+    node = _CLOCK.view(0).grad_fn
     return node._sequence_nr() if node is not None else 0

@@ -39,6 +39,16 @@ class Route(NamedTuple):
         return 2 + 2 * (2 * (self.stage << 16 | self.microbatch) + (self.direction == "backward"))
 
 
+class Arriving(NamedTuple):
+    """A message under way to this rank."""
+
+    peer: int
+    buffer: Tensor
+    work: Work
+    packet: Packet | None
+    """what `buffer` holds once it is there; None if nothing is agreed yet"""
+
+
 class Mail:
     """Sends and receives packets over a transport. `begin` each batch, `finish` it."""
 
@@ -46,7 +56,7 @@ class Mail:
         self.transport = transport
         self._known: dict[int, dict[Route, Spec]] = {}
         self._agreed: dict[Route, Spec] = {}
-        self._arriving: dict[Route, tuple[int, Tensor, Work]] = {}
+        self._arriving: dict[Route, Arriving] = {}
         self._leaving: dict[Route, list[tuple[Parcel | Tensor, Work]]] = {}
         self._parcels: defaultdict[Spec, list[Parcel]] = defaultdict(list)
 
@@ -72,15 +82,18 @@ class Mail:
                 self._leaving[route] = self._change(route, peer, packet)
         for route, peer in receives:
             buffer = self._awaited(route)
-            self._arriving[route] = (peer, buffer, transport.receive(peer, route.tag, buffer))
+            work = transport.receive(peer, route.tag, buffer)
+            spec = agreed.get(route)  # unpacked at once: while a message is under way there is time
+            self._arriving[route] = Arriving(peer, buffer, work, unpack(spec, buffer) if spec else None)
 
     def collect(self, route: Route) -> Packet:
         """Wait for the packet of `route`, whose receive was started before."""
-        peer, buffer, work = self._arriving.pop(route)
+        peer, buffer, work, packet = self._arriving.pop(route)
         work.wait()
         length = header(buffer)
         if not length:
-            return unpack(self._agreed[route], buffer)
+            assert packet is not None, "a message that isn't agreed begins with a note"
+            return packet
         text = self._correction(route, peer, torch.empty(length, dtype=torch.uint8))
         self._agreed[route] = spec = Spec.from_bytes(text.numpy().tobytes())
         return unpack(spec, self._correction(route, peer, spec.room(_CPU)).to(self.transport.device))

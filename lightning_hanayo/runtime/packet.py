@@ -20,6 +20,11 @@ class Packet:
         """The tensors a gradient comes back for, in the order in which it comes."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
+    def detached(self) -> "Packet":
+        """The packet as it would arrive by mail: outside the graph that made it. Memory is shared."""
+        tensors = (t.detach().requires_grad_() if t.requires_grad else t for t in self.tensors)
+        return Packet(self.skeleton, tuple(tensors))
+
 
 def gradients(tensors: Sequence[Tensor | None]) -> Packet:
     """The gradients of another packet's `differentiable` tensors; None where there is none."""

@@ -4,11 +4,9 @@ I0   put(weight, product, dy, x)      micro-batch 0:  weight -> [product(dy, x)]
 W0   drain(0)                         weight.grad += dy^T x, and dy and x are free
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_hanayo.weight_gradients import Product
 
@@ -35,14 +33,16 @@ class WeightQueue:
         storages = {operand.untyped_storage().data_ptr(): operand.untyped_storage().nbytes() for operand in operands}
         return sum(storages.values())
 
-    @contextmanager
-    def opened(self, microbatch: int) -> Iterator[None]:
-        """Keep the products of `microbatch`."""
+    def opened(self, microbatch: int) -> Self:
+        """Keep the products of `microbatch`, until the `with` statement that calls this ends."""
         self._open = self._waiting[microbatch] = {}
-        try:
-            yield
-        finally:
-            self._open = None
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open = None
 
     def put(self, parameter: Tensor, product: Product, *operands: Tensor) -> None:
         """Keep a product of the open micro-batch."""
@@ -71,7 +71,9 @@ def add(parameter: Tensor, pieces: _Pieces) -> None:
         gradient = product(*operands)
         total = gradient if total is None else total + gradient
     assert total is not None
-    if parameter.grad is None:
-        parameter.grad = total.to(parameter.dtype)
+    if total.dtype is not parameter.dtype:
+        total = total.to(parameter.dtype)
+    if (known := parameter.grad) is None:
+        parameter.grad = total
     else:
-        parameter.grad.add_(total.to(parameter.dtype))
+        known.add_(total)

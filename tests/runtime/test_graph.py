@@ -37,12 +37,20 @@ def test_reaches_what_lies_behind_the_stop() -> None:
 
 
 def test_gradients_reach_the_entrance_in_order() -> None:
-    a, mask, b = leaf(), torch.ones(2), leaf()
-    entrance = Entrance(arrived(a, mask, b))
+    mask = torch.ones(2)
+    entrance = Entrance(arrived(leaf(), mask, leaf()))
     x, m, y = entrance.packet.tensors
     graph.backward([x * m, y], [torch.ones(2), None])
     assert m is mask and torch.equal(entrance.gradients[0], torch.ones(2)) and entrance.gradients[1] is None
-    assert a.grad is None, "the sender's graph is the sender's"
+
+
+def test_what_stays_on_the_rank_leaves_its_graph_too() -> None:
+    a, mask = leaf(), torch.ones(2)
+    entrance = Entrance(arrived(a, mask, a * 2).detached())
+    x, m, y = entrance.packet.tensors
+    graph.backward([x * y * m], [torch.ones(2)])
+    assert m is mask and [g.tolist() for g in entrance.gradients] == [[4.0, 4.0], [2.0, 2.0]]
+    assert a.grad is None, "the graph before is its stage's"
 
 
 IN_PLACE: list[Callable[[Tensor], Tensor]] = [

@@ -1,8 +1,10 @@
 """The reduction: a stage's gradients summed over the data ranks, started as soon as that stage is done.
 
-    bucket   | gradient of p0 | gradient of p1 | ... | has p0 a gradient? | has p1? | ...      one per dtype
+    large gradients    each summed where it lies, a transfer of its own
+    small ones         | is there a gradient of p0? | of p1? | ... | p3's | p5's | ...      together, one per dtype
 
-A parameter that one data rank used and another didn't gets the sum; one that nobody used keeps no gradient.
+Nothing is copied or waited for before the step's end: the backend's own threads (or streams) do the work beside the
+compute. A parameter that one data rank used and another didn't gets the sum; one that nobody used keeps no gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+LARGE = 2**18
+"""bytes from which a gradient goes alone: gloo copies what goes together into one buffer and back, and needs about as
+long for a quarter of a megabyte as for starting another transfer"""
+
 
 @dataclass(frozen=True)
 class _Bucket:
+    """Gradients of one dtype: what is summed for each parameter, and how many ranks have one, [parameters]."""
+
     parameters: Sequence[nn.Parameter]
-    data: Tensor
-    work: dist.Work
+    sums: Sequence[Tensor]
+    counts: Tensor
+    works: Sequence[dist.Work]
 
 
 class Reduction:
@@ -35,20 +44,22 @@ class Reduction:
         self._under_way: list[_Bucket] = []
 
     def start(self, stage: int) -> None:
-        """Start to sum the gradients of `stage`. Called by all data ranks, for their stages in the same order."""
+        """Start to sum the gradients of `stage`; until `finish` they are nobody else's.
+
+        Called by all data ranks, for their stages in the same order.
+        """
         if self._group is None:
             return
         trained = sorted((p for p in self._parameters[stage] if p.requires_grad), key=lambda p: str(p.dtype))
         for _, parameters in groupby(trained, key=lambda p: p.dtype):
-            bucket = list(parameters)
-            data = _fill(bucket)
-            self._under_way.append(_Bucket(bucket, data, self._group.allreduce([data])))
+            self._under_way.append(_start(list(parameters), self._group))
 
     def finish(self) -> None:
-        """Wait for all sums and put them into `.grad`."""
+        """Wait for all sums, which then are in `.grad`."""
         for bucket in self._under_way:
-            bucket.work.wait()
-            _empty(bucket)
+            for work in bucket.works:
+                work.wait()
+            _hand_out(bucket)
         self._under_way.clear()
 
     def forget(self) -> None:
@@ -57,17 +68,36 @@ class Reduction:
         self._group = None
 
 
-def _fill(parameters: Sequence[nn.Parameter]) -> Tensor:
-    first = parameters[0]
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flags = torch.tensor([float(p.grad is not None) for p in parameters], dtype=first.dtype, device=first.device)
-    return torch.cat([*(gradient.reshape(-1) for gradient in gradients), flags])
+def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> _Bucket:
+    counts = parameters[0].new_ones(len(parameters))
+    for i, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            counts[i].zero_()  # on the device: a list of numbers would be copied there, and waited for
+    sums = [_summand(parameter) for parameter in parameters]
+    together = [total for total in sums if not _goes_alone(total)]
+    works = [group.allreduce([total]) for total in sums if _goes_alone(total)]
+    return _Bucket(parameters, sums, counts, [*works, group.allreduce_coalesced([counts, *together])])
 
 
-def _empty(bucket: _Bucket) -> None:
-    *sums, flags = bucket.data.split([*(p.numel() for p in bucket.parameters), len(bucket.parameters)])
-    for i, (parameter, total) in enumerate(zip(bucket.parameters, sums, strict=True)):
-        if parameter.grad is not None:
-            parameter.grad.copy_(total.view_as(parameter))
-        elif flags[i]:
-            parameter.grad = total.view_as(parameter).clone()
+def _summand(parameter: nn.Parameter) -> Tensor:
+    """The parameter's gradient, or zeros; in memory laid out as the parameter is, so the same on all ranks."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    if gradient.stride() != parameter.stride():
+        gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    return gradient
+
+
+def _goes_alone(total: Tensor) -> bool:
+    """NCCL sums any number of tensors where they lie, in one launch."""
+    return total.nbytes >= LARGE and not total.is_cuda
+
+
+def _hand_out(bucket: _Bucket) -> None:
+    """Give the sums to the parameters without a gradient here, but not to those without one anywhere."""
+    missing = [i for i, parameter in enumerate(bucket.parameters) if parameter.grad is None]
+    counts = bucket.counts.tolist() if missing else ()  # on CUDA this waits: only for parameters that weren't used
+    for i in missing:
+        if counts[i]:
+            bucket.parameters[i].grad = bucket.sums[i]

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hanayo.runtime.reduction import Reduction
+from lightning_hanayo.runtime.reduction import LARGE, Reduction
 from tests.harness.pool import Pool
 
 GRADIENTS = [[1.0, 2.0, None, None], [10.0, None, None, None]]
 
 
-def reduce(transposed: bool, dtype: torch.dtype) -> list[float | None]:
+def reduce(transposed: bool, dtype: torch.dtype, shapes: list[tuple[int, int]]) -> list[float | None]:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    weights = [torch.zeros(2, 3, dtype=dtype) for _ in range(4)]
+    weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
     parameters = [nn.Parameter(w.t() if transposed else w) for w in weights]
     parameters[3].requires_grad_(False)
     for parameter, value in zip(parameters, GRADIENTS[dist.get_rank()], strict=True):
@@ -32,10 +32,33 @@ def reduce(transposed: bool, dtype: torch.dtype) -> list[float | None]:
     return [None if p.grad is None else p.grad.unique().item() for p in parameters]
 
 
+SMALL = [(2, 3)] * 4
+MIXED = [(2, 3), (256, 512), (512, 256), (256, 512)]
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_sums(pool: Pool, transposed: bool, dtype: torch.dtype) -> None:
-    assert pool.run(2, reduce, transposed, dtype) == [[11.0, 2.0, None, None]] * 2
+@pytest.mark.parametrize(
+    ("dtype", "shapes"), [(torch.float64, SMALL), (torch.bfloat16, SMALL), (torch.bfloat16, MIXED)]
+)
+def test_sums(pool: Pool, transposed: bool, dtype: torch.dtype, shapes: list[tuple[int, int]]) -> None:
+    assert pool.run(2, reduce, transposed, dtype, shapes) == [[11.0, 2.0, None, None]] * 2
+
+
+def laid_out() -> list[object]:
+    """Rank 0's gradient is laid out as its parameter, rank 1's isn't."""
+    dist.init_process_group("gloo")
+    parameter = nn.Parameter(torch.zeros(2, LARGE // 16, dtype=torch.float64))
+    rows = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter)
+    gradient = rows.clone() if dist.get_rank() == 0 else rows.t().contiguous().t()
+    parameter.grad = gradient
+    reduction = Reduction({0: [parameter]}, dist.group.WORLD)
+    reduction.start(0)
+    reduction.finish()
+    return [torch.equal(parameter.grad, 2 * rows), parameter.grad.data_ptr() == gradient.data_ptr()]
+
+
+def test_large_gradients_are_summed_where_they_lie_if_they_lie_as_the_others(pool: Pool) -> None:
+    assert pool.run(2, laid_out) == [[True, True], [True, False]]
 
 
 def mixed() -> list[str]:

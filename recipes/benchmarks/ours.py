@@ -1,5 +1,6 @@
 """Our runtime over emulated stages: the engine, its mail and gloo, as a strategy puts them together."""
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stage import MiddleStage, Stage
 from lightning_hanayo.runtime.standalone import ClosingStage, OpeningStage
 from lightning_hanayo.runtime.trace import Trace
+from lightning_hanayo.runtime.transport import Transport
 from lightning_hanayo.runtime.weight_queue import WeightQueue
 from lightning_hanayo.schedule import Schedule
 from recipes.benchmarks.case import Candidate, Case
@@ -39,17 +41,31 @@ def stage_over(
 
 
 class OurPlayer(Player):
-    """An engine and its stages."""
+    """An engine and its stages.
 
-    def __init__(self, case: Case, candidate: Candidate) -> None:
+    Args:
+        case: sizes and times.
+        candidate: the schedule.
+        over: connects the pipeline's ranks; None: the world is one pipeline.
+        reduce: see `Engine`.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        candidate: Candidate,
+        over: Transport | None = None,
+        reduce: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.schedule = case.schedule(candidate)
-        rank = dist.get_rank()
+        over = over or transport()
+        rank = over.rank
         times = case.times(self.schedule.num_stages)
         self.stages = {number: EmulatedStage(number, times) for number in self.schedule.stages_of(rank)}
         runs = {number: self._run(number, stage, case) for number, stage in self.stages.items()}
         self._closing = [run for run in runs.values() if isinstance(run, ClosingStage)]
         self._program = Program.of(self.schedule, rank)
-        self._engine = Engine(runs, Mail(transport()), lambda _: None, Trace())
+        self._engine = Engine(runs, Mail(over), reduce, Trace())
 
     def _run(self, number: int, stage: EmulatedStage, case: Case) -> Stage:
         queue = stage.queue = WeightQueue()

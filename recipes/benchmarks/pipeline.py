@@ -47,43 +47,45 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.pipeline", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     many: dict[str, Any] = {"nargs": "+", "metavar": "N"}
-    parser.add_argument("--ranks", type=_size, default=[4], help="P; several make several cases (default 4)", **many)
-    parser.add_argument("--microbatches", type=_size, default=[4], help="B (default 4)", **many)
+    parser.add_argument("--ranks", type=whole, default=[4], help="P; several make several cases (default 4)", **many)
+    parser.add_argument("--microbatches", type=whole, default=[4], help="B (default 4)", **many)
     parser.add_argument(
-        "--waves", type=_size, default=[2], help="W; interleaved ones get 2W stages (default 2)", **many
+        "--waves", type=whole, default=[2], help="W; interleaved ones get 2W stages (default 2)", **many
     )
-    parser.add_argument("--forward-ms", type=_number, default=20.0, metavar="MS",
+    parser.add_argument("--forward-ms", type=numeric, default=20.0, metavar="MS",
                         help="one micro-batch's forward through a rank's whole share; 0: no compute at all "
                         "(default 20)")  # fmt: skip
-    parser.add_argument("--backward", type=_number, nargs=2, default=[1.0, 1.0], metavar=("I", "W"),
+    parser.add_argument("--backward", type=numeric, nargs=2, default=[1.0, 1.0], metavar=("I", "W"),
                         help="input and weight gradient, in forwards (default 1 1)")  # fmt: skip
-    parser.add_argument("--message-bytes", type=_size, default=[4096], help="(default 4096)", **many)
-    parser.add_argument("--hop-ms", type=_number, default=0.5, metavar="MS",
+    parser.add_argument("--message-bytes", type=whole, default=[4096], help="(default 4096)", **many)
+    parser.add_argument("--hop-ms", type=numeric, default=0.5, metavar="MS",
                         help="time of a message that hanayo-zb's order counts on (default 0.5)")  # fmt: skip
     parser.add_argument("--schedules", nargs="+", default=list(NAMES), metavar="NAME",
                         help=f"of {', '.join(NAMES)} (default: all)")  # fmt: skip
-    parser.add_argument("--rounds", type=_size, default=7, metavar="N", help="each candidate once in each (default 7)")
-    parser.add_argument("--steps", type=_size, default=1, metavar="N", help="back to back, no barrier (default 1)")
+    parser.add_argument("--rounds", type=whole, default=7, metavar="N", help="each candidate once in each (default 7)")
+    parser.add_argument("--steps", type=whole, default=1, metavar="N", help="back to back, no barrier (default 1)")
     parser.add_argument("--ordinary", action="store_true", help="don't ask for real-time priority")
     parser.add_argument("--real", action="store_true", help="real computation instead: transformer blocks, 2 ranks, "
                         "a core each; see the README")  # fmt: skip
-    parser.add_argument("--width", type=_size, default=256, help="--real: features per token (default 256)")
-    parser.add_argument("--blocks", type=_size, default=4, help="--real: blocks per rank, a multiple of 4 (default 4)")
-    parser.add_argument("--samples", type=_size, default=4, help="--real: sequences of 128 tokens (default 4)")
+    parser.add_argument("--width", type=whole, default=256, help="--real: features per token (default 256)")
+    parser.add_argument("--blocks", type=whole, default=4, help="--real: blocks per rank, a multiple of 4 (default 4)")
+    parser.add_argument("--samples", type=whole, default=4, help="--real: sequences of 128 tokens (default 4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table that is printed")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw bars, measured beside ideal")
     return parser
 
 
-def _size(text: str) -> int:
+def whole(text: str) -> int:
+    """An argument that is a whole number, at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
     return value
 
 
-def _number(text: str) -> float:
+def numeric(text: str) -> float:
+    """An argument that is a number, at least 0."""
     value = float(text)
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text}: expected at least 0")

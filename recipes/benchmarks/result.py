@@ -82,7 +82,7 @@ def outcome_of(case: Case, ranks: Sequence[Records]) -> Outcome:
 
 def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Result:
     turns = list(zip(*(record.rounds for record in records), strict=True))
-    steps = [_step_time(turn) for turn in turns]
+    steps = [step_time(turn) for turn in turns]
     ideal = records[0].ideal[-1]
     actions = fmean(records[0].num_actions)
     cpu = median(fmean(played.cpu for played in turn) / case.steps for turn in turns)
@@ -104,7 +104,7 @@ def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Resu
     )
 
 
-def _step_time(turn: Sequence[Played]) -> float:
+def step_time(turn: Sequence[Played]) -> float:
     """From the first start to the last end; of several steps the mean of what each after the first adds."""
     ends = [max(played.ends[step] for played in turn) for step in range(len(turn[0].ends))]
     if len(ends) == 1:

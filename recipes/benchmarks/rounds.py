@@ -81,7 +81,7 @@ def _play_case(case: Case, plan: Plan) -> Records:
     for turn in range(plan.num_rounds):
         first = turn % len(order) if order else 0
         for candidate in order[first:] + order[:first]:
-            rounds[candidate].append(_play(players[candidate], case.steps))
+            rounds[candidate].append(play(players[candidate], case.steps))
     records = {candidate: _record(player, rounds[candidate], case) for candidate, player in players.items()}
     return Records(records, refused, oversleep(case.forward) if case.forward else 0.0)
 
@@ -98,7 +98,7 @@ def _players(case: Case, candidates: tuple[Candidate, ...]) -> tuple[dict[Candid
     return players, refused
 
 
-def _play(player: Player, steps: int) -> Played:
+def play(player: Player, steps: int) -> Played:
     """Steps back to back, which all ranks begin at the same moment."""
     begin = _agreed_start()
     while (left := begin - time.monotonic()) > 0:

@@ -1,0 +1,191 @@
+"""The reduction benchmark: how much of the gradients' reduction over data ranks a step still waits for.
+
+python -m recipes.benchmarks.reduction --data 2 --ranks 2 --microbatches 4
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from lightning_hanayo.errors import HanayoError
+from recipes.benchmarks.names import OURS
+
+if TYPE_CHECKING:
+    from recipes.benchmarks.case import Candidate, Case
+    from recipes.benchmarks.reduction_rank import Plan, Turns
+
+HEAD = ("schedule", "MB per rank", "step ms", "reduced at the end, + ms", "of the step", "inside, + ms",
+        "exposed", "min-max", "ideal")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """One schedule with one size. Seconds; the median over the rounds."""
+
+    label: str
+    megabytes_per_rank: float
+    step: float
+    """without any reduction"""
+    at_the_end: float
+    """what reductions after the last action add"""
+    inside: float
+    """what reductions inside the schedule add"""
+    exposed: float
+    """inside / at_the_end, of the same round"""
+    least: float
+    most: float
+    ideal: float
+    """the same in the simulator, if all of a rank's reductions take `at_the_end`"""
+    max_error: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write what was asked for. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        results, machine, title = _measure(options)
+    except HanayoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; all processes have ended", file=sys.stderr)
+        return 130
+    text = table(results, machine, title)
+    print(text)
+    if options.json:
+        data = {"machine": machine, "case": title, "results": [asdict(result) for result in results]}
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+    if options.table:
+        options.table.write_text(text)
+    return 0
+
+
+def table(results: Sequence[Result], machine: Sequence[str], title: str) -> str:
+    """All of it as Markdown."""
+    from recipes.paper.table import markdown
+
+    return "\n\n".join(["\n".join(f"- {line}" for line in machine), title, markdown(HEAD, map(_row, results))]) + "\n"
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    from recipes.paper.table import percent
+
+    return (
+        result.label,
+        f"{result.megabytes_per_rank:g}",
+        f"{1e3 * result.step:.1f}",
+        f"{1e3 * result.at_the_end:.1f}",
+        percent(result.at_the_end / result.step, 0),
+        f"{1e3 * result.inside:.1f}",
+        percent(result.exposed, 0),
+        f"{percent(result.least, 0)} - {percent(result.most, 0)}",
+        percent(result.ideal, 0),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    from recipes.benchmarks.pipeline import whole, numeric
+
+    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.reduction", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    many: dict[str, Any] = {"nargs": "+", "metavar": "N"}
+    parser.add_argument("--data", type=whole, default=2, metavar="N", help="D, replicas of the pipeline (default 2)")
+    parser.add_argument("--ranks", type=whole, default=2, metavar="N", help="P (default 2)")
+    parser.add_argument("--microbatches", type=whole, default=4, metavar="N", help="B (default 4)")
+    parser.add_argument("--waves", type=whole, default=[2, 4], help="W (default 2 4)", **many)
+    parser.add_argument("--schedules", nargs="+", default=["hanayo"], metavar="NAME",
+                        help=f"of {', '.join(OURS)} (default hanayo)")  # fmt: skip
+    parser.add_argument("--forward-ms", type=numeric, default=20.0, metavar="MS",
+                        help="one micro-batch's forward through a rank's whole share; input and weight gradient take "
+                        "as long each (default 20)")  # fmt: skip
+    parser.add_argument("--megabytes", type=numeric, nargs="+", default=[64.0], metavar="MB",
+                        help="gradients of a rank's whole share (default 64)")  # fmt: skip
+    parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="each way once in each (default 9)")
+    parser.add_argument("--ordinary", action="store_true", help="don't ask for real-time priority")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table that is printed")
+    return parser
+
+
+def _measure(options: argparse.Namespace) -> tuple[list[Result], list[str], str]:
+    from recipes.benchmarks import crew
+    from recipes.benchmarks.case import Case, candidates
+    from recipes.benchmarks.machine import Manners
+    from recipes.benchmarks.pipeline import describe
+    from recipes.benchmarks.reduction_rank import Plan, play_all
+
+    playing = tuple(candidates(_ours(options.schedules), options.waves))
+    time = options.forward_ms / 1e3
+    if options.ranks < 2 or options.data < 2:
+        raise HanayoError(f"--ranks {options.ranks} --data {options.data}: both are at least 2")
+    case = Case(options.ranks, options.microbatches, time, time, time, 4096, 1, planned_message=0.0005)
+    sizes = tuple(options.megabytes)
+    plan = Plan(case, playing, options.data, sizes, options.rounds, not options.ordinary)
+    count = options.ranks * options.data
+    plays = len(playing) * len(sizes) * (options.rounds + 3) * 3
+    found = crew.run(count, play_all, plan, [Manners(realtime=False)] * count, 120 + 10 * plays * 4 * case.busy)
+    ranks = [turns for _, turns in found]
+    results = [
+        result_of(plan, candidate, megabytes, turns)
+        for (candidate, megabytes), *turns in zip(plan.pairs, *ranks, strict=True)
+    ]
+    return results, describe(ranks[0][0].manners), _title(plan)
+
+
+def _ours(names: Sequence[str]) -> Sequence[str]:
+    if strange := [name for name in names if name not in OURS]:
+        raise HanayoError(f"--schedules {strange[0]}: expected some of {', '.join(OURS)}")
+    return names
+
+
+def _title(plan: "Plan") -> str:
+    case = plan.case
+    return (
+        f"D={plan.num_replicas} P={case.num_ranks} B={case.num_microbatches}, F/I/W {1e3 * case.forward:g} ms each, "
+        f"{plan.num_rounds} rounds"
+    )
+
+
+def result_of(plan: "Plan", candidate: "Candidate", megabytes: float, ranks: Sequence["Turns"]) -> Result:
+    """Put the ranks' records together: in each round, what either way adds to the step without reductions."""
+    from recipes.benchmarks.result import step_time
+
+    def steps(way: Any) -> list[float]:
+        return [step_time(turn) for turn in zip(*(turns.played[way] for turns in ranks), strict=True)]
+
+    plain, inside, end = steps("none"), steps("inside"), steps("end")
+    late = [b - a for a, b in zip(plain, end, strict=True)]
+    hidden = [b - a for a, b in zip(plain, inside, strict=True)]
+    ratios = [some / whole for some, whole in zip(hidden, late, strict=True)]
+    return Result(
+        label=candidate.label,
+        megabytes_per_rank=megabytes,
+        step=median(plain),
+        at_the_end=median(late),
+        inside=median(hidden),
+        exposed=median(ratios),
+        least=min(ratios),
+        most=max(ratios),
+        ideal=ideal(plan.case, candidate, median(late)),
+        max_error=max(turns.max_error for turns in ranks),
+    )
+
+
+def ideal(case: "Case", candidate: "Candidate", whole: float) -> float:
+    """The exposed part in the simulator, if a rank's reductions take `whole` seconds in all."""
+    from lightning_hanayo.schedule import simulate
+
+    schedule = case.schedule(candidate)
+    plain, reducing = (
+        simulate(schedule, replace(case.costs, gradient_reduce=time)).makespan for time in (0.0, max(whole, 1e-9))
+    )
+    return (reducing - plain) / max(whole, 1e-9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

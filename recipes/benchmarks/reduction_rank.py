@@ -1,0 +1,159 @@
+"""A rank of the reduction benchmark: it plays one schedule with its gradients reduced in three ways, in turn.
+
+none      F F B B                    what a step takes by itself
+inside    F F B |reduce| B |         as the schedule says, beside the compute
+end       F F B B |reduce reduce|    the same reductions, all after the last action
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_hanayo.runtime.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.reduction import Reduction
+from lightning_hanayo.topology import Topology
+from recipes.benchmarks.case import Candidate, Case
+from recipes.benchmarks.machine import Manners
+from recipes.benchmarks.ours import OurPlayer
+from recipes.benchmarks.rounds import WARM_UP, Played, play
+
+Way = Literal["none", "inside", "end"]
+WAYS: tuple[Way, ...] = get_args(Way)
+MATRICES, VECTORS, FEATURES = 4, 8, 1024
+"""a stage's gradients: a few large ones and some small ones, as a transformer block has them"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks play."""
+
+    case: Case
+    candidates: tuple[Candidate, ...]
+    num_replicas: int
+    megabytes: tuple[float, ...]
+    """of gradients in a rank's whole share; one case each"""
+    num_rounds: int
+    realtime: bool
+
+    @property
+    def pairs(self) -> list[tuple[Candidate, float]]:
+        """Each candidate with each size."""
+        return list(product(self.candidates, self.megabytes))
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a rank brings home of one candidate and size."""
+
+    played: dict[Way, tuple[Played, ...]]
+    """by round"""
+    max_error: float
+    """of sums, relative"""
+    manners: str
+
+
+def play_all(rank: int, plan: Plan) -> list[Turns]:
+    """A rank's work: each candidate with each size, all ways in each round."""
+    topology = Topology(data=plan.num_replicas, pipe=plan.case.num_ranks)
+    pipe, data = _group(topology, "pipe"), _group(topology, "data")
+    transport = ProcessGroupTransport(
+        topology.group_of(rank, "pipe"), control=pipe, channels={}, device=torch.device("cpu"), on_failure=_fail
+    )
+    turns = []
+    for candidate, megabytes in plan.pairs:
+        turns.append(_take_turns(ReducingPlayer(plan.case, candidate, transport, data, megabytes), plan))
+    return turns
+
+
+class ReducingPlayer(OurPlayer):
+    """Our runtime. This rank's stages have `megabytes` of gradients together, there from the beginning of a step."""
+
+    def __init__(
+        self,
+        case: Case,
+        candidate: Candidate,
+        transport: ProcessGroupTransport,
+        data: dist.ProcessGroup,
+        megabytes: float,
+    ) -> None:
+        super().__init__(case, candidate, transport, self._reach)
+        self.way: Way = "none"
+        self._share = 1.0 + data.rank()
+        self._whole = data.size() * (data.size() + 1) / 2
+        self._ballast = {number: _ballast(megabytes / len(self.stages)) for number in self.stages}
+        self._reduction = Reduction(self._ballast, data)
+
+    def refill(self) -> None:
+        """Gradients as a backward makes them."""
+        for gradient in self._gradients():
+            gradient.fill_(self._share)
+
+    @property
+    def error(self) -> float:
+        """Of the sums of the last step, relative."""
+        expected = self._share if self.way == "none" else self._whole
+        return max(float((gradient / expected - 1).abs().max()) for gradient in self._gradients())
+
+    @override
+    def play(self) -> None:
+        super().play()
+        if self.way == "end":
+            for stage in reversed(self.stages):
+                self._reduction.start(stage)
+        self._reduction.finish()
+
+    def _reach(self, stage: int) -> None:
+        if self.way == "inside":
+            self._reduction.start(stage)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for parameters in self._ballast.values():
+            for parameter in parameters:
+                assert parameter.grad is not None
+                yield parameter.grad
+
+
+def _ballast(megabytes: float) -> list[nn.Parameter]:
+    features = max(1, min(FEATURES, int(megabytes * 2**20 / 4) // (MATRICES + VECTORS)))
+    rows = max(1, round((megabytes * 2**20 / 4 - VECTORS * features) / (MATRICES * features)))
+    shapes = [(rows, features)] * MATRICES + [(features,)] * VECTORS
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameters
+
+
+def _take_turns(player: ReducingPlayer, plan: Plan) -> Turns:
+    played: dict[Way, list[Played]] = {way: [] for way in WAYS}
+    error = 0.0
+    for way in WAYS * WARM_UP:
+        error = max(error, _step(player, way)[1])
+    said = Manners(plan.realtime).take()  # not before gloo has its threads, which stay ordinary
+    for turn in range(plan.num_rounds):
+        first = turn % len(WAYS)
+        for way in WAYS[first:] + WAYS[:first]:
+            one, wrong = _step(player, way)
+            played[way].append(one)
+            error = max(error, wrong)
+    return Turns({way: tuple(rounds) for way, rounds in played.items()}, error, said)
+
+
+def _step(player: ReducingPlayer, way: Way) -> tuple[Played, float]:
+    player.way = way
+    player.refill()
+    return play(player, steps=1), player.error
+
+
+def _group(topology: Topology, axis: str) -> Any:
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in topology.groups(axis)])
+    return group
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error

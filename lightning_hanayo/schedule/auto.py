@@ -27,6 +27,7 @@ def build(
     num_stages_per_rank: int | None = None,
     costs: CostModel | None = None,
     activation_budget: float | None = None,
+    steady: bool = False,
 ) -> Schedule:
     """The schedule `name` for these sizes, validated. The same arguments always give the same table.
 
@@ -41,6 +42,8 @@ def build(
             T_B = 2, messages free.
         activation_budget: the most activations a rank may hold, in M_a (one micro-batch's activations of one rank's
             whole share); default P for schedules that choose their order and for `"auto"`, no limit for the others.
+        steady: what "best" means where an order, or a schedule, is chosen: the time that each step adds where steps
+            follow each other without a barrier (no norm clipping, say); else the time of one step from a standstill.
 
     Raises:
         HanayoError: an unknown name, a size below 1, or a budget the schedule can't keep.
@@ -52,7 +55,9 @@ def build(
         'hanayo-zb'
     """
     waves = WAVES if num_waves == "auto" else (num_waves,)
-    request = Request(name, num_ranks, num_microbatches, waves[0], num_stages_per_rank, costs, activation_budget)
+    request = Request(
+        name, num_ranks, num_microbatches, waves[0], num_stages_per_rank, costs, activation_budget, steady
+    )
     if name != AUTO and len(waves) == 1:
         return build_named(request)
     if name == AUTO and request.activation_budget is None:
@@ -70,13 +75,13 @@ def _fastest(request: Request, choices: Iterable[tuple[str, int]]) -> Schedule:
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves) if request.num_stages_per_rank is None else {}
             schedule = build_named(replace(request, name=name, **sizes))
-            makespan = simulate(schedule, request.costs).makespan
+            time = simulate(schedule, request.costs, steps=2 if request.steady else 1).step_times[-1]
         except WrongLength as error:
             lengths.setdefault(num_waves, {})[error.wanted] = error
         except HanayoError as error:  # not with these sizes, costs or budget
             refused[name] = error
         else:
-            found.append((float(f"{makespan:.9g}"), schedule.num_stages, schedule))
+            found.append((float(f"{time:.9g}"), schedule.num_stages, schedule))
     if not found and lengths and not refused.keys() & {"hanayo", "hanayo-zb"}:  # these fit any number of waves
         raise _no_length(lengths)
     if not found:

@@ -77,6 +77,7 @@ class Case:
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,
             costs=planned,
+            steady=self.steps > 1,
             **sizes_for(candidate.schedule_name, candidate.waves),
         )
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning_hanayo.schedule import CostModel, Schedule, build, simulate
 from lightning_hanayo.schedule.follower import Job
-from lightning_hanayo.schedule.hanayo_zb import lower_bounds
 from lightning_hanayo.schedule.placement import loop, zigzag
+from lightning_hanayo.schedule.search import lower_bounds
 from recipes.paper import figure
 from recipes.paper.table import markdown
 

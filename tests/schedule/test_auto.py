@@ -19,3 +19,15 @@ def test_costs_that_fit_some_waves_decide_them() -> None:
     assert build("hanayo", num_ranks=2, num_microbatches=2, num_waves="auto", costs=costs).num_stages == 8
     with pytest.raises(HanayoError, match="expected at least 1"):
         build("hanayo", num_ranks=2, num_microbatches=2, num_waves="auto", costs=costs, activation_budget=0.5)
+
+
+def test_steady_prefers_what_follows_itself() -> None:
+    """The order whose single step is shortest lets its second step begin later."""
+    sizes = {"num_ranks": 4, "num_microbatches": 8, "num_waves": 2}
+    costs = CostModel(message=0.01)
+    best = build("auto", costs=costs, steady=True, **sizes)
+    others = [build(name, costs=costs, num_ranks=4, num_microbatches=8, **depth) for name, depth in (
+        ("hanayo-zb", {"num_waves": 2}), ("interleaved-zb", {"num_stages_per_rank": 4}),
+    )]  # fmt: skip
+    times = [simulate(one, costs, steps=3).step_times[-1] for one in (best, *others)]
+    assert best.name == "hanayo-zb" and times[0] < min(times[1:])

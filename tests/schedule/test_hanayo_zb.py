@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, build, simulate, validate
 from lightning_hanayo.schedule.follower import Follower, Job
-from lightning_hanayo.schedule.hanayo_zb import lower_bounds
 from lightning_hanayo.schedule.placement import loop, zigzag
+from lightning_hanayo.schedule.search import lower_bounds
 from tests.schedule.drawing import drawn
 from tests.schedule.samples import unhurried
 
 Sizes = tuple[int, int, int]
 """P, W, B"""
 
-EFFORT = "lightning_hanayo.schedule.hanayo_zb.EFFORT"
+EFFORT = "lightning_hanayo.schedule.search.EFFORT"
 
 
 def ours(sizes: Sizes, costs: CostModel | None = None, budget: float | None = None) -> Timeline:
@@ -296,3 +296,22 @@ def test_less_than_one_micro_batch_is_no_budget(budget: float) -> None:
 def test_waves_fix_the_stages_per_rank() -> None:
     with pytest.raises(HanayoError, match="has 4 stages per rank here, got num_stages_per_rank=2"):
         build("hanayo-zb", num_ranks=2, num_microbatches=2, num_waves=2, num_stages_per_rank=2)
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 8), (2, 2, 4)])
+def test_steady_steps_add_less_though_the_first_may_take_longer(sizes: Sizes) -> None:
+    costs = CostModel(message=0.01)
+    num_ranks, num_waves, num_microbatches = sizes
+    single, steady = (
+        simulate(
+            build("hanayo-zb", num_ranks=num_ranks, num_microbatches=num_microbatches, num_waves=num_waves, costs=costs,
+                  steady=steady),
+            costs,
+            steps=4,
+        )
+        for steady in (False, True)
+    )  # fmt: skip
+    assert single.step_times[0] <= steady.step_times[0] + 1e-9
+    assert steady.step_times[-1] <= single.step_times[-1] + 1e-9
+    assert steady.step_times[-1] <= 3 * num_microbatches * 1.01, "what a rank computes, and hardly more"
+    assert max(steady.peak_activations) <= num_ranks

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule import CostModel, build
+from lightning_hanayo.schedule import CostModel, build, simulate
 
 
 def test_costs_of_a_wrong_length_name_those_that_fit() -> None:

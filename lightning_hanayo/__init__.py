@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_hanayo.strategy import HanayoStrategy
+    from lightning_hanayo.strategy import HanayoStrategy, WaveReport
 
-__all__ = ["HanayoStrategy"]
+__all__ = ["HanayoStrategy", "WaveReport"]
 
 
 def __getattr__(name: str) -> object:
     """Import the strategy on first use: `lightning_hanayo.schedule` must load neither torch nor Lightning."""
-    if name == "HanayoStrategy":
-        from lightning_hanayo.strategy import HanayoStrategy
+    if name in __all__:
+        from lightning_hanayo import strategy
 
-        return HanayoStrategy
+        return getattr(strategy, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

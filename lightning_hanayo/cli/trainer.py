@@ -13,6 +13,8 @@ from lightning_hanayo.cli.parser import Parser
 from lightning_hanayo.cli.readable import condense
 from lightning_hanayo.cli.wandb_mode import default_to_offline
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.strategy import HanayoStrategy
+from lightning_hanayo.strategy.report import WaveReport
 
 
 def run(argv: list[str]) -> int:
@@ -30,7 +32,7 @@ def run(argv: list[str]) -> int:
 
 
 class WaveCLI(LightningCLI):
-    """A LightningCLI for any model and data, whose pipeline runs end with a report.
+    """A LightningCLI for any model and data, whose pipeline runs log how they run and end with a report: `--report.*`.
 
     A rerun overwrites the saved configuration of the last one in the same place.
     """
@@ -43,6 +45,10 @@ class WaveCLI(LightningCLI):
             seed_everything_default=0,
             args=args,
         )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The report's options."""
+        parser.add_lightning_class_args(WaveReport, "report")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse `args` alone: the parent warns of a command line beside them, which here is the same one."""
@@ -57,16 +63,13 @@ class WaveCLI(LightningCLI):
             raise HanayoError(condense(str(error))) from error
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        if self.subcommand == "fit" and _is_hanayo(config.get("strategy")):
-            from lightning_hanayo.strategy.report import WaveReport
-
-            callbacks = [*callbacks, WaveReport()]
+        """With a report where there is something to report, unless the configuration lists one itself."""
+        given = config.get("callbacks") or []
+        listed = any(isinstance(one, WaveReport) for one in (given if isinstance(given, list) else [given]))
+        if listed or self.subcommand != "fit" or not _is_hanayo(config.get("strategy")):
+            callbacks = [callback for callback in callbacks if not isinstance(callback, WaveReport)]
         return super()._instantiate_trainer(config, callbacks)
 
 
 def _is_hanayo(strategy: object) -> bool:
-    if isinstance(strategy, str):
-        return strategy == "hanayo"
-    from lightning_hanayo import HanayoStrategy
-
-    return isinstance(strategy, HanayoStrategy)
+    return strategy == "hanayo" if isinstance(strategy, str) else isinstance(strategy, HanayoStrategy)

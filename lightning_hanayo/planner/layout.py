@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
-from lightning_hanayo.schedule import CostModel, Schedule, build, schedule_names, simulate, with_loss_stage
+from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
 from lightning_hanayo.schedule.auto import WAVES
+from lightning_hanayo.schedule.comparison import merged
 
 MESSAGE = 0.05
 """one hop in T_F, taken as a guess while nothing is measured: between the paper's NVLink and PCIe clusters"""
@@ -15,6 +16,9 @@ _WAVES = ("hanayo", "hanayo-zb")
 """schedules with W waves, of which `"auto"` takes the one that simulates better; the first where both are alike"""
 _LOOPS = ("interleaved", "interleaved-zb")
 """schedules with V stages per rank, of which `num_waves` asks for 2W"""
+
+COSTS = CostModel(message=MESSAGE)
+"""T_F = 1, T_B = 2, T_C = `MESSAGE`: what layouts are compared with before anything is measured"""
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,14 @@ class Layout:
     num_waves: int
     num_microbatches: int
     activation_budget: float | None = None
+    costs: CostModel = COSTS
+    """what the order is made for; per stage, or per smaller stage of which each of these holds as many in a row"""
 
     @property
     def num_stages(self) -> int:
         """Stages that hold blocks; a loop's loss stage holds none."""
+        if self.schedule in _WAVES:
+            return 2 * self.num_ranks * self.num_waves
         table = self.table(self.num_microbatches)
         return table.num_stages - table.loss_stage
 
@@ -52,13 +60,22 @@ class Layout:
             return _part(self.table(self.num_microbatches), num_microbatches)
         return _table(self, num_microbatches)
 
+    @property
+    def stage_costs(self) -> CostModel:
+        """`costs` for the stages of this layout.
+
+        Raises:
+            HanayoError: they can't be made of those that `costs` are for.
+        """
+        return merged(self.costs, self.num_stages)
+
+    def simulate(self) -> Timeline:
+        """A whole batch under these costs."""
+        return simulate(self.table(self.num_microbatches), self.stage_costs)
+
     def predict(self) -> float:
-        """The bubble of a whole batch, simulated with `COSTS`."""
-        return simulate(self.table(self.num_microbatches), COSTS).bubble_ratio
-
-
-COSTS = CostModel(message=MESSAGE)
-"""T_F = 1, T_B = 2, T_C = `MESSAGE`: what layouts are compared with before anything is measured"""
+        """The bubble of a whole batch, simulated."""
+        return self.simulate().bubble_ratio
 
 
 @cache
@@ -71,7 +88,7 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         num_microbatches=num_microbatches,
         num_waves=1 if layout.schedule in _LOOPS else layout.num_waves,
         num_stages_per_rank=2 * layout.num_waves if layout.schedule in _LOOPS else None,
-        costs=COSTS,
+        costs=layout.stage_costs if layout.schedule in _WAVES else None,  # the others' order is what it is
         activation_budget=layout.activation_budget,
     )
     return with_loss_stage(schedule)
@@ -105,22 +122,55 @@ def choose(
     num_microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",
     activation_budget: float | None = None,
+    costs: CostModel | None = None,
 ) -> Layout:
     """The layout with what is `"auto"` chosen: the wave, two micro-batches per rank, the W that simulates best.
 
+    `costs`, in any unit of time, take the place of the guess `COSTS`; given per stage, they rule out more stages.
+
     Raises:
-        HanayoError: an unknown schedule, or fewer blocks than stages; the message names the nearest that fit.
+        HanayoError: an unknown schedule, fewer blocks than stages, or costs of other stages; the message names the
+            nearest that fit.
     """
     check_schedule(schedule)
     names = _WAVES if schedule == "auto" else (schedule,)
     if num_microbatches == "auto":
         num_microbatches = _from_table(schedule) or (2 * num_ranks if num_ranks > 1 else 1)
     waves = [num_waves] if num_waves != "auto" else list(WAVES) if names[0] in _WAVES + _LOOPS else [1]
-    layouts = [Layout(name, num_ranks, wave, num_microbatches, activation_budget) for wave in waves for name in names]
+    relative = COSTS if costs is None else in_forwards(costs, num_ranks)
+    layouts = [
+        Layout(name, num_ranks, wave, num_microbatches, activation_budget, relative) for wave in waves for name in names
+    ]
     fitting = [layout for layout in layouts if _check_ranks(layout).num_stages <= num_blocks]
     if not fitting:
         raise HanayoError(_too_few(layouts[0], num_blocks))
-    return min(fitting, key=lambda layout: simulate(layout.table(num_microbatches), COSTS).makespan)
+    return min(_with_costs(fitting), key=lambda layout: layout.simulate().makespan)
+
+
+def in_forwards(costs: CostModel, num_ranks: int) -> CostModel:
+    """The same costs with T_F = 1, the unit of `COSTS`: an order depends on nothing but what they are to each other."""
+    forward = sum(costs.forward) / num_ranks if isinstance(costs.forward, tuple) else costs.forward
+    return costs.scaled(1 / forward) if forward else costs
+
+
+def _with_costs(layouts: list[Layout]) -> list[Layout]:
+    """Those whose stages the costs given are for, or can be added up for."""
+    wrong = [_wrong_costs(layout) for layout in layouts]
+    if all(wrong):
+        raise HanayoError(
+            f"costs: {wrong[0]} of {layouts[0].schedule} over {layouts[0].num_ranks} pipeline ranks with "
+            f"num_waves={layouts[0].num_waves}. Measure with as many stages, or 2, 3, ... times as many; or leave "
+            "costs out"
+        )
+    return [layout for layout, reason in zip(layouts, wrong, strict=True) if not reason]
+
+
+def _wrong_costs(layout: Layout) -> str:
+    try:
+        layout.stage_costs  # noqa: B018 - only whether there are any
+    except HanayoError as error:
+        return str(error)
+    return ""
 
 
 def check_schedule(name: str) -> None:
@@ -146,6 +196,8 @@ def _from_table(name: str) -> int | None:
 
 
 def _check_ranks(layout: Layout) -> Layout:
+    if layout.schedule in _WAVES:
+        return layout  # without a table, which takes time to make
     table = layout.table(layout.num_microbatches)
     if table.num_ranks != layout.num_ranks:
         raise HanayoError(f"{layout.schedule} is a table for {table.num_ranks} pipeline ranks, not {layout.num_ranks}")

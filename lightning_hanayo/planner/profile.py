@@ -5,12 +5,13 @@
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel
 
 _MEASURED = ("forward", "backward_input", "backward_weight", "message")
@@ -43,7 +44,7 @@ class Profile:
             HanayoError: the file can't be written.
         """
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "costs"}
-        measured = {name: getattr(self.costs, name) for name in _MEASURED}
+        measured = {name: _to_the_nanosecond(getattr(self.costs, name)) for name in _MEASURED}
         text = ",\n ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (own | measured).items())
         try:
             Path(path).write_text(f'{{"unit": "s",\n {text}}}\n', encoding="utf-8")
@@ -71,14 +72,24 @@ class Profile:
             ) from None
 
 
+def _to_the_nanosecond(seconds: Any) -> Any:
+    return tuple(round(one, 9) for one in seconds) if isinstance(seconds, tuple) else round(seconds, 9)
+
+
 def costs_from(given: Any) -> CostModel | None:
-    """What a user gives as costs: a cost model, the path of a profile, or None.
+    """What a user gives as costs: the path of a profile, a cost model or its fields, or None.
 
     Raises:
         HanayoError: something else, or no profile.
     """
     if isinstance(given, (str, PathLike)):
         return Profile.load(given).costs
+    if isinstance(given, Mapping):
+        known = [field.name for field in fields(CostModel)]
+        for name in given:
+            if name not in known:
+                raise HanayoError(f"costs: {name!r} is unknown; {nearest(str(name), known)}")
+        return CostModel(**given)
     if given is None or isinstance(given, CostModel):
         return given
-    raise HanayoError(f"costs={given!r}: expected the path of a profile.json, a CostModel, or None")
+    raise HanayoError(f"costs={given!r}: expected the path of a profile.json, a CostModel or its fields, or None")

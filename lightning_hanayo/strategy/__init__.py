@@ -5,8 +5,9 @@ try:
 except ImportError:
     from lightning_hanayo._autoload import register  # a checkout on the path
 
+from lightning_hanayo.strategy.report import WaveReport
 from lightning_hanayo.strategy.strategy import HanayoStrategy
 
 register()
 
-__all__ = ["HanayoStrategy"]
+__all__ = ["HanayoStrategy", "WaveReport"]

@@ -45,6 +45,7 @@ def layout_of(model: nn.Module, options: Options, topology: Topology) -> tuple[S
         num_microbatches=options.num_microbatches,
         schedule=options.schedule,
         activation_budget=options.activation_budget,
+        costs=options.costs,
     )
     if not isinstance(options.balance, str) and len(options.balance) != len(stack):
         raise HanayoError(f"balance has {len(options.balance)} costs, but {stack.name} has {len(stack)} blocks")

@@ -55,6 +55,11 @@ def example_of(module: "pl.LightningModule") -> Callable[[], object] | None:
     return partial(module, *(array if isinstance(array, (tuple, list)) else [array]))
 
 
+def logged_step(trainer: "pl.Trainer") -> int:
+    """What loggers get as the step of the batch that ends now, beside Lightning's own metrics."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 def expected_gradient(trainer: "pl.Trainer") -> float:
     """What Lightning's backward will send into the loss that `training_step` returns."""
     return 1.0 / trainer.accumulate_grad_batches

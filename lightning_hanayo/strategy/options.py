@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 from lightning_hanayo.planner.layout import check_schedule
+from lightning_hanayo.schedule import CostModel
 from lightning_hanayo.strategy.loss_weight import LossWeight
 
 AutoInt = Literal["auto"] | int
@@ -27,6 +28,7 @@ class Options:
     cube_outside: Literal["share", "replicate"]
     schedule: str
     balance: Literal["parameters", "time"] | Sequence[float]
+    costs: CostModel | None
     start_method: Literal["popen"]
     timeout: timedelta
 

@@ -1,9 +1,8 @@
 """The report: what a run was laid out as, how it really ran beside the prediction, and where its results lie."""
 
-import json
 from collections import deque
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -11,13 +10,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from lightning_hanayo.checkpoint.gather import gather
-from lightning_hanayo.planner.layout import COSTS
-from lightning_hanayo.plotting import save_comparison, save_schedule
-from lightning_hanayo.runtime.measurement import Batch, costs_of, timeline_of, typical
-from lightning_hanayo.runtime.trace import Event
-from lightning_hanayo.schedule import Action, Timeline, simulate
-from lightning_hanayo.strategy.pipeline import Pipeline
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.plotting import save_comparison, save_timeline
+from lightning_hanayo.strategy.gauges import Gauges
+from lightning_hanayo.strategy.lightning_internals import logged_step
+from lightning_hanayo.strategy.measured import Measured
 from lightning_hanayo.strategy.strategy import HanayoStrategy
 
 SMOOTHED = 10
@@ -25,26 +22,65 @@ SMOOTHED = 10
 
 
 class WaveReport(Callback):
-    """Draws `wave.png` (the pipeline as it ran above the predicted one) and ends a fit with a few lines on its results.
+    """Logs how the pipeline runs, draws `wave.png` in the end, and closes a fit with a few lines on its results.
 
-    With a `WandbLogger`, layout, schedule, bubbles and pictures go into the run. Files lie in `default_root_dir`.
+    Every so many batches all loggers get, of one batch:
+
+    - `hanayo/bubble`: the part of all ranks' time in which they didn't compute;
+    - `hanayo/exposed_communication`: the part in which they waited for messages computed already, but not there yet;
+    - `hanayo/stage_0/forward_ms`, `hanayo/stage_0/backward_ms` (or `backward_input_ms` and `backward_weight_ms`) and so
+      on: what one micro-batch took.
+
+    With a `WandbLogger`, layout, schedule, bubbles and pictures go into the run. Another strategy than `HanayoStrategy`
+    has nothing to report. Every process needs the same `WaveReport`.
+
+    Example:
+        >>> trainer = L.Trainer(devices=4, strategy="hanayo", callbacks=[WaveReport(every_n_steps=100)])
+
+    Args:
+        every_n_steps: how many batches lie between two that are logged; 0: none; None: the Trainer's
+            `log_every_n_steps`.
+        picture: the pipeline as it ran, above the predicted one. Files lie in `default_root_dir`; None: not written.
+        trace: the last batches, for ui.perfetto.dev.
+        profile: what stages and messages took: what `HanayoStrategy(costs=...)` plans with.
+
+    Raises:
+        HanayoError: `every_n_steps` is below 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        picture: str | None = "wave.png",
+        trace: str | None = "trace.json",
+        profile: str | None = "profile.json",
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 0:
+            raise HanayoError(f"every_n_steps={every_n_steps!r}: expected a whole number from 0 on, or None")
+        self._every_n_steps = every_n_steps
+        self._files = {"picture": picture, "trace": trace, "profile": profile}
         self._first: torch.Tensor | None = None
         self._last: deque[torch.Tensor] = deque(maxlen=SMOOTHED)
-        self._wave: tuple[Path, Timeline, Timeline] | None = None
+        self._gauges: Gauges | None = None
+        self._batches = 0
+        self._written: list[tuple[str, str]] = []
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         strategy = _strategy(trainer)
-        if not trainer.is_global_zero or strategy is None:
+        if strategy is None:
             return
+        self._batches = 0
+        if strategy.data_rank == 0:
+            self._gauges = Gauges(strategy.pipeline)
+        if trainer.is_global_zero:
+            self._introduce(trainer, strategy)
+
+    def _introduce(self, trainer: "pl.Trainer", strategy: HanayoStrategy) -> None:
         layout = describe(strategy)
         picture = Path(trainer.default_root_dir, "schedule.png")
         picture.parent.mkdir(parents=True, exist_ok=True)
-        pipeline = strategy.pipeline
-        save_schedule(picture, pipeline.layout.table(pipeline.layout.num_microbatches), COSTS, unit="T_F")
+        save_timeline(picture, strategy.pipeline.layout.simulate(), title=_title(strategy), unit="T_F")
         for logger in trainer.loggers:
             logger.log_hyperparams(layout)
             if isinstance(logger, WandbLogger):
@@ -59,33 +95,65 @@ class WaveReport(Callback):
             loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
             self._last.append(loss)
             self._first = loss if self._first is None else self._first
+        self._log(trainer)
+        every = trainer.log_every_n_steps if self._every_n_steps is None else self._every_n_steps  # type: ignore[attr-defined]
+        self._batches += 1
+        if every and self._batches % every == 0 and self._gauges is not None:
+            self._gauges.start(logged_step(trainer))
+
+    def _log(self, trainer: "pl.Trainer") -> None:
+        """The figures of the batch that was due last, if they have not been logged yet."""
+        read = self._gauges.read() if self._gauges is not None else None
+        if read is not None and trainer.is_global_zero:
+            step, figures = read
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=step)
+
+    @override
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        if self._gauges is not None:
+            self._gauges.forget()
+        self._gauges = None
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         strategy = _strategy(trainer)
         if strategy is None:
             return
-        batches = gather_traces(strategy.pipeline)
-        if not batches or not trainer.is_global_zero:
+        self._log(trainer)
+        self._gauges = None
+        measured = Measured.of(strategy.pipeline) if strategy.data_rank == 0 else None
+        if measured is None:
             return
-        layout = strategy.pipeline.layout
-        whole = [batch for batch in batches if _num_microbatches(batch) == layout.num_microbatches] or batches
-        batch = typical(whole)
-        schedule = layout.table(_num_microbatches(batch))
-        measured = timeline_of(schedule, batch)
-        predicted = simulate(schedule, costs_of(schedule, whole))
-        path = Path(trainer.default_root_dir, "wave.png")
-        save_comparison(path, measured, predicted, title=_title(strategy))
-        self._wave = (path, measured, predicted)
+        self._write(trainer, strategy, measured)
+        bubbles = {"hanayo/bubble": measured.timeline.bubble_ratio}
         for logger in trainer.loggers:
-            bubbles = {"hanayo/bubble": measured.bubble_ratio, "hanayo/bubble_from_costs": predicted.bubble_ratio}
-            logger.log_metrics(bubbles)
-            if isinstance(logger, WandbLogger):
-                logger.log_image("hanayo/wave", [str(path)])
+            logger.log_metrics(bubbles | {"hanayo/bubble_from_costs": measured.predicted.bubble_ratio})
+
+    def _write(self, trainer: "pl.Trainer", strategy: HanayoStrategy, measured: Measured) -> None:
+        """The files asked for."""
+        paths = {what: Path(trainer.default_root_dir, name) for what, name in self._files.items() if name is not None}
+        if "picture" in paths:
+            save_comparison(paths["picture"], measured.timeline, measured.predicted, title=_title(strategy))
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbLogger):
+                    logger.log_image("hanayo/wave", [str(paths["picture"])])
+        if "trace" in paths:
+            measured.save_trace(paths["trace"])
+        if "profile" in paths:
+            measured.profile(strategy.pipeline).save(paths["profile"])
+        ran, simulated = measured.timeline.bubble_ratio, measured.predicted.bubble_ratio
+        said = {
+            "picture": f"bubble {ran:.1%} as it ran, {simulated:.1%} simulated",
+            "trace": "open it in ui.perfetto.dev",
+            "profile": "plan with it: HanayoStrategy(costs=...)",
+        }
+        names = {"picture": "pipeline", "trace": "trace", "profile": "profile"}
+        self._written = [(names[what], f"{_short(path)} ({said[what]})") for what, path in paths.items()]
 
     @override
     def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        if trainer.is_global_zero and stage == "fit":
+        if trainer.is_global_zero and stage == "fit" and _strategy(trainer) is not None:
             bar = trainer.progress_bar_callback
             if bar is not None:
                 bar.teardown(trainer, pl_module, stage)  # its last frame, before the last lines
@@ -107,10 +175,7 @@ class WaveReport(Callback):
         if best:
             rows.append(("checkpoint", _short(best)))
         rows += [("wandb run", run) for run in runs]
-        if self._wave is not None:
-            path, measured, predicted = self._wave
-            bubbles = f"bubble {measured.bubble_ratio:.1%} as it ran, {predicted.bubble_ratio:.1%} simulated"
-            rows.append(("pipeline", f"{_short(path)} ({bubbles})"))
+        rows += self._written
         width = max((len(name) for name, _ in rows), default=0)
         return [f"{name:<{width}}  {text}" for name, text in rows]
 
@@ -127,24 +192,6 @@ def describe(strategy: HanayoStrategy) -> dict[str, Any]:
         "hanayo/stack": f"{ownership.stack.name}: {len(ownership.stack)} blocks, stages {' | '.join(stages)}",
         "hanayo/predicted_bubble": round(layout.predict(), 4),
     }
-
-
-def gather_traces(pipeline: Pipeline) -> list[Batch]:
-    """The kept batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
-    own = [[[str(e.action), e.asked, e.start, e.end] for e in events] for events in pipeline.engine.trace.batches]
-    everything = gather(pipeline.chain.transport, json.dumps(own))
-    if everything is None:
-        return []
-    ranks = [[[_event(*event) for event in events] for events in json.loads(text)] for text in everything]
-    return cast(list[Batch], [list(batch) for batch in zip(*ranks, strict=True)])
-
-
-def _event(action: str, asked: float, start: float, end: float) -> Event:
-    return Event(Action.parse(action), asked, start, end)
-
-
-def _num_microbatches(batch: Batch) -> int:
-    return 1 + max(event.action.microbatch or 0 for events in batch for event in events)
 
 
 def _strategy(trainer: "pl.Trainer") -> HanayoStrategy | None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
+from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.handover import Handover
 from lightning_hanayo.runtime.stage import loss_of
 from lightning_hanayo.strategy import data, lightning_internals, refusals
@@ -64,6 +65,9 @@ class HanayoStrategy(PlacedStrategy):
         schedule: the name of a schedule, the path of a CSV action table, or "auto": the wave that simulates best.
         balance: what blocks cost when the stack is cut: "parameters", "time" (measured on `example_input_array`), or
             one number per block.
+        costs: what stages and messages take, for choosing waves and order: the path of the `profile.json` that an
+            earlier run wrote; a `CostModel` in any unit, or its fields as a mapping; None: guessed (T_B = 2 T_F,
+            T_C = 0.05 T_F).
         start_method: how processes are started where nobody else does: "popen" runs the script again for each.
         timeout: how long a transfer may take before it counts as failed.
 
@@ -87,6 +91,7 @@ class HanayoStrategy(PlacedStrategy):
         schedule: str = "auto",
         *,
         balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
+        costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields
         start_method: Literal["popen"] = "popen",
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
@@ -102,6 +107,7 @@ class HanayoStrategy(PlacedStrategy):
             cube_outside=cube_outside,
             schedule=schedule,
             balance=balance,
+            costs=costs_from(costs),
             start_method=start_method,
             timeout=timeout,
         )

@@ -2,13 +2,15 @@
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.cli.readable import Readable
 from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
 from lightning_hanayo.schedule.auto import WAVES
 
@@ -117,6 +119,12 @@ def add_sizes(parser: Parser, waves: Callable[[str], int | str] = whole, choice:
 
 def add_costs(parser: Parser) -> None:
     """How long things take, how much memory there is, and what is simulated with them."""
+    parser.add_argument(
+        "--costs",
+        dest="profile",
+        metavar="PROFILE.json",
+        help="costs (in ms) and sizes as a training run measured them; what is given beside comes in their place",
+    )
     for name, meaning in _COSTS.items():
         own = name not in ("message_between_nodes",)
         help_text = f"{meaning}; a list gives each stage's own time" if name == "forward" else meaning
@@ -156,17 +164,28 @@ class Options:
 
     @property
     def costs(self) -> CostModel:
-        """The costs given, defaults for the others."""
+        """The costs given; those of the profile, or defaults, for the others."""
         known = {field.name for field in fields(CostModel)}
         given = {name: getattr(self._given, name) for name in known if getattr(self._given, name, None) is not None}
-        return CostModel(**given)
+        return replace(self._profile.costs.scaled(1e3) if self._profile is not None else CostModel(), **given)
+
+    @cached_property
+    def _profile(self) -> Profile | None:
+        return None if self.profile is None else Profile.load(self.profile)
+
+    @property
+    def unit(self) -> str:
+        """The unit of time that is shown."""
+        unit: str = self._given.unit
+        return unit or ("ms" if self.profile is not None else "")
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Ranks, micro-batches and waves as `build` and `compare` take them."""
-        ranks = DEFAULT_RANKS if self.ranks is None else self.ranks
-        microbatches = ranks if self.microbatches is None else self.microbatches
-        waves = 1 if self.waves is None else self.waves
+        """Ranks, micro-batches and waves as `build` and `compare` take them; a profile's where none are given."""
+        known = self._profile
+        ranks = (known.num_ranks if known else DEFAULT_RANKS) if self.ranks is None else self.ranks
+        microbatches = (known.num_microbatches if known else ranks) if self.microbatches is None else self.microbatches
+        waves = (known.num_waves if known else 1) if self.waves is None else self.waves
         check_sizes(ranks, microbatches, 2 * (max(WAVES) if waves == "auto" else waves))
         return {"num_ranks": ranks, "num_microbatches": microbatches, "num_waves": waves}
 

@@ -14,6 +14,8 @@ MESSAGE = 0.05
 """one hop in T_F, taken as a guess while nothing is measured: between the paper's NVLink and PCIe clusters"""
 _WAVES = ("hanayo", "hanayo-zb")
 """schedules with W waves, of which `"auto"` takes the one that simulates better; the first where both are alike"""
+_ALONE = ("1f1b",)
+"""what `"auto"` is on one rank: a stage, whose micro-batches run one after the other"""
 _LOOPS = ("interleaved", "interleaved-zb")
 """schedules with V stages per rank, of which `num_waves` asks for 2W"""
 
@@ -91,11 +93,16 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         costs=layout.stage_costs if layout.schedule in _WAVES else None,  # the others' order is what it is
         activation_budget=layout.activation_budget,
     )
-    return with_loss_stage(schedule)
+    return _ending_on_rank_0(schedule)
+
+
+def _ending_on_rank_0(schedule: Schedule) -> Schedule:
+    """A single stage holds head and loss itself."""
+    return with_loss_stage(schedule) if schedule.num_stages > 1 else schedule
 
 
 def _of_file(path: str, num_microbatches: int) -> Schedule:
-    schedule = with_loss_stage(Schedule.from_csv(path))
+    schedule = _ending_on_rank_0(Schedule.from_csv(path))
     if num_microbatches > schedule.num_microbatches:
         raise HanayoError(
             f"{schedule.name} is a table for {schedule.num_microbatches} micro-batches, and a batch has "
@@ -126,6 +133,8 @@ def choose(
 ) -> Layout:
     """The layout with what is `"auto"` chosen: the wave, two micro-batches per rank, the W that simulates best.
 
+    One rank has nothing to overlap with: unless waves are asked for, its stack is one stage.
+
     `costs`, in any unit of time, take the place of the guess `COSTS`; given per stage, they rule out more stages.
 
     Raises:
@@ -133,7 +142,7 @@ def choose(
             nearest that fit.
     """
     check_schedule(schedule)
-    names = _WAVES if schedule == "auto" else (schedule,)
+    names = (schedule,) if schedule != "auto" else _ALONE if (num_ranks, num_waves) == (1, "auto") else _WAVES
     if num_microbatches == "auto":
         num_microbatches = _from_table(schedule) or (2 * num_ranks if num_ranks > 1 else 1)
     waves = [num_waves] if num_waves != "auto" else list(WAVES) if names[0] in _WAVES + _LOOPS else [1]

@@ -41,7 +41,7 @@ class Handover:
             value: what Lightning shall see.
             scale: the gradient that Lightning's backward is expected to send, already in the gradients.
         """
-        return _HandOver.apply(self, scale, value.detach(), torch.ones((), requires_grad=True))  # type: ignore[no-any-return]
+        return _HandOver.apply(self, scale, value.detach(), _ANCHOR)  # type: ignore[no-any-return]
 
     def give(self, factor: float) -> None:
         """Give the gradients to the parameters, times `factor`."""
@@ -65,6 +65,11 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        expected = torch.tensor(ctx.scale, dtype=gradient.dtype, device=gradient.device)
-        ctx.handover.give(1.0 if bool(gradient == expected) else float(gradient) / ctx.scale)
+        factor = float(gradient) / ctx.scale
+        rounded = abs(factor - 1.0) <= torch.finfo(gradient.dtype).eps
+        ctx.handover.give(1.0 if rounded else factor)
         return None, None, None, None
+
+
+_ANCHOR = torch.ones((), requires_grad=True)
+"""what makes a value have a backward; it gets no gradient"""

@@ -37,7 +37,10 @@ def split(batch: Any, parts: Sequence[int]) -> list[Any]:
     """Cut `batch` into micro-batches of `parts` samples.
 
     Tensors, and lists and tuples of plain values, that are as long as the batch are cut; everything else is shared.
+    One micro-batch is the batch as it is.
     """
+    if len(parts) == 1:
+        return [batch]
     samples = sum(parts)
     starts = [sum(parts[:i]) for i in range(len(parts))]
     return [_cut(batch, start, start + size, samples) for start, size in zip(starts, parts, strict=True)]
@@ -53,9 +56,11 @@ def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]
     """What a step returned for each micro-batch, as one: samples side by side, other numbers as weighted mean.
 
     Tensors, arrays and lists as long as their micro-batch are concatenated, scalars averaged with `weights` (which sum
-    to 1); containers keep their type.
+    to 1); containers keep their type. One result stays as it is.
     """
     first = results[0]
+    if len(results) == 1:
+        return first
     if isinstance(first, Tensor):
         return _merge_tensors(results, parts, weights)
     if isinstance(first, np.ndarray):

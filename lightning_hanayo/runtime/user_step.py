@@ -38,6 +38,12 @@ class UserStep:
         """Start a batch whose micro-batches run `function`."""
         self._function = function
 
+    def run(self, microbatch: int) -> Any:
+        """Run the whole step straight through, where the stack lies as one stage; return what it returns."""
+        assert self._function is not None
+        self._enter(microbatch)
+        return self._function(microbatch)
+
     def open(self, microbatch: int) -> Packet:
         """Run the step until it suspends at the last block, and return the cargo.
 

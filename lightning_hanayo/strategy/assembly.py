@@ -1,6 +1,6 @@
 """The assembly: the one place where partition, runtime and the planner's layout become a pipeline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from lightning_hanayo.runtime.trace import Trace
 from lightning_hanayo.runtime.transport import Transport
 from lightning_hanayo.runtime.user_step import UserStep
 from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.runtime.whole_stage import WholeStage
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.strategy.groups import Groups
 from lightning_hanayo.strategy.options import Options
@@ -150,19 +151,30 @@ def _connect(
         keep = ownership.parameters_of_several(model)
         for stage in own_stages:
             swap.install(ownership.blocks(stage), queues[stage], keep=keep)
-    bridge.install(stack.blocks)
-    _keep_padding(model)
     entering = Entering()
     user = UserStep(stack.blocks, len(ownership.stages[0]), stack.name, entering)
-    shared = SharedGradients()
-    count = len(ownership.stages)
-    first = FirstStage(user, shared, queues[0])
-    last = LastStage(ownership.blocks(count - 1), user, first, shared, queues[count - 1])
-    kinds: dict[int, Stage] = {0: first, count - 1: last}
-    stages = {s: kinds.get(s) or MiddleStage(ownership.blocks(s), queues[s]) for s in own_stages}
+    ends, last = _ends(ownership, user, queues)
+    if len(ends) > 1:  # a single stage runs the blocks where the user's code calls them
+        bridge.install(stack.blocks)
+        _keep_padding(model)
+    stages = {s: ends.get(s) or MiddleStage(ownership.blocks(s), queues[s]) for s in own_stages}
     reduction = Reduction({stage: ownership.stage_parameters(model, stage) for stage in own_stages}, data)
     engine = Engine(stages, Mail(transport), reduction.start, Trace())
     return Pipeline(layout, ownership, rank, engine, Chain(transport), reduction, user, last, entering, own)
+
+
+def _ends(
+    ownership: Ownership, user: UserStep, queues: Mapping[int, WeightQueue]
+) -> tuple[dict[int, Stage], LastStage | WholeStage]:
+    """The stages that run user code, the first and the last or one that is both; and which of them has the loss."""
+    end = len(ownership.stages) - 1
+    if end == 0:
+        whole = WholeStage(user, queues[0])
+        return {0: whole}, whole
+    shared = SharedGradients()
+    first = FirstStage(user, shared, queues[0])
+    last = LastStage(ownership.blocks(end), user, first, shared, queues[end])
+    return {0: first, end: last}, last
 
 
 def _splits(layout: Layout) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def clip_by_norm(
@@ -24,16 +24,17 @@ def clip_by_norm(
         group: the ranks of the pipeline, for CPU tensors; None if there is one.
         norm_type: the p of the norm.
     """
+    if group is None:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     owned = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = torch.stack(torch._foreach_norm(gradients, norm_type)) if gradients else torch.zeros(0)
     norms = torch.zeros(2, len(parameters), dtype=torch.float64)  # the norms, and whether there is a gradient
     norms[0, owned] = own.to("cpu", torch.float64)
     norms[1, owned] = 1.0
-    if group is not None:
-        dist.all_reduce(norms, group=group)
+    dist.all_reduce(norms, group=group)
     total: Tensor = torch.linalg.vector_norm(norms[0, norms[1] > 0].to(own.dtype), norm_type)
     if gradients:
         total = total.to(gradients[0].device)
-        torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], max_norm, total)
+        nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], max_norm, total)
     return total

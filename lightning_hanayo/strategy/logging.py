@@ -87,7 +87,7 @@ class MicrobatchLog:
     def _mean(self, values: dict[int, Tensor]) -> Tensor:
         """Weighted with the shares; a micro-batch without any counts for nothing, even if its mean is NaN."""
         total = sum(self._shares[m] for m in values)
-        if not total:
+        if len(values) == 1 or not total:
             return next(iter(values.values()))
         parts = [value * (self._shares[m] / total) for m, value in values.items() if self._shares[m]]
-        return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+        return torch.stack(parts).sum(0)

@@ -17,6 +17,7 @@ from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.reduction import Reduction
 from lightning_hanayo.runtime.stage import LastStage
 from lightning_hanayo.runtime.user_step import UserStep
+from lightning_hanayo.runtime.whole_stage import WholeStage
 from lightning_hanayo.schedule import forward_only
 from lightning_hanayo.strategy.loss_weight import Shares
 
@@ -61,7 +62,7 @@ class Pipeline:
     chain: Chain
     reduction: Reduction
     user: UserStep
-    last: LastStage
+    last: LastStage | WholeStage
     entering: Entering
     parameters: list[nn.Parameter]
     """those this rank holds"""

@@ -263,11 +263,12 @@ class HanayoStrategy(PlacedStrategy):
                 reduce=not self._accumulating,
             )
         handover.take()
-        if self.topology.pipe > 1 and trainer.should_stop != stopping:
-            refusals.refuse_stop()
-        value = loss_of(result) if self.pipe_rank == 0 else torch.zeros((), device=self.root_device)
-        if reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):
-            value = connector_of(trainer).share_step(value)
+        value = loss_of(result) if self.pipeline.rank == 0 else torch.zeros((), device=self.root_device)
+        if self.topology.pipe > 1:
+            if trainer.should_stop != stopping:
+                refusals.refuse_stop()
+            if reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):
+                value = connector_of(trainer).share_step(value)
         loss = handover.loss(value, scale)
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 

@@ -5,6 +5,7 @@
 (2, 2, 1)                                 x        (P, W, D); only a wave has a W
 (4, 1, 1)       x      x        x         x
 (2, 1, 2)       x      x        x         x
+(1, 1, 2)              x                           a whole model on each data rank
 """
 
 from functools import partial
@@ -60,9 +61,9 @@ def test_gpt_with_tied_embedding(pool: Pool, layout: Layout) -> None:
     assert_close(run(pool, GPT_DOUBLE, layout).weights, plain(pool, GPT_DOUBLE).weights, 1e-10)
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 1, "1f1b")], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 1, "1f1b"), Layout(1, 1, 2, "1f1b")], ids=str)
 def test_gpt_to_the_last_bit(pool: Pool, layout: Layout) -> None:
     """The tied weight too: head's and embedding's part of a micro-batch are added to each other first."""
-    outcome, expected = run(pool, GPT, layout), by_hand(pool, GPT)
+    outcome, expected = run(pool, GPT, layout), by_hand(pool, GPT, layout.data)
     assert_bit_equal(outcome.gradients, expected.gradients)
     assert_bit_equal(outcome.weights, expected.weights)

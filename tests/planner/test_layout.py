@@ -9,7 +9,6 @@ from lightning_hanayo.planner.layout import Layout, check_schedule, choose
 from lightning_hanayo.schedule import Kind, build, validate
 
 AUTO = [  # P, blocks -> schedule, W, B
-    (1, 8, ("hanayo", 1, 1)),
     (2, 4, ("hanayo-zb", 1, 4)),
     (2, 8, ("hanayo-zb", 2, 4)),
     (4, 8, ("hanayo-zb", 1, 8)),
@@ -23,6 +22,14 @@ def test_auto(ranks: int, blocks: int, expected: tuple[str, int, int]) -> None:
     layout = choose(num_ranks=ranks, num_blocks=blocks)
     assert (layout.schedule, layout.num_waves, layout.num_microbatches) == expected
     assert layout.num_stages == 2 * ranks * layout.num_waves <= blocks
+
+
+def test_one_rank_has_one_stage_unless_waves_are_asked_for() -> None:
+    alone = choose(num_ranks=1, num_blocks=1, num_microbatches=2)
+    assert [str(action) for action in alone.table(2).actions[0]] == ["0F0", "0B0", "0F1", "0B1"]
+    assert alone.num_stages == 1 and alone.ends_on_first_rank
+    assert choose(num_ranks=1, num_blocks=8).num_microbatches == 1
+    assert choose(num_ranks=1, num_blocks=8, num_waves=2).num_stages == 4
 
 
 def test_auto_takes_the_wave_that_simulates_best() -> None:

@@ -71,14 +71,13 @@ class Spec:
 
     def describes(self, packet: Packet) -> bool:
         """Whether it is the spec of `packet`."""
-        return (
-            len(packet.tensors) == len(self.layout)
-            and all(
-                tensor.dtype is dtype and tensor.shape == shape and tensor.requires_grad is needs
-                for tensor, (dtype, shape, needs, _, _) in zip(packet.tensors, self.layout, strict=True)
-            )
-            and packet.skeleton == self.skeleton
-        )
+        tensors, layout = packet.tensors, self.layout
+        if len(tensors) != len(layout) or packet.skeleton != self.skeleton:
+            return False
+        for tensor, (dtype, shape, needs, _, _) in zip(tensors, layout, strict=True):
+            if tensor.dtype is not dtype or tensor.shape != shape or tensor.requires_grad is not needs:
+                return False
+        return True
 
     def room(self, device: torch.device) -> Tensor:
         """A buffer for it."""
@@ -135,24 +134,22 @@ class Parcel:
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors in."""
         for view, tensor in zip(self._views, tensors, strict=True):
-            view.copy_(tensor.detach())
+            view.copy_(tensor.data)
 
 
 def unpack(spec: Spec, buffer: Tensor) -> Packet:
     """The packet in `buffer`. Its tensors lie in the buffer; those that need a gradient are marked.
 
-    They are no views of it (`.data`): views share one version counter, so that autograd would take a block's work in
+    Several are no views of it (`.data`): views share one version counter, so that autograd would take a block's work in
     place on one of them for a change to all.
     """
-    layout = spec.layout
-    tensors = (view.data for view in spec.views(buffer))
-    return Packet(
-        spec.skeleton,
-        tuple(
-            tensor.requires_grad_() if needs else tensor
-            for tensor, (_, _, needs, _, _) in zip(tensors, layout, strict=True)
-        ),
-    )
+    tensors = spec.views(buffer)
+    if len(tensors) > 1:
+        tensors = [view.data for view in tensors]
+    for tensor, (_, _, needs, _, _) in zip(tensors, spec.layout, strict=True):
+        if needs:
+            tensor.requires_grad_()
+    return Packet(spec.skeleton, tuple(tensors))
 
 
 def header(buffer: Tensor) -> int:

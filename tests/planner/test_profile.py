@@ -1,0 +1,93 @@
+"""A profile keeps what was measured, and layouts are chosen with it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.layout import COSTS, choose
+from lightning_hanayo.planner.profile import Profile, costs_from
+from lightning_hanayo.schedule import CostModel, simulate, validate
+
+SLOW_END = CostModel((1e-3,) * 7 + (3e-3,), (1e-3,) * 8, (5e-4,) * 8, message=2e-4)
+"""eight stages, of which the last also holds the head"""
+PROFILE = Profile("hanayo-zb", 2, 2, 4, (1,) * 8, SLOW_END)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    assert Profile.load(path) == PROFILE
+    assert costs_from(str(path)) == costs_from(path) == SLOW_END
+    assert len(path.read_text().splitlines()) == 10, "a person reads it too"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"forward": 1}', PROFILE.schedule])
+def test_no_profile(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(HanayoError, match="is no profile: .*expected the profile.json that a run writes"):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("nowhere.json", "nowhere.json can't be read: No such file"),
+        (3, "costs=3: expected the path of a profile.json"),
+        ({"mesage": 1}, "'mesage' is unknown; did you mean 'message'"),
+        ({"message": -1}, "a cost is a finite number"),
+    ],
+)
+def test_bad_costs_are_named(given: Any, named: str) -> None:
+    with pytest.raises(HanayoError, match=named):
+        costs_from(given)
+
+
+def test_costs_as_a_mapping_or_as_they_are() -> None:
+    assert costs_from({"message": 0.5}) == CostModel(message=0.5)
+    assert costs_from(SLOW_END) is SLOW_END
+    assert costs_from(None) is None
+
+
+def test_it_cant_be_written(tmp_path: Path) -> None:
+    with pytest.raises(HanayoError, match="can't be written"):
+        PROFILE.save(tmp_path / "nowhere" / "profile.json")
+
+
+# layouts
+
+
+def chosen(costs: CostModel | None, **options: Any) -> Any:
+    return choose(**{"num_ranks": 2, "num_blocks": 32, "num_microbatches": 4, "costs": costs, **options})
+
+
+def test_the_order_is_made_for_the_costs_measured() -> None:
+    measured, guessed = (chosen(costs, num_waves=2, schedule="hanayo-zb").table(4) for costs in (SLOW_END, None))
+    validate(measured)
+    assert simulate(measured, SLOW_END).makespan < simulate(guessed, SLOW_END).makespan
+
+
+def test_an_order_depends_on_ratios_alone() -> None:
+    a, b = (chosen(SLOW_END.scaled(factor), num_waves=2) for factor in (1.0, 1024.0))
+    assert a == b
+    assert a.predict() == pytest.approx(simulate(a.table(4), SLOW_END).bubble_ratio)
+
+
+def test_stages_are_added_up_but_never_cut() -> None:
+    assert chosen(SLOW_END).num_waves in (1, 2), "4 and 8 waves have more stages than were measured"
+    halves = chosen(SLOW_END, num_waves=1).stage_costs
+    assert halves.forward == pytest.approx(tuple(4 * t / 10 * 2 for t in (0.5, 0.5, 0.5, 1.0)))
+    assert chosen(SLOW_END, schedule="1f1b").predict() > 0
+    with pytest.raises(HanayoError) as caught:
+        chosen(SLOW_END, num_waves=4)
+    said = str(caught.value)
+    assert "forward has 8 values, which can't be shared evenly by 16 stages of hanayo" in said
+    assert "num_waves=4" in said and "leave costs out" in said
+
+
+def test_numbers_fit_any_layout() -> None:
+    assert chosen(replace(COSTS, message=0.0), num_waves=8).num_stages == 32
+    assert chosen(CostModel(forward=2.0, backward_input=2.0, backward_weight=2.0, message=0.1)) == chosen(None)

@@ -8,7 +8,7 @@ from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, build
 from lightning_hanayo.schedule.registry import sizes_for
 from recipes.benchmarks.emulated import Times
-from recipes.benchmarks.names import NAMES, TORCHS
+from recipes.benchmarks.names import BARE, NAMES, TORCHS
 
 BYTES_PER_FLOAT = 4
 
@@ -21,21 +21,21 @@ class Candidate:
     waves: int
 
     @property
-    def runtime(self) -> Literal["ours", "torch"]:
+    def runtime(self) -> Literal["ours", "torch", "bare"]:
         """Who plays it."""
-        return "torch" if self.name in TORCHS else "ours"
+        return "torch" if self.name in TORCHS else "bare" if self.name in BARE else "ours"
 
     @property
     def schedule_name(self) -> str:
         """Its name in our registry."""
-        return self.name.removeprefix("torch-")
+        return self.name.removeprefix("torch-").removeprefix("bare-")
 
     @property
     def label(self) -> str:
         """As tables show it: `hanayo-zb W=2`, `torch interleaved V=4`."""
         sizes = sizes_for(self.schedule_name, self.waves)
         depth = "".join(f" {'W' if what == 'num_waves' else 'V'}={size}" for what, size in sizes.items())
-        return ("torch " if self.runtime == "torch" else "") + self.schedule_name + depth
+        return ("" if self.runtime == "ours" else f"{self.runtime} ") + self.schedule_name + depth
 
 
 @dataclass(frozen=True)

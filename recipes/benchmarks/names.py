@@ -9,4 +9,6 @@ TORCHS = {
     "torch-hanayo-zb": "",
 }
 """torch's own schedules; and our table in its runtime, whose class is `_PipelineScheduleRuntime`"""
-NAMES = (*OURS, *TORCHS)
+BARE = ("bare-hanayo-zb",)
+"""sleeps and messages alone, in our order: the least that any runtime could take"""
+NAMES = (*OURS, *TORCHS, *BARE)

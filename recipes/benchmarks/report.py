@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recipes.benchmarks.case import Case
 from recipes.benchmarks.result import Outcome, Result
-from recipes.paper.figure import BLUE, GREY, INK, ORANGE, new, plain, save
+from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, new, plain, save
 from recipes.paper.table import markdown, percent
 
 HEAD = ("schedule", "step ms", "min-max", "bubble", "ideal", "to torch's best", "at equal memory", "peak M_a",
@@ -56,7 +56,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         has_bubble = bool(outcome.case.busy)
         plain(axes, title(outcome.case), y="bubble, %" if has_bubble else "microseconds per action")
         for place, result in enumerate(outcome.results):
-            colour = GREY if result.runtime == "torch" else BLUE
+            colour = {"ours": BLUE, "torch": GREY}.get(result.runtime, GREEN)
             value, low, high, ideal = _bar(result)
             axes.bar(place - 0.2, value, width=0.4, color=colour)
             axes.vlines(place - 0.2, low, high, color=INK, linewidth=1)
@@ -64,7 +64,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
                       fontsize=7)  # fmt: skip
             if ideal is not None:
                 axes.bar(place + 0.2, ideal, width=0.4, color=ORANGE)
-        labels = [result.label.replace("torch ", "torch\n").replace(" ", "\n") for result in outcome.results]
+        labels = [result.label.replace(" ", "\n") for result in outcome.results]
         axes.set_xticks(range(len(labels)), labels, fontsize=7)
         _legend(axes, has_bubble)
     save(figure, path)
@@ -85,6 +85,7 @@ def _legend(axes: "object", has_ideal: bool) -> None:
     from matplotlib.patches import Patch
 
     assert isinstance(axes, Axes)
-    shown = [Patch(color=BLUE, label="measured, ours"), Patch(color=GREY, label="measured, torch's runtime")]
+    shown = [Patch(color=BLUE, label="measured, ours"), Patch(color=GREY, label="measured, torch's runtime"),
+             Patch(color=GREEN, label="sleeps and messages alone")]  # fmt: skip
     ideal = [Patch(color=ORANGE, label="ideal")] if has_ideal else []
     axes.legend(handles=[*shown, *ideal], fontsize=7, frameon=False, loc="upper right")

@@ -46,8 +46,8 @@ class Result:
     """(step - ideal step) / actions of a rank, in microseconds"""
     cpu: float
     """seconds of a core per rank and step"""
-    max_error: float
-    """of gradients and losses, relative to one process's"""
+    max_error: float | None
+    """of gradients and losses, relative to one process's; None where nothing is computed"""
     ratio_to_peer: float | None = None
     """step time / that of torch's quickest"""
     ratio_at_equal_memory: float | None = None
@@ -100,7 +100,7 @@ def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Resu
         actions_per_rank=actions,
         overhead_us=1e6 * (middle - ideal) / actions,
         cpu=cpu,
-        max_error=_error(case, records),
+        max_error=None if candidate.runtime == "bare" else _error(case, records),
     )
 
 

@@ -1,12 +1,14 @@
 """The rounds: what each rank does. All candidates play once per round, each round begins with another one."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from lightning_hanayo.schedule import simulate
+from recipes.benchmarks.bare import BarePlayer
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.machine import oversleep
 from recipes.benchmarks.ours import OurPlayer
@@ -16,6 +18,13 @@ from recipes.benchmarks.player import Player
 WARM_UP = 3
 HEAD_START = 0.002
 """seconds between an agreement on a start and the start"""
+
+
+_PLAYERS: dict[str, Callable[[Case, Candidate], Player]] = {
+    "ours": OurPlayer,
+    "torch": TorchPlayer,
+    "bare": BarePlayer,
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ def _players(case: Case, candidates: tuple[Candidate, ...]) -> tuple[dict[Candid
     players: dict[Candidate, Player] = {}
     refused: dict[Candidate, str] = {}
     for candidate in candidates:
-        kind = TorchPlayer if candidate.runtime == "torch" else OurPlayer
+        kind = _PLAYERS[candidate.runtime]
         try:
             players[candidate] = kind(case, candidate)
         except (ValueError, AssertionError) as error:  # the same one on all ranks

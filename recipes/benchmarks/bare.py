@@ -1,0 +1,84 @@
+"""The bare player: a table's sleeps and messages, and nothing else. No runtime on this machine can be faster.
+
+Buffers are there before a step begins, nobody computes or looks at anything: what is left is how late sleeps end, and
+what gloo needs for a message.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_hanayo.runtime.mail import Route
+from lightning_hanayo.runtime.program import Compute, Exchange, Program
+from lightning_hanayo.runtime.transport import Transport, Work
+from lightning_hanayo.schedule import Kind
+from recipes.benchmarks.case import Candidate, Case
+from recipes.benchmarks.machine import sleep_until
+from recipes.benchmarks.ours import transport
+from recipes.benchmarks.player import Player
+
+Message = tuple[Route, int, torch.Tensor]
+"""what, the peer, and its buffer"""
+
+
+@dataclass(frozen=True)
+class _Messages:
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class _Sleep:
+    awaits: Route | None
+    seconds: float
+
+
+class BarePlayer(Player):
+    """Plays the same program as our engine."""
+
+    def __init__(self, case: Case, candidate: Candidate) -> None:
+        self.schedule = case.schedule(candidate)
+        self.stages = {}
+        self._over: Transport = transport()
+        times = case.times(self.schedule.num_stages)
+        kinds = {
+            Kind.F: times.forward,
+            Kind.B: times.backward_input + times.backward_weight,
+            Kind.I: times.backward_input,
+            Kind.W: times.backward_weight,
+        }
+        self._moves: list[_Messages | _Sleep] = []
+        for move in Program.of(self.schedule, dist.get_rank()).moves:
+            if isinstance(move, Compute):
+                awaits = None if move.is_local else move.arrives
+                self._moves.append(_Sleep(awaits, kinds[move.action.kind]))
+            elif isinstance(move, Exchange):
+                sends, receives = (
+                    tuple((route, peer, torch.zeros(case.width)) for route, peer in messages)
+                    for messages in (move.sends, move.receives)
+                )
+                self._moves.append(_Messages(sends, receives))
+
+    @override
+    def play(self) -> None:
+        arriving: dict[Route, Work] = {}
+        leaving: list[Work] = []
+        for move in self._moves:
+            if isinstance(move, _Sleep):
+                if move.awaits is not None:
+                    arriving.pop(move.awaits).wait()
+                sleep_until(time.monotonic() + move.seconds)
+                continue
+            leaving += [self._over.send(peer, route.tag, buffer) for route, peer, buffer in move.sends]
+            for route, peer, buffer in move.receives:
+                arriving[route] = self._over.receive(peer, route.tag, buffer)
+        for work in leaving:
+            work.wait()
+
+    @property
+    @override
+    def losses(self) -> list[float]:
+        return []

@@ -152,10 +152,15 @@ def unpack(spec: Spec, buffer: Tensor) -> Packet:
     return Packet(spec.skeleton, tuple(tensors))
 
 
+def note_of(value: int) -> Tensor:
+    """A header by itself, on the CPU."""
+    note = torch.empty(ALIGN, dtype=torch.uint8)
+    set_header(note, value)
+    return note
+
+
 def header(buffer: Tensor) -> int:
-    """Bytes of the correction that follows this buffer; 0 if it is as agreed. (On CUDA this waits for the buffer.)"""
-    if buffer.is_cuda:
-        return int(buffer.view(torch.uint8)[:8].view(torch.int64).item())
+    """Bytes of the correction that follows this buffer, which is on the CPU; 0 if it is as agreed."""
     return ctypes.c_int64.from_address(buffer.data_ptr()).value  # ten times faster than through tensors
 
 

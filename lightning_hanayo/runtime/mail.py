@@ -6,6 +6,9 @@ note, and spec and payload follow on the control group. So nothing is asked and 
 
     agreed:      |header 0| tensors |
     changed:     |header n|  unused |      then   | spec, n bytes |      then   | header | tensors |
+
+Where buffers lie on a GPU the header goes ahead as a note of its own, on the control group: to read it in the buffer, the
+host would have to wait for all that the device has to do before.
 """
 
 from collections import defaultdict
@@ -15,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.codec import ALIGN, Parcel, Spec, header, set_header, spec_of, unpack
+from lightning_hanayo.runtime.codec import Parcel, Spec, header, note_of, set_header, spec_of, unpack
 from lightning_hanayo.runtime.packet import Packet
 from lightning_hanayo.runtime.transport import Transport, Work
 
@@ -43,17 +46,25 @@ class Arriving(NamedTuple):
     """A message under way to this rank."""
 
     peer: int
-    buffer: Tensor
-    work: Work
+    note: Tensor
+    """where its header will stand: the buffer, or what comes ahead of it"""
+    works: tuple[Work, ...]
     packet: Packet | None
-    """what `buffer` holds once it is there; None if nothing is agreed yet"""
+    """what the buffer holds once it is there; None if nothing is agreed yet"""
 
 
 class Mail:
-    """Sends and receives packets over a transport. `begin` each batch, `finish` it."""
+    """Sends and receives packets over a transport. `begin` each batch, `finish` it.
 
-    def __init__(self, transport: Transport) -> None:
+    Args:
+        transport: takes the buffers.
+        notes_apart: whether headers travel as notes of their own; None: where the transport's device isn't the CPU.
+    """
+
+    def __init__(self, transport: Transport, *, notes_apart: bool | None = None) -> None:
         self.transport = transport
+        self._apart = transport.device.type != "cpu" if notes_apart is None else notes_apart
+        self._fine = note_of(0)
         self._known: dict[int, dict[Route, Spec]] = {}
         self._agreed: dict[Route, Spec] = {}
         self._arriving: dict[Route, Arriving] = {}
@@ -77,20 +88,19 @@ class Mail:
                 free = self._parcels[spec]
                 parcel = free.pop() if free else Parcel(spec, transport.device)
                 parcel.fill(packet.tensors)
-                self._leaving[route] = [(parcel, transport.send(peer, route.tag, parcel.buffer))]
+                ahead = [(self._fine, transport.send(peer, route.tag, self._fine))] if self._apart else []
+                self._leaving[route] = [*ahead, (parcel, transport.send(peer, route.tag, parcel.buffer))]
             else:
                 self._leaving[route] = self._change(route, peer, packet)
         for route, peer in receives:
-            buffer = self._awaited(route)
-            work = transport.receive(peer, route.tag, buffer)
-            spec = agreed.get(route)  # unpacked at once: while a message is under way there is time
-            self._arriving[route] = Arriving(peer, buffer, work, unpack(spec, buffer) if spec else None)
+            self._arriving[route] = self._expect(route, peer)
 
     def collect(self, route: Route) -> Packet:
         """Wait for the packet of `route`, whose receive was started before."""
-        peer, buffer, work, packet = self._arriving.pop(route)
-        work.wait()
-        length = header(buffer)
+        peer, note, works, packet = self._arriving.pop(route)
+        for work in works:
+            work.wait()
+        length = header(note)
         if not length:
             assert packet is not None, "a message that isn't agreed begins with a note"
             return packet
@@ -115,20 +125,34 @@ class Mail:
         self._arriving.clear()
         self._leaving.clear()
 
-    def _awaited(self, route: Route) -> Tensor:
-        """What comes, or a note that says otherwise: as large as what was agreed."""
-        agreed = self._agreed.get(route)
-        device = self.transport.device
-        return agreed.room(device) if agreed else torch.empty(ALIGN, dtype=torch.uint8, device=device)
+    def _expect(self, route: Route, peer: int) -> Arriving:
+        """Start to receive what was agreed, or a note that says otherwise; it is unpacked while it is under way."""
+        transport, spec = self.transport, self._agreed.get(route)
+        if spec is None:
+            note = note_of(0)
+            return Arriving(peer, note, (transport.receive(peer, route.tag, note),), None)
+        buffer = spec.room(transport.device)
+        if not self._apart:
+            works: tuple[Work, ...] = (transport.receive(peer, route.tag, buffer),)
+            return Arriving(peer, buffer, works, unpack(spec, buffer))
+        note = note_of(0)
+        works = tuple(transport.receive(peer, route.tag, one) for one in (note, buffer))
+        return Arriving(peer, note, works, unpack(spec, buffer))
 
     def _change(self, route: Route, peer: int, packet: Packet) -> list[tuple[Parcel | Tensor, Work]]:
-        note = self._awaited(route)
+        """Send what the receiver expects, with a header that says otherwise, and what is true behind it."""
+        known = self._agreed.get(route)
         self._agreed[route] = spec = spec_of(packet)
         text = torch.frombuffer(bytearray(spec.to_bytes()), dtype=torch.uint8)
-        set_header(note, text.numel())
         payload = Parcel(spec, _CPU)
         payload.fill(packet.tensors)
-        posts = [(route.tag, note), (route.tag + 1, text), (route.tag + 1, payload.buffer)]
+        room = None if known is None else known.room(self.transport.device)
+        if room is None or self._apart:
+            expected = [note_of(text.numel()), *([] if room is None else [room])]
+        else:
+            set_header(room, text.numel())
+            expected = [room]
+        posts = [*((route.tag, one) for one in expected), (route.tag + 1, text), (route.tag + 1, payload.buffer)]
         return [(buffer, self.transport.send(peer, tag, buffer)) for tag, buffer in posts]
 
     def _correction(self, route: Route, peer: int, buffer: Tensor) -> Tensor:

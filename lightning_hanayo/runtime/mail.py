@@ -7,8 +7,8 @@ note, and spec and payload follow on the control group. So nothing is asked and 
     agreed:      |header 0| tensors |
     changed:     |header n|  unused |      then   | spec, n bytes |      then   | header | tensors |
 
-Where buffers lie on a GPU the header goes ahead as a note of its own, on the control group: to read it in the buffer, the
-host would have to wait for all that the device has to do before.
+Where buffers lie on a GPU the header goes ahead as a note of its own, on the control group: to read it in the buffer,
+the host would have to wait for all that the device has to do before.
 """
 
 from collections import defaultdict

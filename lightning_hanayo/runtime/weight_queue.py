@@ -4,9 +4,10 @@ I0   put(weight, product, dy, x)      micro-batch 0:  weight -> [product(dy, x)]
 W0   drain(0)                         weight.grad += dy^T x, and dy and x are free
 """
 
+from typing import Self
+
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from lightning_hanayo.weight_gradients import Product
 

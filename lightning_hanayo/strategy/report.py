@@ -40,9 +40,9 @@ class WaveReport(Callback):
     Args:
         every_n_steps: how many batches lie between two that are logged; 0: none; None: the Trainer's
             `log_every_n_steps`.
-        picture: the pipeline as it ran, above the predicted one. Files lie in `default_root_dir`; None: not written.
-        trace: the last batches, for ui.perfetto.dev.
-        profile: what stages and messages took: what `HanayoStrategy(costs=...)` plans with.
+        picture: the pipeline as it ran, above the predicted one, besides `schedule.png`; None: no pictures.
+        trace: the last batches, for ui.perfetto.dev; None: not written. Files lie in `default_root_dir`.
+        profile: what stages and messages took: what `HanayoStrategy(costs=...)` plans with; None: not written.
 
     Raises:
         HanayoError: `every_n_steps` is below 0.
@@ -78,13 +78,13 @@ class WaveReport(Callback):
 
     def _introduce(self, trainer: "pl.Trainer", strategy: HanayoStrategy) -> None:
         layout = describe(strategy)
-        picture = Path(trainer.default_root_dir, "schedule.png")
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        save_timeline(picture, strategy.pipeline.layout.simulate(), title=_title(strategy), unit="T_F")
         for logger in trainer.loggers:
             logger.log_hyperparams(layout)
-            if isinstance(logger, WandbLogger):
-                logger.log_image("hanayo/schedule", [str(picture)])
+        Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
+        if self._files["picture"] is not None:
+            picture = Path(trainer.default_root_dir, "schedule.png")
+            save_timeline(picture, strategy.pipeline.layout.simulate(), title=_title(strategy), unit="T_F")
+            _log_image(trainer, "hanayo/schedule", picture)
         print("".join(f"{name}: {value}\n" for name, value in layout.items()), end="", flush=True)
 
     @override
@@ -135,9 +135,7 @@ class WaveReport(Callback):
         paths = {what: Path(trainer.default_root_dir, name) for what, name in self._files.items() if name is not None}
         if "picture" in paths:
             save_comparison(paths["picture"], measured.timeline, measured.predicted, title=_title(strategy))
-            for logger in trainer.loggers:
-                if isinstance(logger, WandbLogger):
-                    logger.log_image("hanayo/wave", [str(paths["picture"])])
+            _log_image(trainer, "hanayo/wave", paths["picture"])
         if "trace" in paths:
             measured.save_trace(paths["trace"])
         if "profile" in paths:
@@ -204,6 +202,12 @@ def _title(strategy: HanayoStrategy) -> str:
         f"{layout.schedule}: {layout.num_ranks} pipeline ranks, {layout.num_waves} waves, "
         f"{layout.num_microbatches} micro-batches"
     )
+
+
+def _log_image(trainer: "pl.Trainer", name: str, path: Path) -> None:
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image(name, [str(path)])
 
 
 def _finish(logger: WandbLogger) -> str:

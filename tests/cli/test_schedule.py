@@ -12,6 +12,7 @@ import pytest
 
 from lightning_hanayo import cli
 from lightning_hanayo.cli.schedule import SUBCOMMANDS, options
+from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import Schedule, build, schedule_names, simulate
 
 Captured = pytest.CaptureFixture[str]
@@ -134,6 +135,19 @@ def test_a_trace_has_the_units_time(unit: str, factor: float) -> None:
     assert play(f"show gpipe -P 1 -B 1 -o a.json{f' --unit {unit}' if unit else ''}") == 0
     slices = [event for event in json.loads(Path("a.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert slices[-1]["ts"] + slices[-1]["dur"] == 3 * factor
+
+
+def test_measured_costs_come_with_their_sizes(capsys: Captured) -> None:
+    measured = options.CostModel((0.001,) * 8, (0.002,) * 8, (0.001,) * 8, message=0.0005)
+    Profile("hanayo", 2, 2, 6, (1,) * 8, measured).save("profile.json")
+    shown = printed("show hanayo --costs profile.json --json", capsys)
+    wave = build("hanayo", num_ranks=2, num_microbatches=6, num_waves=2, costs=measured)
+    assert shown["makespan"] == pytest.approx(1e3 * simulate(wave, measured).makespan)
+    free = printed("compare hanayo --costs profile.json -B 2 --message 0 --json", capsys)["schedules"][0]
+    assert (free["num_microbatches"], free["makespan"]) == (2, pytest.approx(38.0))
+    assert play("show hanayo --costs profile.json") == 0
+    assert " ms; bubble" in capsys.readouterr().out
+    assert "nowhere.json can't be read" in refused("show hanayo --costs nowhere.json", capsys)
 
 
 def test_show_as_json(capsys: Captured) -> None:

@@ -22,7 +22,9 @@ def test_ends_with_all_it_promises(tmp_path: Path) -> None:
     first_loss, last_loss = map(float, re.findall(r"(\d+\.\d+) (?:at the first|over the last)", last))
     assert last_loss < first_loss - 0.5, last
     assert re.search(r"val_loss +\d+\.\d+", last), last
-    for name, pattern in (("checkpoint", r"(\S+\.ckpt)"), ("wandb run", r"(\S+)"), ("pipeline", r"(\S+wave\.png)")):
+    patterns = {"checkpoint": r"(\S+\.ckpt)", "wandb run": r"(\S+)", "pipeline": r"(\S+wave\.png)"}
+    patterns |= {"trace": r"(\S+\.json)", "profile": r"(\S+\.json)"}
+    for name, pattern in patterns.items():
         found = re.search(rf"^{name} +{pattern}", last, re.MULTILINE)
         assert found and (tmp_path / found[1]).exists(), last
     (records,) = (tmp_path / "runs/gpt/wandb").glob("offline-run-*/*.wandb")
@@ -33,6 +35,8 @@ def test_ends_with_all_it_promises(tmp_path: Path) -> None:
         "hanayo/schedule",
         "hanayo/wave",
         "hanayo/bubble",
+        "hanayo/exposed_communication",
+        "hanayo/stage_7/backward_weight_ms",
         "train_loss",
     )
     assert [name for name in names if name.encode() not in stored] == []

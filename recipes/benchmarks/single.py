@@ -1,6 +1,6 @@
 """The single-process benchmark: a step of the GPT recipe under our strategy, beside the plain Trainer's.
 
-python -m recipes.benchmarks.single --rounds 9 --table single.md
+python -m recipes.benchmarks.single --steps 20 --table single.md
 """
 
 import argparse
@@ -47,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.single", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--rounds", type=_size, default=9, metavar="N", help="each in turn once in each (default 9)")
-    parser.add_argument("--steps", type=_size, default=25, metavar="N", help="timed per turn (default 25)")
-    parser.add_argument("--batch-size", type=_size, default=16, metavar="N", help="sequences (default 16)")
+    parser.add_argument("--rounds", type=_size, default=7, metavar="N", help="pairs of fits (default 7)")
+    parser.add_argument("--steps", type=_size, default=20, metavar="N", help="timed in each (default 20)")
+    parser.add_argument("--batch-size", type=_size, default=8, metavar="N", help="sequences (default 8)")
     parser.add_argument("--blocks", type=_size, default=8, metavar="N", help="of the GPT (default 8, as the recipe)")
     parser.add_argument("--precision", nargs="+", default=[PRECISIONS[0]], choices=PRECISIONS, help="(default 32-true)")
     parser.add_argument("--accelerator", default="cpu", help="as the Trainer takes it (default cpu)")
@@ -73,7 +73,7 @@ def _describe(options: argparse.Namespace) -> list[str]:
     device = "cpu" if options.accelerator == "cpu" or not torch.cuda.is_available() else torch.cuda.get_device_name()
     return [
         f"{time.strftime('%Y-%m-%d %H:%M')}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        f"torch {torch.__version__}, Python {platform.python_version()}, on {device}, {torch.get_num_threads()} threads",
+        f"torch {torch.__version__}, Python {platform.python_version()}; {device}, threads: {torch.get_num_threads()}",
         f"load average at the end {load}",
     ]
 

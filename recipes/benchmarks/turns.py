@@ -1,16 +1,18 @@
-"""The turns: short fits of the GPT recipe, plain and under our strategy, one after the other in one process.
+"""The turns: two fits of the GPT recipe in one process, a step of the plain one and a step of ours.
 
-round 0   plain   ours          each fit: the same model, the same batches, its first steps not timed
-round 1   ours    plain
+thread of plain    step 0          step 1          step 2          the same model, the same batches; whoever waits
+thread of ours             step 0          step 1          ...     for its turn waits in its data loader
 """
 
 import gc
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,12 +48,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Step times in seconds, medians of each fit; ratios are each round's own."""
+    """Spreads over the rounds of what is the median over a round's steps. Times in seconds."""
 
     precision: str
     plain_step: Spread
     our_step: Spread
     ratio: Spread
+    """of each step to the plain one beside it"""
     cpu_ratio: Spread
     """of all the process's threads' time on a core, which others' work on the machine stretches less"""
     equal: bool
@@ -70,25 +73,21 @@ def measure(plan: Plan, precision: str) -> Outcome:
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*(does not have many workers|no `val_dataloader`|Checkpoint directory)")
-    found: dict[bool, list[_Fit]] = {False: [], True: []}
-    for turn in range(plan.rounds):
-        for ours in (turn % 2 == 1, turn % 2 == 0):
-            found[ours].append(_fit(plan, precision, HanayoStrategy(num_microbatches=1) if ours else "auto"))
-    plain, our = found[False], found[True]
+    pairs = [_pair(plan, precision, ours_first=bool(turn % 2)) for turn in range(plan.rounds)]
     return Outcome(
         precision,
-        Spread.of([fit.step for fit in plain]),
-        Spread.of([fit.step for fit in our]),
-        Spread.of([mine.step / other.step for mine, other in zip(our, plain, strict=True)]),
-        Spread.of([mine.cpu / other.cpu for mine, other in zip(our, plain, strict=True)]),
-        equal=all(map(plain[0].equals, plain + our)),
+        Spread.of([median(plain.steps) for plain, _ in pairs]),
+        Spread.of([median(ours.steps) for _, ours in pairs]),
+        Spread.of([median(map(truediv, ours.steps, plain.steps)) for plain, ours in pairs]),
+        Spread.of([median(map(truediv, ours.cpu, plain.cpu)) for plain, ours in pairs]),
+        equal=all(fit.equals(pairs[0][0]) for pair in pairs for fit in pair),
     )
 
 
 @dataclass(frozen=True)
 class _Fit:
-    step: float
-    cpu: float
+    steps: list[float]
+    cpu: list[float]
     losses: list[Tensor]
     weights: list[Tensor]
 
@@ -113,40 +112,88 @@ class _Watched(GPT):
         return loss
 
 
-class _Tokens(Dataset[Batch]):
-    """Random ones: how long a step takes doesn't depend on the text. Notes when each batch is asked for."""
+class _Turn:
+    """One of two threads that run in turn."""
 
-    def __init__(self, num_batches: int, batch_size: int, context: int, vocab_size: int) -> None:
+    def __init__(self) -> None:
+        self.other = self
+        self._mine = threading.Semaphore(0)
+        self._alone = False
+
+    def begin(self) -> None:
+        """Wait for the first turn."""
+        self._mine.acquire()
+
+    def give(self) -> None:
+        """Let the other one run, and wait for the next turn."""
+        self.other.start()
+        if not self.other._alone:
+            self._mine.acquire()
+
+    def start(self) -> None:
+        """It is this one's turn."""
+        self._mine.release()
+
+    def end(self) -> None:
+        """The other one goes on by itself."""
+        self._alone = True
+        self.other.start()
+
+
+class _Tokens(Dataset[Batch]):
+    """Random ones: how long a step takes doesn't depend on the text. Between two batches the other fit has its turn."""
+
+    def __init__(self, turn: _Turn, num_batches: int, batch_size: int, context: int, vocab_size: int) -> None:
         random = torch.Generator().manual_seed(1)
+        self._turn = turn
         self._tokens = torch.randint(vocab_size, (num_batches, batch_size, context + 1), generator=random)
-        self.asked: list[tuple[float, float]] = []
+        self.begins: list[tuple[float, float]] = []
+        self.ends: list[tuple[float, float]] = []
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def __getitem__(self, index: int) -> Batch:
-        self.asked.append((time.perf_counter(), time.process_time()))
+        self.ends.append(_clocks())
+        self._turn.give()
+        self.begins.append(_clocks())
         return {"input_ids": self._tokens[index, :, :-1], "labels": self._tokens[index, :, 1:]}
 
 
-def _fit(plan: Plan, precision: str, strategy: Any) -> _Fit:
-    recipe = yaml.safe_load(RECIPE.read_text())
-    options = recipe["model"]["init_args"] | {"num_layers": plan.blocks}
-    torch.manual_seed(recipe["seed_everything"])
-    model = _Watched(**options)
-    model.losses = []
-    steps = WARM_UP + plan.steps + 1  # a step ends when the next batch is asked for
-    tokens = _Tokens(steps, plan.batch_size, options["context"], options["vocab_size"])
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _pair(plan: Plan, precision: str, *, ours_first: bool) -> tuple[_Fit, _Fit]:
+    """The plain fit and ours, in turn."""
+    turns = _Turn(), _Turn()
+    turns[0].other, turns[1].other = turns[1], turns[0]
+    strategies = "auto", HanayoStrategy(num_microbatches=1)
     gc.collect()
-    _trainer(plan, precision, strategy, recipe["trainer"]["gradient_clip_val"]).fit(
-        model, DataLoader(tokens, batch_size=None)
-    )
-    step, cpu = map(_median_difference, zip(*tokens.asked[WARM_UP:], strict=True))
-    return _Fit(step, cpu, model.losses, [parameter.detach().cpu() for parameter in model.parameters()])
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(_fit, plan, precision, *pair) for pair in zip(strategies, turns, strict=True)]
+        turns[ours_first].start()
+        plain, ours = (fit.result() for fit in running)
+    return plain, ours
 
 
-def _median_difference(clock: Sequence[float]) -> float:
-    return median(end - start for start, end in pairwise(clock))
+def _fit(plan: Plan, precision: str, strategy: Any, turn: _Turn) -> _Fit:
+    turn.begin()
+    try:
+        recipe = yaml.safe_load(RECIPE.read_text())
+        options = recipe["model"]["init_args"] | {"num_layers": plan.blocks}
+        torch.manual_seed(recipe["seed_everything"])
+        model = _Watched(**options)
+        model.losses = []
+        batches = WARM_UP + plan.steps + 1  # a step ends when the next batch is asked for
+        tokens = _Tokens(turn, batches, plan.batch_size, options["context"], options["vocab_size"])
+        trainer = _trainer(plan, precision, strategy, recipe["trainer"]["gradient_clip_val"])
+        trainer.fit(model, DataLoader(tokens, batch_size=None))
+    finally:
+        turn.end()
+    spans = list(zip(tokens.begins, tokens.ends[1:], strict=False))[WARM_UP:]
+    steps, cpu = ([end[clock] - begin[clock] for begin, end in spans] for clock in range(2))
+    return _Fit(steps, cpu, model.losses, [parameter.detach().cpu() for parameter in model.parameters()])
 
 
 def _trainer(plan: Plan, precision: Any, strategy: Any, clip: float) -> L.Trainer:

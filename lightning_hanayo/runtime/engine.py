@@ -48,7 +48,6 @@ class Engine:
                 self._exchange(move)
             elif reduce:
                 self._reduce(move.stage)
-        self.mail.finish()
         if program.trains:
             self.trace.end()
 

@@ -53,8 +53,12 @@ class Arriving(NamedTuple):
     """what the buffer holds once it is there; None if nothing is agreed yet"""
 
 
+Leaving = tuple[Parcel | Tensor, Work]
+"""A buffer under way to another rank."""
+
+
 class Mail:
-    """Sends and receives packets over a transport. `begin` each batch, `finish` it.
+    """Sends and receives packets over a transport. `begin` each batch, `finish` after the last one.
 
     Args:
         transport: takes the buffers.
@@ -68,11 +72,19 @@ class Mail:
         self._known: dict[int, dict[Route, Spec]] = {}
         self._agreed: dict[Route, Spec] = {}
         self._arriving: dict[Route, Arriving] = {}
-        self._leaving: dict[Route, list[tuple[Parcel | Tensor, Work]]] = {}
+        self._leaving: dict[Route, list[Leaving]] = {}
+        self._late: list[Leaving] = []
         self._parcels: defaultdict[Spec, list[Parcel]] = defaultdict(list)
 
     def begin(self, signature: int) -> None:
-        """Start a batch; the same `signature` on all ranks, which so forget the same ones."""
+        """Start a batch; the same `signature` on all ranks, which so forget the same ones.
+
+        What the batch before has sent may still be on its way: a peer takes it when it comes to that point of its list,
+        and nobody waits for that at the end of a batch. What was sent before that has been taken long ago.
+        """
+        _wait_for(self._late)
+        self._late = [item for items in self._leaving.values() for item in items]
+        self._leaving.clear()
         self._agreed = self._known.pop(signature, {})
         self._known[signature] = self._agreed
         if len(self._known) > REMEMBERED:
@@ -117,13 +129,15 @@ class Mail:
                     spare.append(sent)
 
     def finish(self) -> None:
-        """Wait until all that was sent in this batch has left."""
+        """Wait until all that was sent has left."""
+        _wait_for(self._late)
         self.release(list(self._leaving))
 
     def forget(self) -> None:
         """Drop all that is under way, after a failure."""
         self._arriving.clear()
         self._leaving.clear()
+        self._late.clear()
 
     def _expect(self, route: Route, peer: int) -> Arriving:
         """Start to receive what was agreed, or a note that says otherwise; it is unpacked while it is under way."""
@@ -139,7 +153,7 @@ class Mail:
         works = tuple(transport.receive(peer, route.tag, one) for one in (note, buffer))
         return Arriving(peer, note, works, unpack(spec, buffer))
 
-    def _change(self, route: Route, peer: int, packet: Packet) -> list[tuple[Parcel | Tensor, Work]]:
+    def _change(self, route: Route, peer: int, packet: Packet) -> list[Leaving]:
         """Send what the receiver expects, with a header that says otherwise, and what is true behind it."""
         known = self._agreed.get(route)
         self._agreed[route] = spec = spec_of(packet)
@@ -158,3 +172,8 @@ class Mail:
     def _correction(self, route: Route, peer: int, buffer: Tensor) -> Tensor:
         self.transport.receive(peer, route.tag + 1, buffer).wait()
         return buffer
+
+
+def _wait_for(leaving: list[Leaving]) -> None:
+    while leaving:
+        leaving.pop()[1].wait()

@@ -90,6 +90,7 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads, once the others have got what this rank sent them."""
+        self.engine.mail.finish()
         self.chain.finish()
         self.user.stop()
 

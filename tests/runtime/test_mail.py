@@ -4,6 +4,8 @@ shape      a   a   b   a   a
 messages   3   1   3   3   1
 """
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -99,3 +101,27 @@ def test_nothing_comes() -> None:
     end.exchange([], [(ROUTE, 0)])
     with pytest.raises(TimeoutError, match="nothing came from pipeline rank 0"):
         end.collect(ROUTE)
+
+
+class Slow(LoopbackTransport):
+    """Whose messages leave when they are let go."""
+
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(hub, 0)
+        self.waited: list[int] = []
+
+    def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Work:
+        work = Mock()
+        work.wait.side_effect = lambda: self.waited.append(tag)
+        return work
+
+
+def test_a_batch_ends_before_its_last_messages_have_left() -> None:
+    transport = Slow(Hub(2))
+    mail, routes = Mail(transport), [Route(0, "forward", m) for m in range(3)]
+    for batch, route in enumerate(routes):
+        mail.begin(batch)
+        mail.exchange([(route, 1, packet(None))], [])
+        assert set(transport.waited) == {one.tag + i for one in routes[: max(0, batch - 1)] for i in (0, 1)}
+    mail.finish()
+    assert set(transport.waited) == {one.tag + i for one in routes for i in (0, 1)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_hanayo.runtime.trace import Event
 from lightning_hanayo.schedule import Schedule
@@ -41,12 +42,20 @@ class Crossing:
 
 
 def crossings(schedule: Schedule, batch: Batch) -> Iterator[Crossing]:
-    """All messages of a batch that ran by `schedule`."""
-    place = {event.action: (rank, event) for rank, events in enumerate(batch) for event in events}
-    lists = [[event.action for event in events] for events in batch]
-    waits = waits_in(lists, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
-    for action, others in waits.items():
-        receiver, taken = place[action]
-        for sender, sent in map(place.__getitem__, others):
-            if sender != receiver:
-                yield Crossing(sender, sent, receiver, taken)
+    """All messages of a batch that ran by `schedule`, each rank in its row's order."""
+    for (sender, there), (receiver, here) in _places(schedule):
+        yield Crossing(sender, batch[sender][there], receiver, batch[receiver][here])
+
+
+Place = tuple[int, int]
+"""a rank, and where in its row"""
+
+
+@lru_cache(maxsize=8)
+def _places(schedule: Schedule) -> tuple[tuple[Place, Place], ...]:
+    """Where the two ends of each message stand."""
+    rows = schedule.actions
+    place = {action: (rank, number) for rank, row in enumerate(rows) for number, action in enumerate(row)}
+    waits = waits_in(rows, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
+    ends = ((place[sent], place[taken]) for taken, others in waits.items() for sent in others)
+    return tuple((sent, taken) for sent, taken in ends if sent[0] != taken[0])

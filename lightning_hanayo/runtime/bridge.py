@@ -25,6 +25,7 @@ from lightning_hanayo.runtime.tree import Flattener, Skeleton
 
 _INNER = "_forward_behind_bridge"
 _COMPILED = "_compiled_behind_bridge"
+_ELSEWHERE = "_lies_on_another_rank"
 
 
 class _Compiled:
@@ -42,6 +43,7 @@ def install(blocks: Sequence[nn.Module]) -> None:
     for block in blocks:
         if _INNER not in vars(block):
             object.__setattr__(block, _INNER, vars(block).get("forward"))
+            object.__setattr__(block, _ELSEWHERE, any(parameter.is_meta for parameter in block.parameters()))
             block.forward = MethodType(forward, block)
             if block._compiled_call_impl is not None:
                 object.__setattr__(block, _COMPILED, _Compiled(block._compiled_call_impl))
@@ -53,7 +55,7 @@ def remove(blocks: Sequence[nn.Module]) -> None:
     for block in blocks:
         if _INNER in vars(block):
             inner = vars(block).pop(_INNER)
-            del block.forward
+            del block.forward, vars(block)[_ELSEWHERE]
             if inner is not None:
                 block.forward = inner
             compiled = vars(block).pop(_COMPILED, None)
@@ -77,7 +79,7 @@ def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UnsupportedError: the block lies on another pipeline rank.
     """
-    if any(parameter.is_meta for parameter in block.parameters()):
+    if vars(block)[_ELSEWHERE]:
         raise UnsupportedError(
             f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but it "
             f"lies on another pipeline rank; only the steps (training_step, validation_step, ...) see the whole model."

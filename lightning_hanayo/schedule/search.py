@@ -41,6 +41,8 @@ class Search:
         if all(len(set(times)) == 1 for times in job.times) and job.capacity >= job.num_stages:
             self._enough += sum(job.hops)  # the closed form: hardly ever is anything faster
         self.left = min(EFFORT, PLAYS * job.num_actions)  # actions that may still be played
+        if steady:
+            self.left //= 4  # the builder's own plans are hardly ever bettered
 
     @property
     def goes_on(self) -> bool:

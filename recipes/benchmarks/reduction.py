@@ -89,7 +89,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from recipes.benchmarks.pipeline import whole, numeric
+    from recipes.benchmarks.pipeline import numeric, whole
 
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.reduction", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -125,16 +125,16 @@ def _measure(options: argparse.Namespace) -> tuple[list[Result], list[str], str]
         raise HanayoError(f"--ranks {options.ranks} --data {options.data}: both are at least 2")
     case = Case(options.ranks, options.microbatches, time, time, time, 4096, 1, planned_message=0.0005)
     sizes = tuple(options.megabytes)
-    plan = Plan(case, playing, options.data, sizes, options.rounds, not options.ordinary)
+    plan = Plan(case, playing, options.data, sizes, options.rounds)
     count = options.ranks * options.data
     plays = len(playing) * len(sizes) * (options.rounds + 3) * 3
-    found = crew.run(count, play_all, plan, [Manners(realtime=False)] * count, 120 + 10 * plays * 4 * case.busy)
+    found = crew.run(count, play_all, plan, [Manners(not options.ordinary)] * count, 120 + 10 * plays * 4 * case.busy)
     ranks = [turns for _, turns in found]
     results = [
         result_of(plan, candidate, megabytes, turns)
         for (candidate, megabytes), *turns in zip(plan.pairs, *ranks, strict=True)
     ]
-    return results, describe(ranks[0][0].manners), _title(plan)
+    return results, describe(found[0][0]), _title(plan)
 
 
 def _ours(names: Sequence[str]) -> Sequence[str]:

@@ -19,7 +19,6 @@ from lightning_hanayo.runtime.process_group import ProcessGroupTransport
 from lightning_hanayo.runtime.reduction import Reduction
 from lightning_hanayo.topology import Topology
 from recipes.benchmarks.case import Candidate, Case
-from recipes.benchmarks.machine import Manners
 from recipes.benchmarks.ours import OurPlayer
 from recipes.benchmarks.rounds import WARM_UP, Played, play
 
@@ -39,7 +38,6 @@ class Plan:
     megabytes: tuple[float, ...]
     """of gradients in a rank's whole share; one case each"""
     num_rounds: int
-    realtime: bool
 
     @property
     def pairs(self) -> list[tuple[Candidate, float]]:
@@ -55,7 +53,6 @@ class Turns:
     """by round"""
     max_error: float
     """of sums, relative"""
-    manners: str
 
 
 def play_all(rank: int, plan: Plan) -> list[Turns]:
@@ -84,20 +81,20 @@ class ReducingPlayer(OurPlayer):
     ) -> None:
         super().__init__(case, candidate, transport, self._reach)
         self.way: Way = "none"
-        self._share = 1.0 + data.rank()
+        self.share = 1.0 + data.rank()
         self._whole = data.size() * (data.size() + 1) / 2
         self._ballast = {number: _ballast(megabytes / len(self.stages)) for number in self.stages}
         self._reduction = Reduction(self._ballast, data)
 
-    def refill(self) -> None:
-        """Gradients as a backward makes them."""
+    def fill(self, value: float) -> None:
+        """Set all gradients."""
         for gradient in self._gradients():
-            gradient.fill_(self._share)
+            gradient.fill_(value)
 
     @property
     def error(self) -> float:
-        """Of the sums of the last step, relative."""
-        expected = self._share if self.way == "none" else self._whole
+        """Of the sums of a step that began with gradients of `share`, relative."""
+        expected = self.share if self.way == "none" else self._whole
         return max(float((gradient / expected - 1).abs().max()) for gradient in self._gradients())
 
     @override
@@ -130,24 +127,22 @@ def _ballast(megabytes: float) -> list[nn.Parameter]:
 
 
 def _take_turns(player: ReducingPlayer, plan: Plan) -> Turns:
+    errors = [_checked(player, way) for way in WAYS * WARM_UP]
+    player.fill(0.0)  # which stays, however often it is summed: nothing is to be written between the rounds
     played: dict[Way, list[Played]] = {way: [] for way in WAYS}
-    error = 0.0
-    for way in WAYS * WARM_UP:
-        error = max(error, _step(player, way)[1])
-    said = Manners(plan.realtime).take()  # not before gloo has its threads, which stay ordinary
     for turn in range(plan.num_rounds):
         first = turn % len(WAYS)
         for way in WAYS[first:] + WAYS[:first]:
-            one, wrong = _step(player, way)
-            played[way].append(one)
-            error = max(error, wrong)
-    return Turns({way: tuple(rounds) for way, rounds in played.items()}, error, said)
+            player.way = way
+            played[way].append(play(player, steps=1))
+    return Turns({way: tuple(rounds) for way, rounds in played.items()}, max(errors))
 
 
-def _step(player: ReducingPlayer, way: Way) -> tuple[Played, float]:
+def _checked(player: ReducingPlayer, way: Way) -> float:
     player.way = way
-    player.refill()
-    return play(player, steps=1), player.error
+    player.fill(player.share)
+    player.play()
+    return player.error
 
 
 def _group(topology: Topology, axis: str) -> Any:

@@ -39,6 +39,8 @@ class Layout:
     activation_budget: float | None = None
     costs: CostModel = COSTS
     """what the order is made for; per stage, or per smaller stage of which each of these holds as many in a row"""
+    steady: bool = False
+    """whether steps follow each other without a barrier, and the order is made for that"""
 
     @property
     def num_stages(self) -> int:
@@ -75,6 +77,11 @@ class Layout:
         """A whole batch under these costs."""
         return simulate(self.table(self.num_microbatches), self.stage_costs)
 
+    def step_time(self) -> float:
+        """What a step takes under these costs: by itself, or, if steps are steady, as one of many."""
+        table = self.table(self.num_microbatches)
+        return simulate(table, self.stage_costs, steps=2 if self.steady else 1).step_times[-1]
+
     def predict(self) -> float:
         """The bubble of a whole batch, simulated."""
         return self.simulate().bubble_ratio
@@ -92,6 +99,7 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         num_stages_per_rank=2 * layout.num_waves if layout.schedule in _LOOPS else None,
         costs=layout.stage_costs if layout.schedule in _WAVES else None,  # the others' order is what it is
         activation_budget=layout.activation_budget,
+        steady=layout.steady,
     )
     return _ending_on_rank_0(schedule)
 
@@ -130,12 +138,14 @@ def choose(
     schedule: str = "auto",
     activation_budget: float | None = None,
     costs: CostModel | None = None,
+    steady: bool = False,
 ) -> Layout:
     """The layout with what is `"auto"` chosen: the wave, two micro-batches per rank, the W that simulates best.
 
     One rank has nothing to overlap with: unless waves are asked for, its stack is one stage.
 
-    `costs`, in any unit of time, take the place of the guess `COSTS`; given per stage, they rule out more stages.
+    `costs`, in any unit of time, take the place of the guess `COSTS`; given per stage, they rule out more stages. Where
+    steps are `steady`, ranks begin their next one while others still end this one, and what each adds is what counts.
 
     Raises:
         HanayoError: an unknown schedule, fewer blocks than stages, or costs of other stages; the message names the
@@ -148,12 +158,14 @@ def choose(
     waves = [num_waves] if num_waves != "auto" else list(WAVES) if names[0] in _WAVES + _LOOPS else [1]
     relative = COSTS if costs is None else in_forwards(costs, num_ranks)
     layouts = [
-        Layout(name, num_ranks, wave, num_microbatches, activation_budget, relative) for wave in waves for name in names
+        Layout(name, num_ranks, wave, num_microbatches, activation_budget, relative, steady)
+        for wave in waves
+        for name in names
     ]
     fitting = [layout for layout in layouts if _check_ranks(layout).num_stages <= num_blocks]
     if not fitting:
         raise HanayoError(_too_few(layouts[0], num_blocks))
-    return min(_with_costs(fitting), key=lambda layout: layout.simulate().makespan)
+    return min(_with_costs(fitting), key=Layout.step_time)
 
 
 def in_forwards(costs: CostModel, num_ranks: int) -> CostModel:

@@ -32,8 +32,10 @@ from lightning_hanayo.strategy.pipeline import Entering, Pipeline
 from lightning_hanayo.topology import Topology
 
 
-def layout_of(model: nn.Module, options: Options, topology: Topology) -> tuple[Stack, Layout]:
+def layout_of(model: nn.Module, options: Options, topology: Topology, *, steady: bool) -> tuple[Stack, Layout]:
     """The model's stack and the layout it gets. Needs no process group: what is wrong is known before any starts.
+
+    `steady` says whether nothing makes ranks wait for each other between steps.
 
     Raises:
         HanayoError: no stack, or too few blocks.
@@ -47,6 +49,7 @@ def layout_of(model: nn.Module, options: Options, topology: Topology) -> tuple[S
         schedule=options.schedule,
         activation_budget=options.activation_budget,
         costs=options.costs,
+        steady=steady,
     )
     if not isinstance(options.balance, str) and len(options.balance) != len(stack):
         raise HanayoError(f"balance has {len(options.balance)} costs, but {stack.name} has {len(stack)} blocks")
@@ -55,8 +58,9 @@ def layout_of(model: nn.Module, options: Options, topology: Topology) -> tuple[S
 
 def assemble(
     model: nn.Module,
+    stack: Stack,
+    layout: Layout,
     options: Options,
-    topology: Topology,
     groups: Groups,
     *,
     device: torch.device,
@@ -68,15 +72,15 @@ def assemble(
 
     Args:
         model: the whole model, the same on all ranks; afterwards other ranks' parameters are placeholders.
+        stack: its blocks.
+        layout: what they become.
         options: as `HanayoStrategy` got them.
-        topology: where the ranks lie.
         groups: this rank's process groups.
         device: where the model shall lie.
         example: runs the model once, for `balance="time"`.
         runs: the blocks of each stage, if they were cut before.
         on_failure: what to do when a transfer fails.
     """
-    stack, layout = layout_of(model, options, topology)
     table = layout.table(layout.num_microbatches)
     runs = runs or cut_stack(model, stack, layout, options, example)
     ownership = Ownership(stack, (*runs, *([range(0)] if table.loss_stage else [])), table.stage_ranks)

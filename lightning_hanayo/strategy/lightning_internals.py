@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -53,6 +54,13 @@ def example_of(module: "pl.LightningModule") -> Callable[[], object] | None:
     if isinstance(array, dict):
         return partial(module, **array)
     return partial(module, *(array if isinstance(array, (tuple, list)) else [array]))
+
+
+def clips_by_norm(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:
+    """Whether all ranks wait for each other before each optimizer step, for the norm of the whole gradient."""
+    if is_overridden("configure_gradient_clipping", module):
+        return True
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
 
 
 def logged_step(trainer: "pl.Trainer") -> int:

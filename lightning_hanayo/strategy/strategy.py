@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
+from lightning_hanayo.partition.stack import Stack
+from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.handover import Handover
 from lightning_hanayo.runtime.stage import loss_of
@@ -137,7 +139,11 @@ class HanayoStrategy(PlacedStrategy):
         assert module is not None and trainer is not None
         self._check(trainer, module)
         if not lightning_internals.defines_model_late(module):
-            layout_of(module, self.options, self.topology)
+            self._layout(trainer, module)
+
+    def _layout(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> tuple[Stack, Layout]:
+        steady = not lightning_internals.clips_by_norm(trainer, module)
+        return layout_of(module, self.options, self.topology, steady=steady)
 
     def _check(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         refusals.check_module(module, self)
@@ -166,7 +172,7 @@ class HanayoStrategy(PlacedStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(module)
         self._check(trainer, module)  # again, for a model that was built by now
-        self._setup_pipeline(module)
+        self._setup_pipeline(trainer, module)
         self._setup_trainer(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -175,15 +181,16 @@ class HanayoStrategy(PlacedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
 
-    def _setup_pipeline(self, module: "pl.LightningModule") -> None:
+    def _setup_pipeline(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         assert self._failures is not None
-        layout_of(module, self.options, self.topology)  # the same error on all ranks, before the first message
+        stack, layout = self._layout(trainer, module)  # the same error on all ranks, before the first message
         if self.world_size > 1 and not any(parameter.is_meta for parameter in module.parameters()):
             agree(tensors_of(module))
         self._pipeline = assemble(
             module,
+            stack,
+            layout,
             self.options,
-            self.topology,
             self.groups,
             device=self.root_device,
             example=lightning_internals.example_of(module),

@@ -116,3 +116,10 @@ def test_a_split_backward(schedule: str, waves: int, per_rank: int) -> None:
 def test_a_wave_ends_where_it_begins_and_a_loop_doesnt() -> None:
     assert choose(num_ranks=2, num_blocks=8).ends_on_first_rank
     assert not choose(num_ranks=2, num_blocks=8, schedule="1f1b").ends_on_first_rank
+
+
+def test_steady_steps_are_judged_by_what_each_adds() -> None:
+    """P = 4, T_C = 0.05: one wave's steps overlap better, two waves' are shorter by themselves."""
+    single, steady = (choose(num_ranks=4, num_blocks=16, num_microbatches=8, steady=steady) for steady in (False, True))
+    assert (single.num_waves, steady.num_waves) == (2, 1)
+    assert steady.step_time() < single.step_time() and steady.predict() > single.predict()

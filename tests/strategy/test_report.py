@@ -39,7 +39,7 @@ def test_a_run_is_measured_and_the_next_one_planned_with_it(pool: Pool, tmp_path
     assert (profile.schedule, profile.num_ranks, profile.num_waves) == ("hanayo-zb", 2, 2)
     assert sum(profile.blocks) == models.NUM_BLOCKS
     strategy = make_strategy(WAVE, costs=str(tmp_path / "profile.json"))
-    _, layout = layout_of(models.build(models.MLP), strategy.options, WAVE.topology)
+    _, layout = layout_of(models.build(models.MLP), strategy.options, WAVE.topology, steady=False)
     bubble = simulate(layout.table(WAVE.num_microbatches), profile.costs).bubble_ratio
     assert layout.predict() == pytest.approx(bubble)
 

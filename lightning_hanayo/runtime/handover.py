@@ -43,12 +43,11 @@ class Handover:
         """
         return _HandOver.apply(self, scale, value.detach(), _ANCHOR)  # type: ignore[no-any-return]
 
-    def give(self, factor: float) -> None:
-        """Give the gradients to the parameters, times `factor`."""
-        if factor != 1.0:
-            for gradient in self._fresh:
-                if gradient is not None:
-                    gradient.mul_(factor)
+    def give(self, factor: Tensor) -> None:
+        """Give the gradients to the parameters, times `factor`: unread where reading it would wait for a device."""
+        made = [gradient for gradient in self._fresh if gradient is not None]
+        if made and (factor.device.type != "cpu" or factor != 1.0):
+            torch._foreach_mul_(made, factor)
         self._put(self._fresh)
         self._fresh = self._found = []
 
@@ -65,9 +64,7 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        factor = float(gradient) / ctx.scale
-        rounded = abs(factor - 1.0) <= torch.finfo(gradient.dtype).eps
-        ctx.handover.give(1.0 if rounded else factor)
+        ctx.handover.give(gradient / torch.full_like(gradient, ctx.scale))  # exactly 1 if it is what was expected
         return None, None, None, None
 
 

@@ -46,6 +46,15 @@ def test_another_gradient_than_expected_scales(parameters: list[nn.Parameter], s
     assert [p.grad.unique().item() for p in parameters] == [pytest.approx(3.0 * sent)] * 2
 
 
+def test_what_was_expected_is_expected_in_the_losss_precision(parameters: list[nn.Parameter]) -> None:
+    made = 0.1 + 1 / 7  # a factor of 0.998 would be seen
+    handover = Handover(parameters, continues=False)
+    parameters[0].grad = torch.full((2,), made)
+    handover.take()
+    (handover.loss(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 7) / 7).backward()
+    assert torch.equal(parameters[0].grad, torch.full((2,), made))
+
+
 def test_unused_parameters_stay_without(parameters: list[nn.Parameter]) -> None:
     handover = Handover([*parameters, unused := nn.Parameter(torch.zeros(1))], continues=False)
     parameters[0].grad = torch.ones(2)

@@ -6,6 +6,8 @@ rank 1      10     .      .      .
 sum         11     2      .      .        .: no gradient
 """
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -75,6 +77,28 @@ def mixed() -> list[str]:
 def test_one_bucket_per_dtype(pool: Pool) -> None:
     expected = [f"torch.{d} [2.0, 2.0]" for d in ("float32", "float64", "float32")]
     assert pool.run(2, mixed) == [expected] * 2
+
+
+def again_and_again() -> list[int]:
+    """How many tensors there are after 20 steps, and after 200; one parameter has no gradient on any rank."""
+    dist.init_process_group("gloo")
+    parameters = [nn.Parameter(torch.zeros(numbers)) for numbers in (4, LARGE // 4, 3)]
+    reduction = Reduction({0: parameters}, dist.group.WORLD)
+    counts = []
+    for step in range(200):
+        for parameter in parameters[:2]:
+            parameter.grad = torch.ones_like(parameter)
+        reduction.start(0)
+        reduction.finish()
+        if step in (19, 199):
+            gc.collect()
+            counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+    return counts
+
+
+def test_nothing_grows(pool: Pool) -> None:
+    for early, late in pool.run(2, again_and_again):
+        assert early == late
 
 
 def test_one_data_rank_sums_nothing() -> None:

@@ -1,0 +1,133 @@
+"""A run that goes on: nothing grows from step to step, and no step waits for what a device computes.
+
+step 0 .. 99      agrees, fills buffers and traces
+step 100 .. 999   as many objects, tensors and bytes afterwards as before
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_hanayo.schedule import build
+from tests.runtime.loopback_pipeline import LoopbackPipeline
+
+STEPS, SETTLED = 1000, 100
+STATM = Path("/proc/self/statm")
+WAITING = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+"""methods that bring a value to the host, and so wait for everything before it on its device"""
+
+
+class Model(nn.Module):
+    """Its head is its embedding: a tied weight."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_blocks))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(x @ self.embedding.weight.T, tokens)
+
+
+@contextmanager
+def steps(schedule: str, microbatches: int, context: Callable[[], Any]) -> Iterator[Callable[[int], object]]:
+    """A function that plays the step of that number; lengths change from step to step, as in a bucketed data set."""
+    table = build(schedule, num_ranks=2, num_microbatches=microbatches)
+    model = Model(table.num_stages)
+    playing = LoopbackPipeline(model.blocks, table)
+
+    def play(number: int) -> object:
+        for parameter in model.parameters():
+            parameter.grad = None
+        tokens = torch.ones(microbatches, 2 + number % 3, dtype=torch.long)
+
+        def step(microbatch: int) -> Tensor:
+            with context():  # user code has a thread of its own
+                return model.step(tokens[microbatch])
+
+        return playing.run(step, [1 / microbatches] * microbatches, signature=number % 3, context=context)
+
+    try:
+        yield play
+    finally:
+        playing.close()
+
+
+def held() -> tuple[int, int, int]:
+    """Objects, tensors, and the tensors' bytes, each storage once."""
+    gc.collect()
+    things = gc.get_objects()
+    tensors = [thing for thing in things if issubclass(type(thing), Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
+    return len(things), len(tensors), sum(storages.values())
+
+
+def resident() -> int:
+    """Bytes of this process in memory; 0 where that can't be read."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0
+
+
+def test_nothing_grows_over_a_thousand_steps() -> None:
+    with steps("zb-h1", 1, nullcontext) as play:
+        for number in range(SETTLED):
+            play(number)
+        before, room = held(), resident()
+        for number in range(SETTLED, STEPS):
+            play(number)
+        after, grown = held(), resident() - room
+    assert after[1:] == before[1:]
+    assert after[0] <= before[0] + 20, "the test's own; a single object per step would be 900"
+    assert grown < 2**22, "4 kB per step would be more"
+
+
+class Waits(AssertionError):
+    """A value was fetched from a device."""
+
+
+class NeverWaits(TorchDispatchMode):
+    """Refuses what fetches a value below Python, or moves a tensor between devices."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero) or (
+            kwargs and kwargs.get("device") is not None and any(isinstance(arg, Tensor) for arg in args)
+        ):
+            raise Waits(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("schedule", ["hanayo", "hanayo-zb"])
+def test_no_step_waits_for_a_device(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with steps(schedule, 2, NeverWaits) as play:
+        with monkeypatch.context() as patched:
+            patched.setattr(NeverWaits, "__torch_dispatch__", lambda _, f, __, a=(), k=None: f(*a, **(k or {})))
+            for number in range(3):
+                play(number)  # agrees on what messages look like: specs travel as bytes
+        for method in WAITING:
+            monkeypatch.setattr(Tensor, method, _waits(method))
+        for number in range(3):
+            play(number)
+
+
+def _waits(method: str) -> Callable[..., NoReturn]:
+    def wait(*_: object, **__: object) -> NoReturn:
+        raise Waits(f"Tensor.{method}")
+
+    return wait
+
+
+@pytest.mark.parametrize("fetch", [Tensor.item, bool, Tensor.nonzero, lambda t: t.to("meta")])
+def test_waiting_is_seen(fetch: Callable[[Tensor], object]) -> None:
+    with NeverWaits(), pytest.raises(Waits):
+        fetch(torch.ones(1))

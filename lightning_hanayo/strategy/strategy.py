@@ -54,7 +54,7 @@ class HanayoStrategy(PlacedStrategy):
     Args:
         pipeline_parallel_size: P, the ranks a model is spread over; "auto": what data and cube leave over.
         num_waves: W; each pipeline rank holds 2W stages. More waves, smaller bubbles, more messages; "auto": the best
-            simulated.
+            simulated; on one rank none: the step runs straight through, as in a plain Trainer.
         cube: 3-D tensor parallelism inside each stage: 1, p for a p x p x p cube, or (x, y, z). Only 1 so far.
         data_parallel_size: D, pipelines side by side on other data; "auto": what pipeline and cube leave over.
         num_microbatches: B, the pieces a batch is cut into; a batch with fewer samples is cut into fewer. "auto": 2P.

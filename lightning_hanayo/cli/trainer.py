@@ -27,7 +27,9 @@ def run(argv: list[str]) -> int:
     try:
         WaveCLI(argv)
     except MisconfigurationException as error:
-        raise HanayoError(str(error)) from error
+        mistake = HanayoError(str(error))
+        mistake.first_of_all = getattr(error, "first_of_all", False)
+        raise mistake from error
     return 0
 
 

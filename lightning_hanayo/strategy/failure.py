@@ -7,11 +7,14 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_hanayo.errors import HanayoError, PeerFailed
 
 _KEY = "hanayo/first_failure"
+_MISTAKES = (HanayoError, MisconfigurationException)
+"""what the user can mend"""
 POLL = 0.5
 """seconds between two looks for a failure elsewhere"""
 GRACE = 5.0
@@ -47,7 +50,7 @@ class Failures:
 
     def publish(self, error: BaseException) -> Failure:
         """Say that this rank fails with `error`; return the first failure of all."""
-        own = Failure(self._rank, f"{type(error).__name__}: {error}", 2 if isinstance(error, HanayoError) else 1)
+        own = Failure(self._rank, f"{type(error).__name__}: {error}", 2 if isinstance(error, _MISTAKES) else 1)
         try:
             return _read(self._store.compare_set(_KEY, "", json.dumps(asdict(own))))
         except RuntimeError:  # the store went with rank 0
@@ -76,8 +79,7 @@ class Failures:
         first = self.publish(error)
         if first.rank != self._rank:
             first.follow()
-        if isinstance(error, HanayoError):
-            error.first_of_all = True
+        error.first_of_all = True  # type: ignore[attr-defined]
 
     def stop(self) -> None:
         """The run is over for this rank: stop watching."""

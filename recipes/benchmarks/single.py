@@ -18,6 +18,17 @@ from lightning_hanayo.errors import HanayoError
 if TYPE_CHECKING:
     from recipes.benchmarks.turns import Outcome
 
+TITLE = "# One process: our strategy beside the plain Trainer"
+READING = """\
+`Trainer(strategy="hanayo")` on one device plays one stage: the step runs straight through, without threads, recorded
+calls or messages. What is left is bookkeeping of a fixed length: gradients are made within the training step and handed
+to Lightning's backward, logs are kept until the batch is whole, each action is noted.
+
+Both train in one process, a step of one and a step of the other, so that what else runs on the machine meets both
+alike. The ratio is that of neighbouring steps, its median over a round; min-max are the rounds'. glibc is told to keep
+freed memory: whether it gives pages back and faults them in again changes from fit to fit, and is some 2 % of a step.
+
+    python -m recipes.benchmarks.single --table docs/benchmarks/single.md"""
 PRECISIONS = ("32-true", "bf16-mixed")
 
 
@@ -87,7 +98,7 @@ def _table(plan: Any, outcomes: "Sequence[Outcome]", machine: Sequence[str]) -> 
         f"micro-batch. {plan.rounds} rounds of {plan.steps} steps each way; a step is from batch to batch, medians."
     )
     listed = "\n".join(f"- {line}" for line in machine)
-    return "\n\n".join([listed, about, markdown(head, map(_row, outcomes))]) + "\n"
+    return "\n\n".join([TITLE, listed, about, markdown(head, map(_row, outcomes)), READING]) + "\n"
 
 
 def _row(outcome: "Outcome") -> tuple[str, ...]:

@@ -100,11 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--waves", type=whole, default=[2, 4], help="W (default 2 4)", **many)
     parser.add_argument("--schedules", nargs="+", default=["hanayo"], metavar="NAME",
                         help=f"of {', '.join(OURS)} (default hanayo)")  # fmt: skip
-    parser.add_argument("--forward-ms", type=numeric, default=20.0, metavar="MS",
+    parser.add_argument("--forward-ms", type=numeric, default=40.0, metavar="MS",
                         help="one micro-batch's forward through a rank's whole share; input and weight gradient take "
-                        "as long each (default 20)")  # fmt: skip
-    parser.add_argument("--megabytes", type=numeric, nargs="+", default=[64.0], metavar="MB",
-                        help="gradients of a rank's whole share (default 64)")  # fmt: skip
+                        "as long each (default 40)")  # fmt: skip
+    parser.add_argument("--megabytes", type=numeric, nargs="+", default=[128.0], metavar="MB",
+                        help="gradients of a rank's whole share (default 128)")  # fmt: skip
     parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="each way once in each (default 9)")
     parser.add_argument("--ordinary", action="store_true", help="don't ask for real-time priority")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")

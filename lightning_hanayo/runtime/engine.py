@@ -47,9 +47,16 @@ class Engine:
             elif isinstance(move, Exchange):
                 self._exchange(move)
             elif reduce:
+                self._keep_what_was_handed()
                 self._reduce(move.stage)
         if program.trains:
             self.trace.end()
+
+    def _keep_what_was_handed(self) -> None:
+        """A gradient that waits here for its next stage may be a parameter's too (`x + p`), summed in place."""
+        for route, packet in self._handed.items():
+            if route.direction == "backward":
+                self._handed[route] = Packet(packet.skeleton, tuple(tensor.clone() for tensor in packet.tensors))
 
     def _exchange(self, exchange: Exchange) -> None:
         self.mail.exchange(

@@ -73,19 +73,25 @@ def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> _Buc
     for i, parameter in enumerate(parameters):
         if parameter.grad is None:
             counts[i].zero_()  # on the device: a list of numbers would be copied there, and waited for
-    sums = [_summand(parameter) for parameter in parameters]
+    taken: set[int] = set()
+    sums = [_summand(parameter, taken) for parameter in parameters]
     together = [total for total in sums if not _goes_alone(total)]
     works = [group.allreduce([total]) for total in sums if _goes_alone(total)]
     return _Bucket(parameters, sums, counts, [*works, group.allreduce_coalesced([counts, *together])])
 
 
-def _summand(parameter: nn.Parameter) -> Tensor:
-    """The parameter's gradient, or zeros; in memory laid out as the parameter is, so the same on all ranks."""
+def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
+    """The parameter's gradient, or zeros; in memory laid out as the parameter is, so the same on all ranks.
+
+    And in no other's (`taken`): autograd gives `p` and `q` of `x + p.view(...) + q.view(...)` one gradient.
+    """
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter)
-    if gradient.stride() != parameter.stride():
+    memory = gradient.untyped_storage().data_ptr()
+    if gradient.stride() != parameter.stride() or memory in taken:
         gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    taken.add(memory)
     return gradient
 
 

@@ -22,7 +22,7 @@ What else costs, stages or a smaller budget ask for is found by search, and the 
 
 from collections.abc import Iterator
 from dataclasses import replace
-from heapq import nsmallest
+from heapq import heappop, heappush, nsmallest
 from itertools import islice, product
 from math import inf
 from operator import itemgetter
@@ -63,7 +63,30 @@ def hanayo_zb(request: Request) -> Schedule:
     if tight:
         search.along(_patterns(search.job), until=-inf)
     search.improve()
-    return replace(shape, actions=search.compiled.actions(search.best))
+    return replace(shape, actions=search.compiled.actions(_stages_one_after_another(search.best, search.job)))
+
+
+def _stages_one_after_another(rows: list[list[int]], job: Job) -> list[list[int]]:
+    """The same order, but where a rank runs some W it is the highest stage's whose I is done, so that this one's
+    gradients are all there as early as can be, and are summed over data ranks beside what is left.
+
+        W3 W0 W3 W0   ->   W3 W3 W0 W0          both reduced after the last one  ->  3's behind the second one
+
+    Left as it is where stages' W take different times.
+    """
+    microbatches, kind = job.num_microbatches, job.num_stages * job.num_microbatches
+    for rank, row in enumerate(rows):
+        stages = [stage for stage, home in enumerate(job.stage_ranks) if home == rank]
+        if len({job.times[2][stage] for stage in stages}) > 1:
+            continue
+        waiting: list[tuple[int, int, int]] = []
+        for place, code in enumerate(row):
+            if code >= 2 * kind:
+                row[place] = heappop(waiting)[2]
+            elif code >= kind:
+                stage, microbatch = divmod(code - kind, microbatches)
+                heappush(waiting, (-stage, microbatch, code + kind))
+    return rows
 
 
 def _waves(

@@ -283,3 +283,27 @@ def test_a_micro_batch_without_a_share_adds_nothing_not_even_a_nan() -> None:
     expected(reference, [batch[0], batch[1], batch[3]])
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+class Shift(nn.Module):
+    """Its parameter's gradient is its input's: autograd may give both the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift.view(2, 3)
+
+
+def test_what_is_summed_in_place_is_nobody_elses() -> None:
+    """One micro-batch, one rank, two stages: 1's gradients are reduced while its input's waits for stage 0."""
+    blocks = nn.ModuleList([Shift(), Shift()])
+    playing = LoopbackPipeline(blocks, build("hanayo", num_ranks=1, num_microbatches=1))
+    engine = playing.engines[0]
+    engine._reduce = lambda stage: blocks[stage].shift.grad.mul_(10.0)  # as if ten replicas were summed
+    try:
+        playing.run(lambda _: blocks[1](blocks[0](torch.ones(2, 3, requires_grad=True))).square().sum(), [1.0])
+    finally:
+        playing.close()
+    assert [block.shift.grad.unique().tolist() for block in blocks] == [[20.0], [20.0]]

@@ -46,6 +46,22 @@ def test_sums(pool: Pool, transposed: bool, dtype: torch.dtype, shapes: list[tup
     assert pool.run(2, reduce, transposed, dtype, shapes) == [[11.0, 2.0, None, None]] * 2
 
 
+def in_one_memory() -> list[object]:
+    """Autograd gives both parameters of `x + p.view(...) + q.view(...)` views of one gradient."""
+    dist.init_process_group("gloo")
+    p, q = (nn.Parameter(torch.zeros(6)) for _ in range(2))
+    (torch.ones(2, 3) + p.view(2, 3) + q.view(2, 3)).square().sum().backward()
+    shared = p.grad.data_ptr() == q.grad.data_ptr()
+    reduction = Reduction({0: [p, q]}, dist.group.WORLD)
+    reduction.start(0)
+    reduction.finish()
+    return [shared, p.grad.unique().tolist(), q.grad.unique().tolist()]
+
+
+def test_gradients_that_share_memory_are_summed_once_each(pool: Pool) -> None:
+    assert pool.run(2, in_one_memory) == [[True, [4.0], [4.0]]] * 2
+
+
 def laid_out() -> list[object]:
     """Rank 0's gradient is laid out as its parameter, rank 1's isn't."""
     dist.init_process_group("gloo")

@@ -202,6 +202,7 @@ def over_processes(num_microbatches: int) -> dict[int, list[Tensor | None]]:
     reductions.append(Reduction(player.parameters, pairs[min(rank, last - rank)]))
     player.play(schedule)
     reductions[0].finish()
+    player.engine.mail.finish()  # a peer may still need what this rank has sent
     return {stage: [parameter.grad for parameter in own] for stage, own in player.parameters.items()}
 
 

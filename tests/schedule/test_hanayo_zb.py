@@ -57,7 +57,7 @@ def without_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_picture() -> None:
     assert drawn(wave("hanayo-zb", (2, 1, 2))) == [
         "F00 F01 ... F10 I10 F11 I11 I00 W10 I01 W11 W00 W01",
-        "... F00 F10 F01 F11 I10 I00 I11 I01 W10 W00 W11 W01",
+        "... F00 F10 F01 F11 I10 I00 I11 I01 W10 W11 W00 W01",
     ]
 
 
@@ -315,3 +315,15 @@ def test_steady_steps_add_less_though_the_first_may_take_longer(sizes: Sizes) ->
     assert steady.step_times[-1] <= single.step_times[-1] + 1e-9
     assert steady.step_times[-1] <= 3 * num_microbatches * 1.01, "what a rank computes, and hardly more"
     assert max(steady.peak_activations) <= num_ranks
+
+
+SIZES_EXPOSED = [((2, 2, 4), 0.25), ((4, 2, 8), 0.25), ((8, 2, 16), 0.25), ((4, 4, 8), 0.15)]
+
+
+@pytest.mark.parametrize(("sizes", "exposed"), SIZES_EXPOSED)
+def test_only_the_last_stages_reduction_is_exposed(sizes: Sizes, exposed: float) -> None:
+    """Summing gradients over data ranks takes a tenth of the compute; the last of 2W stages is left."""
+    reduce = 0.1 * 3 * sizes[2]
+    schedule = wave("hanayo-zb", sizes)
+    step, longer = simulate(schedule), simulate(schedule, CostModel(gradient_reduce=reduce))
+    assert longer.makespan - step.makespan <= exposed * reduce + 1e-9

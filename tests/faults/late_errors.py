@@ -1,9 +1,11 @@
-"""Models for `hanayo fit` whose mistake shows only in the processes: `late_errors.TooFew`, `late_errors.Odd`."""
+"""Models for `hanayo fit` whose mistake shows only in the processes: `late_errors.Odd`, `late_errors.Late`."""
 
 import os
+import time
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -38,15 +40,6 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class TooFew(Model):
-    """Three blocks for four stages, built when the processes run."""
-
-    def configure_model(self) -> None:
-        with open(os.environ["START_FILE"], "a") as file:
-            file.write(f"{os.getpid()}\n")
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-
 class Odd(Model):
     """A block on rank 1 hands on what can't cross."""
 
@@ -55,6 +48,14 @@ class Odd(Model):
         with open(os.environ["START_FILE"], "a") as file:
             file.write(f"{os.getpid()}\n")
         self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
+
+
+class Late(Odd):
+    """Lightning's own kind of mistake, which rank 1 meets first."""
+
+    def on_fit_start(self) -> None:
+        time.sleep(1.5 * (self.global_rank == 0))
+        raise MisconfigurationException("a monitor needs a logger")
 
 
 class Data(LightningDataModule):

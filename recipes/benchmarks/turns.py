@@ -4,10 +4,8 @@ thread of plain    step 0          step 1          step 2          the same mode
 thread of ours             step 0          step 1          ...     for its turn waits in its data loader
 """
 
-import ctypes
 import gc
 import logging
-import sys
 import threading
 import time
 import warnings
@@ -28,6 +26,7 @@ from typing_extensions import override
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import HanayoError
+from recipes.benchmarks.machine import keep_memory
 from recipes.benchmarks.result import Spread
 from recipes.gpt.module import GPT
 
@@ -75,7 +74,7 @@ def measure(plan: Plan, precision: str) -> Outcome:
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*(does not have many workers|no `val_dataloader`|Checkpoint directory)")
-    _keep_memory()
+    keep_memory()
     pairs = [_pair(plan, precision, ours_first=bool(turn % 2)) for turn in range(plan.rounds)]
     return Outcome(
         precision,
@@ -85,20 +84,6 @@ def measure(plan: Plan, precision: str) -> Outcome:
         Spread.of([median(map(truediv, ours.cpu, plain.cpu)) for plain, ours in pairs]),
         equal=all(fit.equals(pairs[0][0]) for pair in pairs for fit in pair),
     )
-
-
-def _keep_memory() -> None:
-    """Let glibc keep what is freed. Whether it gives 8 MB back, and faults them in again in the next step, is luck.
-
-    That luck is 2 % of a step, for either fit, and changes from fit to fit.
-    """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        for option, value in _MALLOC.items():
-            mallopt(option, value)
-
-
-_MALLOC = {-8: 1, -3: 1 << 25, -1: (1 << 31) - 1}
-"""M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h: one heap, nothing mapped apart, nothing trimmed"""
 
 
 @dataclass(frozen=True)

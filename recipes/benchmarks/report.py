@@ -64,7 +64,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
                       fontsize=7)  # fmt: skip
             if ideal is not None:
                 axes.bar(place + 0.2, ideal, width=0.4, color=ORANGE)
-        labels = [result.label.replace(" ", "\n") for result in outcome.results]
+        labels = [one.label.replace(" ", "\n").replace("leaved-", "leaved-\n") for one in outcome.results]
         axes.set_xticks(range(len(labels)), labels, fontsize=7)
         _legend(axes, has_bubble)
     save(figure, path)

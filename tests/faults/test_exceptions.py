@@ -15,9 +15,8 @@ SCRIPT = str(Path(__file__).with_name("script.py"))
 CASES = [  # (pipe, data), where, on which rank
     ((2, 1), "training_step", 0),
     ((2, 1), "loader", 0),
-    ((2, 1), "backward", 1),
+    ((4, 1), "backward", 3),
     ((2, 1), "hook", 1),
-    ((4, 1), "forward", 3),
     ((2, 2), "optimizer", 3),
     ((2, 2), "asleep", 3),
 ]
@@ -63,19 +62,15 @@ def test_unknown_option_on_the_command_line(tmp_path: Path) -> None:
     assert "num_waves" in ended.output and "Traceback" not in ended.output, ended.output
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [("Odd", "the output of a block is a builtins.object"), ("Late", "a monitor needs a logger")],
-)
-def test_an_error_that_shows_late_is_said_once_by_the_command_line(tmp_path: Path, model: str, message: str) -> None:
+def test_an_error_that_shows_late_is_said_once_by_the_command_line(tmp_path: Path) -> None:
     where = "tests.faults.late_errors"
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     strategy = ["--trainer.strategy", "lightning_hanayo.HanayoStrategy", "--trainer.strategy.num_waves", "1"]
     ended = launch(
-        tmp_path, "-m", "lightning_hanayo", "fit", f"--model={where}.{model}", f"--data={where}.Data",
+        tmp_path, "-m", "lightning_hanayo", "fit", f"--model={where}.Late", f"--data={where}.Data",
         "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_steps=2", *strategy,
         *(f"--trainer.{option}=false" for option in quiet),
     )  # fmt: skip
     assert ended.num_started == 2, ended.output
-    assert ended.output.count(message) == 1 and "Traceback" not in ended.output, ended.output
+    assert ended.output.count("a monitor needs a logger") == 1 and "Traceback" not in ended.output, ended.output
     assert (ended.code, ended.leftover) == (2, []), ended.output

@@ -87,6 +87,7 @@ print(lightning_hanayo.__file__)
     assert said.splitlines()[-3:] == ["True False", "HanayoStrategy", str(install.package / "__init__.py")]
 
 
+@pytest.mark.parametrize("install", ["editable"], indirect=True)
 def test_a_broken_package_leaves_torch_and_lightning_alone(install: Install) -> None:
     with install.broken():
         said = install.play("""
@@ -101,6 +102,7 @@ except SyntaxError:
     assert said.splitlines()[-1] == "torch 2.0"
 
 
+@pytest.mark.parametrize("install", ["editable"], indirect=True)
 def test_the_autoload_can_be_switched_off(install: Install) -> None:
     said = install.play(
         """

@@ -82,7 +82,7 @@ class Mail:
         What the batch before has sent may still be on its way: a peer takes it when it comes to that point of its list,
         and nobody waits for that at the end of a batch. What was sent before that has been taken long ago.
         """
-        _wait_for(self._late)
+        self._let_go(self._late)
         self._late = [item for items in self._leaving.values() for item in items]
         self._leaving.clear()
         self._agreed = self._known.pop(signature, {})
@@ -123,14 +123,12 @@ class Mail:
     def release(self, routes: Iterable[Route]) -> None:
         """Let go of the buffers of messages that have left; waits until they have."""
         for route in routes:
-            for sent, work in self._leaving.pop(route, ()):
-                work.wait()
-                if isinstance(sent, Parcel) and len(spare := self._parcels[sent.spec]) < SPARE:
-                    spare.append(sent)
+            self._let_go(self._leaving.pop(route, ()))
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
-        _wait_for(self._late)
+        self._let_go(self._late)
+        self._late = []
         self.release(list(self._leaving))
 
     def forget(self) -> None:
@@ -138,6 +136,12 @@ class Mail:
         self._arriving.clear()
         self._leaving.clear()
         self._late.clear()
+
+    def _let_go(self, leaving: Iterable[Leaving]) -> None:
+        for sent, work in leaving:
+            work.wait()
+            if isinstance(sent, Parcel) and len(spare := self._parcels[sent.spec]) < SPARE:
+                spare.append(sent)
 
     def _expect(self, route: Route, peer: int) -> Arriving:
         """Start to receive what was agreed, or a note that says otherwise; it is unpacked while it is under way."""
@@ -172,8 +176,3 @@ class Mail:
     def _correction(self, route: Route, peer: int, buffer: Tensor) -> Tensor:
         self.transport.receive(peer, route.tag + 1, buffer).wait()
         return buffer
-
-
-def _wait_for(leaving: list[Leaving]) -> None:
-    while leaving:
-        leaving.pop()[1].wait()

@@ -43,6 +43,11 @@ class Reduction:
         self._group = group
         self._under_way: list[_Bucket] = []
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to sum with."""
+        return self._group is None
+
     def start(self, stage: int) -> None:
         """Start to sum the gradients of `stage`; until `finish` they are nobody else's.
 

@@ -28,7 +28,6 @@ from math import inf
 from operator import itemgetter
 from random import Random
 
-from lightning_hanayo.schedule import search as searching
 from lightning_hanayo.schedule.action import Kind
 from lightning_hanayo.schedule.compiled import Compiled
 from lightning_hanayo.schedule.cost import CostModel
@@ -61,7 +60,7 @@ def hanayo_zb(request: Request) -> Schedule:
         search.take(search.compiled.rows(hanayo_zb(replace(request, costs=free)).actions))
     search.along(_waves(shape, request.num_waves, costs, budget), until=search.left // 2 if tight else 0)
     if tight:
-        search.along(_patterns(search.job), until=-inf)
+        search.along(_patterns(search.job, search.effort), until=-inf)
     search.improve()
     return replace(shape, actions=search.compiled.actions(_stages_one_after_another(search.best, search.job)))
 
@@ -109,12 +108,12 @@ def _waves(
             yield order, Manner(reach, patience, weights_first)
 
 
-def _patterns(job: Job) -> Iterator[tuple[list[list[int]], Manner]]:
+def _patterns(job: Job, effort: int) -> Iterator[tuple[list[list[int]], Manner]]:
     """The patterns that do best in a job with fewer micro-batches, the best first."""
     trial = replace(job, num_microbatches=min(job.num_microbatches, 2 * job.num_ranks))
     stages_per_rank = job.stage_ranks.count(0)
     manners = (Manner(reach=2 * stages_per_rank), Manner(weights_first=True))
-    count = max(searching.EFFORT // 2, min(4 * searching.EFFORT, 120 * trial.num_actions)) // trial.num_actions
+    count = max(effort // 2, min(4 * effort, 120 * trial.num_actions)) // trial.num_actions
     tries = islice(product(_drawn(job), (False, True), manners), count)
     played = []
     for pattern, weights, manner in tries:

@@ -36,11 +36,12 @@ class Search:
         self.job, self.compiled, self.steady = job, compiled, steady
         self.best: list[list[int]] = []
         self.score: Score = (inf, inf)
-        self._bounds = self._score(*lower_bounds(job))
+        self._bounds = self._score(*map(_rounded, lower_bounds(job)))
         self._enough = self._bounds[0]
         if all(len(set(times)) == 1 for times in job.times) and job.capacity >= job.num_stages:
             self._enough += sum(job.hops)  # the closed form: hardly ever is anything faster
-        self.left = min(EFFORT, PLAYS * job.num_actions)  # actions that may still be played
+        self.effort = EFFORT
+        self.left = min(self.effort, PLAYS * job.num_actions)  # actions that may still be played
         if steady:
             self.left //= 4  # the builder's own plans are hardly ever bettered
 
@@ -78,7 +79,7 @@ class Search:
         if score < self.score:
             self.best, self.score = rows, score
         if self.score[0] <= self._enough:
-            self.left = min(self.left, EFFORT // 8, PLAYS // 25 * self.job.num_actions)  # little is left to gain
+            self.left = min(self.left, self.effort // 8, PLAYS // 25 * self.job.num_actions)  # little is left to gain
         return score
 
     def _following(self, rows: list[list[int]]) -> float:
@@ -131,7 +132,7 @@ def lower_bounds(job: Job) -> tuple[float, float]:
     for stage in range(job.num_ranks):
         bound = max(bound, lead + work[job.stage_ranks[stage]])
         lead += job.times[0][stage] + (job.hops[stage] if stage < len(job.hops) else 0.0)
-    return _rounded(bound), _rounded(max(work))
+    return bound, max(work)
 
 
 def _rounded(time: float) -> float:

@@ -122,7 +122,8 @@ class Pipeline:
         return microbatches.merge(results, parts, shares.of_loss)
 
     def _run(self, num_microbatches: int, signature: int, *, train: bool, reduce: bool) -> None:
-        self.engine.play(self._program(num_microbatches, train), signature, reduce=reduce)
+        sums = reduce and not self.reduction.is_alone
+        self.engine.play(self._program(num_microbatches, train), signature, reduce=sums)
         self.reduction.finish()
 
     def _program(self, num_microbatches: int, train: bool) -> Program:

@@ -1,6 +1,7 @@
 """Text data: blocks of tokens for a language model, as an ordinary LightningDataModule."""
 
 import warnings
+from typing import Any
 
 import lightning as L
 from torch import Tensor
@@ -72,8 +73,8 @@ class TextData(L.LightningDataModule):
         self.batch_size = batch_size
         self.val_fraction = val_fraction
         self.cache_dir = cache_dir
-        self.train: TokenBlocks | None = None
-        self.val: TokenBlocks | None = None
+        self.train: Dataset[Batch] | None = None
+        self.val: Dataset[Batch] | None = None
 
     def prepare_data(self) -> None:
         """Fill the cache. Lightning calls this in one process per machine."""
@@ -87,17 +88,17 @@ class TextData(L.LightningDataModule):
         cut = len(row) - max(self.context + 1, round(len(row) * self.val_fraction))
         if cut <= self.context:
             raise ValueError(f"{len(row)} tokens of text are too few for samples of context={self.context} tokens")
-        self.train, self.val = TokenBlocks(row[:cut], self.context), TokenBlocks(row[cut:], self.context)
+        self.train, self.val = self._samples(row[:cut]), self._samples(row[cut:], validation=True)
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """The blocks of the text's beginning, in a new order each epoch."""
         assert self.train is not None
-        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True, drop_last=True)
+        return self._loader(self.train, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """The blocks of the text's end, in the order of the text."""
         assert self.val is not None
-        return DataLoader(self.val, batch_size=self.batch_size)
+        return self._loader(self.val)
 
     def test_dataloader(self) -> DataLoader[Batch]:
         """The same blocks as for validation: there is no third part."""
@@ -109,3 +110,9 @@ class TextData(L.LightningDataModule):
 
     def _tokens(self) -> Tensor:
         return tokens(documents(self.places, self.pattern, self.max_bytes), self.vocab_size, self.cache_dir)
+
+    def _samples(self, row: Tensor, validation: bool = False) -> Dataset[Batch]:
+        return TokenBlocks(row, self.context)
+
+    def _loader(self, samples: Dataset[Batch], **options: Any) -> DataLoader[Batch]:
+        return DataLoader(samples, batch_size=self.batch_size, **options)

@@ -41,7 +41,8 @@ def test_config_builds(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert str(options["default_root_dir"]).startswith("runs/")
 
 
-def test_the_single_process_sees_the_same_batch_as_the_wave() -> None:
-    wave, single = (yaml.safe_load((RECIPES / "gpt" / f"{name}.yaml").read_text()) for name in ("wave", "single"))
+@pytest.mark.parametrize("recipe", ["bert", "gpt"])
+def test_the_single_process_sees_the_same_batch_as_the_wave(recipe: str) -> None:
+    wave, single = (yaml.safe_load((RECIPES / recipe / f"{name}.yaml").read_text()) for name in ("wave", "single"))
     ranks = wave["trainer"]["strategy"]["init_args"]["data_parallel_size"]
     assert single["data"]["init_args"]["batch_size"] == ranks * wave["data"]["init_args"]["batch_size"]

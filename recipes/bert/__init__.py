@@ -1,0 +1,1 @@
+"""A small BERT on real text."""

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-Product = Callable[..., "Tensor"]
+
+class Late(Protocol):
+    """A gradient that isn't there yet: its sum over ranks is under way."""
+
+    def wait(self) -> "Tensor":
+        """The gradient, once it is there."""
+
+
+Product = Callable[..., "Tensor | Late"]
 """Makes a gradient out of the operands it was left with."""
 
 

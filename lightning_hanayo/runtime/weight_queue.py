@@ -9,8 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_hanayo.weight_gradients import Product
+from lightning_hanayo.weight_gradients import Late, Product
 
+_Made = list[Tensor | Late]
 _Pieces = list[tuple[Product, tuple[Tensor, ...]]]
 
 
@@ -56,20 +57,28 @@ class WeightQueue:
         A parameter's products are added to each other first, as autograd does, so sums agree to the last bit.
         """
         waiting = self._waiting.pop(microbatch, None)
+        late: tuple[Tensor, _Made] | None = None
         with torch.no_grad():
             while waiting:
-                add(*waiting.popitem())
+                parameter, pieces = waiting.popitem()
+                made = [product(*operands) for product, operands in pieces]
+                del pieces  # free, however long a sum over ranks takes
+                if late is not None:
+                    add(*late)
+                late = parameter, made
+            if late is not None:
+                add(*late)
 
     def clear(self) -> None:
         """Forget everything, after a failed batch."""
         self._waiting.clear()
 
 
-def add(parameter: Tensor, pieces: _Pieces) -> None:
-    """Add the sum of `pieces` to `parameter.grad`: made in their own dtype, kept in the parameter's, as by autograd."""
+def add(parameter: Tensor, made: _Made) -> None:
+    """Add the sum of what was `made` to `parameter.grad`: in its own dtype, kept in the parameter's, as by autograd."""
     total: Tensor | None = None
-    for product, operands in pieces:
-        gradient = product(*operands)
+    for gradient in made:
+        gradient = gradient if isinstance(gradient, Tensor) else gradient.wait()
         total = gradient if total is None else total + gradient
     assert total is not None
     if total.dtype is not parameter.dtype:

@@ -1,0 +1,32 @@
+"""The setting: what the 3-D layers of one stage share."""
+
+from dataclasses import dataclass, field
+
+from lightning_hanayo.tensor3d.grid import Grid
+from lightning_hanayo.tensor3d.layout import Side
+from lightning_hanayo.tensor3d.product import Along, Keep
+from lightning_hanayo.tensor3d.weight import LateSums, Order
+from lightning_hanayo.weight_gradients import WeightGradients
+
+
+@dataclass
+class Setting:
+    """Given to each layer's constructor.
+
+    Args:
+        grid: the ranks that hold the stage together.
+        keep: what products save for the backward.
+        queue: takes weight gradients while the stage's backward is split; None: it never is.
+        length: of the sequences under way; None where they aren't padded. Set before each micro-batch.
+    """
+
+    grid: Grid
+    keep: Keep = "gathered"
+    queue: WeightGradients | None = None
+    length: int | None = None
+    late: LateSums = field(default_factory=LateSums)
+    order: Order = field(default_factory=Order)
+
+    def along(self, side: Side) -> Along:
+        """The collective of `side`, in this stage's grid and for the sequences under way."""
+        return Along(self.grid.axis(side.axis), side.dim, self.length if side.is_sequence else None)

@@ -1,0 +1,151 @@
+"""The weight: a linear layer's shard, brought together along x for a product, and its gradient's way back.
+
+stored    [N/(y x), K/z]    (or transposed, as a `Conv1D` of Hugging Face has it)
+whole     [N/y, K/z]        what one rank multiplies with
+
+Parts that don't divide are padded with zeros on the way; what is stored has no padding.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lightning_hanayo.tensor3d.grid import Axis, Pending
+from lightning_hanayo.weight_gradients import WeightGradients
+
+
+class Weight:
+    """One layer's.
+
+    Args:
+        module: has it as its parameter `weight`, this rank's shard.
+        axis: x.
+        shape: [N/y, K/z], rounded up.
+        transposed: whether the parameter is [K/z, N/(y x)].
+        late: takes the gradients whose sums are under way while a backward runs.
+        queue: takes the gradients that the stage's backward leaves for later; None: nothing is left.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        axis: Axis,
+        shape: tuple[int, int],
+        *,
+        transposed: bool,
+        late: "LateSums",
+        queue: WeightGradients | None = None,
+    ) -> None:
+        self._module = module
+        self._axis = axis
+        self._shape = shape
+        self._transposed = transposed
+        self._ahead: tuple[tuple[int, torch.dtype], Pending] | None = None
+        self.late = late
+        self.queue = queue
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The shard, as the module has it now."""
+        parameter = self._module._parameters["weight"]
+        assert parameter is not None
+        return parameter
+
+    def start(self, dtype: torch.dtype) -> Pending:
+        """Start to bring the weight together in `dtype`, unless that has been done ahead. Called by all of x."""
+        key = (self.parameter._version, dtype)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if ahead[0] == key:
+                return ahead[1]
+            ahead[1].wait()
+        return self._start(dtype)
+
+    def start_ahead(self, dtype: torch.dtype) -> None:
+        """Start it for the next product, which another layer's compute can hide."""
+        if self._ahead is None and self._axis.size > 1:
+            self._ahead = (self.parameter._version, dtype), self._start(dtype)
+
+    def start_sum(self, gradient: Tensor) -> Pending:
+        """[N/y, K/z], partial over x, to the parameter's gradient."""
+        rows, columns = self._shape
+        if missing := -rows % self._axis.size:
+            gradient = pad(gradient, (0, 0, 0, missing))
+        arriving = self._axis.reduce_scatter(gradient.unflatten(0, (self._axis.size, -1)))
+        return Pending(None, lambda: self._stored(arriving.wait()))
+
+    def _start(self, dtype: torch.dtype) -> Pending:
+        stored = self.parameter.detach()
+        rows = (stored.t() if self._transposed else stored).to(dtype)
+        per_rank = -(-self._shape[0] // self._axis.size)
+        if missing := (self._shape[1] - rows.shape[1], per_rank - rows.shape[0]):
+            rows = pad(rows, (0, missing[0], 0, missing[1])) if any(missing) else rows
+        arriving = self._axis.all_gather(rows)
+        return Pending(None, lambda: arriving.wait().flatten(0, 1)[: self._shape[0]])
+
+    def _stored(self, gradient: Tensor) -> Tensor:
+        stored = self.parameter
+        gradient = gradient.t() if self._transposed else gradient
+        return gradient[: stored.shape[0], : stored.shape[1]].to(stored.dtype).contiguous()
+
+
+class Order:
+    """The order in which a stage's layers are called, learnt as they are: what comes next can be gathered ahead."""
+
+    def __init__(self) -> None:
+        self._following: dict[Weight, Weight] = {}
+        self._last: Weight | None = None
+
+    def begin(self) -> None:
+        """A stage's forward begins: what was called last, elsewhere, isn't followed by what is called first here."""
+        self._last = None
+
+    def after(self, weight: Weight) -> Weight | None:
+        """Note that `weight` is used now; what followed it the last time, if anything did."""
+        if self._last is not None:
+            self._following[self._last] = weight
+        self._last = weight
+        return self._following.get(weight)
+
+
+class LateSums:
+    """Weight gradients whose sums over x are under way, while the backward goes on.
+
+    At most `depth` of them: each holds the whole gradient's memory until it is there.
+    """
+
+    def __init__(self, depth: int = 2) -> None:
+        self._depth = depth
+        self._waiting: list[tuple[Tensor, Pending]] = []
+        self._is_announced = False
+
+    def add(self, parameter: Tensor, gradient: Pending) -> None:
+        """Called inside a backward, at whose end the gradient will be in `parameter.grad`."""
+        if not self._is_announced:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.finish)
+            self._is_announced = True
+        self._waiting.append((parameter, gradient))
+        while len(self._waiting) > self._depth:
+            self._finish_first()
+
+    def finish(self) -> None:
+        """Wait for all."""
+        self._is_announced = False
+        while self._waiting:
+            self._finish_first()
+
+    def forget(self) -> None:
+        """Drop all, after a failure."""
+        self._waiting.clear()
+        self._is_announced = False
+
+    def _finish_first(self) -> None:
+        parameter, pending = self._waiting.pop(0)
+        gradient = pending.wait()
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)

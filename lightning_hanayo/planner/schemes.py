@@ -1,0 +1,77 @@
+"""The schemes that a grid is compared with: 1-D (Megatron), 2-D (SUMMA) and 2.5-D tensor parallelism.
+
+For each what a rank receives for a Transformer layer, forward and backward, in elements, and which share of a matrix
+and of an activation it stores.
+"""
+
+from dataclasses import dataclass
+
+from lightning_hanayo.planner.volume import TransformerLayer
+
+
+@dataclass(frozen=True)
+class OneD:
+    """Megatron's pairs: the first layer cut by columns, the second by rows, Mh summed over all ranks behind each pair.
+
+    Args:
+        num_ranks: P.
+        sequence_parallel: whether what lies between the pairs is cut along the sequence.
+    """
+
+    num_ranks: int
+    sequence_parallel: bool = False
+
+    def volume(self, layer: TransformerLayer) -> float:
+        """4 (P-1)/P Mh for each of the two pairs."""
+        return 2 * 4 * (self.num_ranks - 1) / self.num_ranks * layer.tokens * layer.hidden
+
+    @property
+    def weight_share(self) -> float:
+        """Of a matrix."""
+        return 1 / self.num_ranks
+
+    @property
+    def activation_share(self) -> float:
+        """Of a pair's input."""
+        return 1 / self.num_ranks if self.sequence_parallel else 1.0
+
+
+@dataclass(frozen=True)
+class TwoAndAHalfD:
+    """`depth` squares, each of which works on a part of the tokens by SUMMA.
+
+    Args:
+        side: q, of a square.
+        depth: d.
+    """
+
+    side: int
+    depth: int
+
+    @property
+    def num_ranks(self) -> int:
+        """d q^2."""
+        return self.depth * self.side**2
+
+    def volume(self, layer: TransformerLayer) -> float:
+        """3 (q-1)/q^2 (MK/d + KN) + 2 (d-1)/d KN/q^2 for each linear layer."""
+        q, d = self.side, self.depth
+        total = 0.0
+        for x, w, _ in (linear.sizes for linear in layer.linears):
+            total += 3 * (q - 1) / q**2 * (x / d + w) + 2 * (d - 1) / d * w / q**2
+        return total
+
+    @property
+    def weight_share(self) -> float:
+        """Of a matrix."""
+        return 1 / self.side**2
+
+    @property
+    def activation_share(self) -> float:
+        """Of an activation."""
+        return 1 / self.num_ranks
+
+
+def two_d(side: int) -> TwoAndAHalfD:
+    """SUMMA on one square of `side` x `side` ranks: 3 (q-1)/q^2 (MK + KN) for each linear layer."""
+    return TwoAndAHalfD(side, 1)

@@ -1,0 +1,162 @@
+"""The volume: what the formulas say, counted on drawn shapes, and beside the figures of the paper's kind.
+
+X [M, K]                         W [N, K]                      Y [M, N]
+        z=0  z=1                         z=0  z=1                      y=0  y=1
+x=0 y=0  .    .    gathered      y=0 x=0  .    .   gathered    x=0 z=0  .    .   summed
+    y=1  .    .    over y            x=1  .    .   over x          z=1  .    .   over z
+"""
+
+from math import prod
+
+import pytest
+
+from lightning_hanayo.planner.grids import best_grid, grids
+from lightning_hanayo.planner.machine import Machine
+from lightning_hanayo.planner.schemes import OneD, TwoAndAHalfD, two_d
+from lightning_hanayo.planner.volume import Grid, Keep, Linear, TransformerLayer, stack_ends
+
+GRIDS: list[Grid] = [(2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1), (1, 4, 1), (2, 3, 1), (4, 4, 4)]
+KEEPS: tuple[Keep, ...] = ("gathered", "shards")
+M, K, N = 48, 96, 144
+
+
+def gathered(whole: int, shard: int) -> int:
+    """What an all-gather brings: all that wasn't there."""
+    return whole - shard
+
+
+def summed(partial: int, share: int) -> int:
+    """What a reduce-scatter brings: the own share's part from each other rank."""
+    return (partial // share - 1) * share
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_each_collective_brings_what_is_missing(grid: Grid, swapped: bool) -> None:
+    x, y, z = grid if not swapped else (grid[0], grid[2], grid[1])
+    shard_x, shard_w, shard_y = M // (x * y) * K // z, N // (y * x) * K // z, M // (x * z) * N // y
+    whole_x, whole_w, whole_y = M // x * K // z, N // y * K // z, M // x * N // y
+    volume = Linear(M, K, N, swapped).volume(grid)
+    assert (volume.gather_x, volume.scatter_dx) == (gathered(whole_x, shard_x), summed(whole_x, shard_x))
+    assert (volume.gather_w, volume.scatter_dw) == (gathered(whole_w, shard_w), summed(whole_w, shard_w))
+    assert (volume.scatter_y, volume.gather_dy) == (summed(whole_y, shard_y), gathered(whole_y, shard_y))
+    assert volume.forward == volume.backward == volume.total / 2
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_totals_of_both_modes(grid: Grid) -> None:
+    (x, y, z), ranks, linear = grid, prod(grid), Linear(M, K, N)
+    own = [(y - 1) * M * K, (x - 1) * K * N, (z - 1) * M * N]
+    assert linear.volume(grid).total == pytest.approx(2 * sum(own) / ranks)
+    assert linear.volume(grid, "shards").total == pytest.approx((3 * own[0] + 3 * own[1] + 2 * own[2]) / ranks)
+    again = linear.volume(grid, "shards")
+    assert (again.regather_x, again.regather_w) == (again.gather_x, again.gather_w)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_storage(grid: Grid) -> None:
+    (x, y, z), linear = grid, Linear(M, K, N)
+    kept, shards = linear.storage(grid), linear.storage(grid, "shards")
+    assert kept.weights == shards.weights == K * N / prod(grid)
+    assert (shards.saved_inputs, shards.saved_weights) == (M * K / prod(grid), 0)
+    assert kept.saved_inputs == pytest.approx(M * K / (x * z))
+    assert kept.saved_weights == pytest.approx(K * N / (y * z) if x > 1 else 0)
+    assert kept.total >= shards.total
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_block_of_unknown_kind_exchanges_its_rows(grid: Grid, keep: Keep) -> None:
+    (_, y, z), linear = grid, Linear(M, K, N)
+    own, volume = linear.volume(grid, keep), linear.rows_volume(grid, keep)
+    rows = M / prod(grid)  # all-to-all: a z-th of the rank's own rows stays, the rest goes, and as much comes
+    assert volume.enter_x == volume.leave_dx == pytest.approx(rows * K * (z - 1) / z)
+    assert volume.leave_y == volume.enter_dy == pytest.approx(rows * N * (y - 1) / y)
+    assert volume.forward - own.forward == pytest.approx(volume.backward - own.backward)
+
+
+def test_conversion_costs_at_most_a_pth_of_a_cube() -> None:
+    for p in (2, 3, 4):
+        linear = Linear(M, K, N)
+        own, extra = linear.volume((p, p, p)).total, linear.rows_volume((p, p, p)).total
+        assert own < extra <= own * (1 + 1 / p)
+    assert Linear(M, K, N).rows_volume((8, 1, 1)) == Linear(M, K, N).volume((8, 1, 1)), "rows are whole there anyway"
+
+
+def test_stack_ends() -> None:
+    assert stack_ends(64, 32, (2, 2, 2)) == 4 * 64 * 32 / 8 * 3 / 4
+    assert stack_ends(64, 32, (2, 2, 2), "batch") == 4 * 64 * 32 / 8 / 2
+    assert stack_ends(64, 32, (8, 1, 1)) == 0
+
+
+def layer(tokens: int, hidden: int) -> TransformerLayer:
+    return TransformerLayer(tokens, hidden, hidden // 128)
+
+
+@pytest.mark.parametrize(("m", "h"), [(16384, 4096), (4096, 4096), (131072, 8192), (512, 1024)])
+def test_a_layer_on_a_cube_beside_one_dimension(m: int, h: int) -> None:
+    assert layer(m, h).volume((2, 2, 2)).total == 4 * m * h + 3 * h**2
+    assert OneD(8).volume(layer(m, h)) == 7 * m * h
+    assert layer(m, h).volume((4, 4, 4)).total == 1.5 * m * h + 1.125 * h**2
+    assert OneD(64).volume(layer(m, h)) == 7.875 * m * h
+
+
+def test_the_cube_of_8_wins_where_there_are_more_tokens_than_features() -> None:
+    wins = [layer(m, 4096).volume((2, 2, 2)).total < OneD(8).volume(layer(m, 4096)) for m in (2048, 4096, 8192)]
+    assert wins == [False, False, True], "equal where they are equal"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_special_grids_are_the_known_schemes(ranks: int) -> None:
+    one = layer(2048, 1024)
+    weights = 12 * one.hidden**2
+    assert one.volume((1, ranks, 1)).total == OneD(ranks).volume(one)
+    fsdp = [one.volume((ranks, 1, 1), keep).total for keep in KEEPS]
+    assert fsdp == [times * (ranks - 1) / ranks * weights for times in (2, 3)], "ZeRO-3 gathers twice, sums once"
+
+
+def test_two_and_a_half_dimensions() -> None:
+    one = layer(2048, 1024)
+    mh, hh = 2048 * 1024, 1024**2
+    assert two_d(2).volume(one) == 3 / 4 * (7 * mh + 12 * hh)
+    assert TwoAndAHalfD(2, 2).volume(one) == 3 / 4 * (7 * mh / 2 + 12 * hh) + 12 * hh / 4
+    assert (two_d(8).num_ranks, TwoAndAHalfD(4, 4).num_ranks) == (64, 64)
+    assert (TwoAndAHalfD(2, 2).weight_share, TwoAndAHalfD(2, 2).activation_share) == (1 / 4, 1 / 8)
+    assert [OneD(8, sequence_parallel=parted).activation_share for parted in (False, True)] == [1, 1 / 8]
+
+
+def test_weights_are_three_sevenths_of_a_square_layer_on_the_cube_of_2() -> None:
+    volume = layer(4096, 4096).volume((2, 2, 2))
+    assert (volume.gather_w + volume.scatter_dw) / volume.total == 3 / 7  # 43 %, paid again for each micro-batch
+
+
+# tokens, h, ranks: the best grid of powers of two, and how many times as much as it the cube moves
+CUBES = [
+    (16384, 4096, 8, (4, 2, 1), 1.46),
+    (16384, 8192, 8, (2, 4, 1), 1.22),
+    (16384, 4096, 64, (8, 4, 2), 1.27),
+    (16384, 8192, 64, (4, 8, 2), 1.14),
+    (131072, 4096, 8, (8, 1, 1), 6.24),
+    (131072, 8192, 8, (8, 1, 1), 3.19),
+    (131072, 4096, 64, (32, 2, 1), 3.14),
+    (131072, 8192, 64, (16, 4, 1), 2.16),
+]
+
+
+@pytest.mark.parametrize(("m", "h", "ranks", "best", "times"), CUBES)
+def test_the_cube_is_rarely_the_best_grid(m: int, h: int, ranks: int, best: Grid, times: float) -> None:
+    side = round(ranks ** (1 / 3))
+    assert best_grid(ranks, layer(m, h)) == best
+    one = layer(m, h)
+    assert one.volume((side,) * 3).total / one.volume(best).total == pytest.approx(times, abs=0.005)
+    assert one.volume(best).total == min(one.volume(grid).total for grid in grids(ranks)), "all fit, or none better"
+
+
+def test_a_step_takes_what_computing_and_receiving_take() -> None:
+    machine = Machine(flops_per_second=1e9, bytes_per_second=1e6, bytes_per_element=2, seconds_per_hop=0.125)
+    figures = {"flops": 3e9, "elements": 5e5, "hops": 4}
+    assert machine.step_seconds(**figures) == 3.0 + 1.0 + 0.5
+    assert machine.step_seconds(**figures, overlap=True) == 3.0
+    one = layer(2048, 1024)
+    assert one.flops == 6 * 2048 * 12 * 1024**2
+    assert one.hops((2, 2, 2)) == 24 and one.hops((2, 2, 2), "shards") == 32 and one.hops((1, 1, 1)) == 0

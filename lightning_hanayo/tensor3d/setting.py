@@ -1,6 +1,7 @@
 """The setting: what the 3-D layers of one stage share."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_hanayo.tensor3d.grid import Grid
 from lightning_hanayo.tensor3d.layout import Side
@@ -26,6 +27,9 @@ class Setting:
     length: int | None = None
     late: LateSums = field(default_factory=LateSums)
     order: Order = field(default_factory=Order)
+
+    def __deepcopy__(self, memo: Any) -> "Setting":
+        return self  # shared, and groups have no copies
 
     def along(self, side: Side) -> Along:
         """The collective of `side`, in this stage's grid and for the sequences under way."""

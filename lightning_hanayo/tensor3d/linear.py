@@ -16,7 +16,7 @@ from lightning_hanayo.tensor3d.shard import Cut, Shard
 from lightning_hanayo.tensor3d.weight import Weight
 
 
-class _Spread:
+class Spread:
     """One linear layer's part in the grid: how its parameters are cut, and how it is called.
 
     Args:
@@ -26,6 +26,9 @@ class _Spread:
         order: its out-features, in the order in which they are cut; None: as they are.
         entry: where its input has been brought together already; None: it does that itself.
     """
+
+    axis = "x"
+    """along which the weight is brought together"""
 
     def __init__(
         self,
@@ -45,11 +48,11 @@ class _Spread:
         self.shape = -(-out // grid.size(layout.gather.axis)), -(-in_ // grid.size(layout.columns))
         rows, columns = Cut(out, layout.rows, order), Cut(in_, layout.columns)
         self.matrix = Shard((rows, columns))
-        features = layout.scatter.dim == -1
-        along = layout.gather.axis + (layout.scatter.axis if features else "")
+        by_features = layout.scatter.dim == -1
+        along = layout.gather.axis + (layout.scatter.axis if by_features else "")
         self.vector = Shard((Cut(out, along, order),), "".join(a for a in "xyz" if a not in along))
 
-    def __deepcopy__(self, memo: Any) -> "_Spread":
+    def __deepcopy__(self, memo: Any) -> "Spread":
         return self
 
     def connect(self, module: nn.Module, *, transposed: bool) -> None:
@@ -61,7 +64,7 @@ class _Spread:
                 parameter.data = shard.of(parameter.data, self.setting.grid)
         self.weight = Weight(
             module,
-            self.setting.grid.axis("x"),
+            self.setting.grid.axis(self.axis),
             self.shape,
             transposed=transposed,
             late=self.setting.late,
@@ -87,7 +90,7 @@ class _Spread:
 class SpreadLayer(nn.Module):
     """What all linear layers over the grid have in common, whatever they were."""
 
-    spread: _Spread
+    spread: Spread
     weight = property(guarded_weight)
 
     @property
@@ -154,15 +157,23 @@ def spread(
     entry: Entry | None = None,
 ) -> None:
     """Spread an `nn.Linear` or a `Conv1D` over the grid, in place: parameter objects, names and attributes stay."""
-    transposed = not isinstance(module, nn.Linear)
+    attach(module, Spread(setting, layout, features(module), None if order is None else tuple(order), entry))
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Out and in features of a dense `nn.Linear` or `Conv1D`."""
     weight = module._parameters["weight"]
     assert weight is not None
-    out, in_ = reversed(weight.shape) if transposed else weight.shape
-    part = _Spread(setting, layout, (out, in_), None if order is None else tuple(order), entry)
+    out, in_ = weight.shape if isinstance(module, nn.Linear) else reversed(weight.shape)
+    return out, in_
+
+
+def attach(module: nn.Module, part: Spread) -> None:
+    """Give the layer its part in the grid."""
     if not isinstance(module, SpreadLayer):
         module.__class__ = Linear3D if type(module) is nn.Linear else _spread_class(type(module))  # type: ignore[arg-type]
     module.spread = part  # type: ignore[assignment]
-    part.connect(module, transposed=transposed)
+    part.connect(module, transposed=not isinstance(module, nn.Linear))
 
 
 @lru_cache

@@ -35,10 +35,10 @@ class Cut:
         return torch.arange(self.size) if self.order is None else torch.tensor(self.order)
 
     def span(self, grid: Grid, place: Sequence[int] | None = None) -> tuple[int, int]:
-        """Start and stop in the order. Parts that don't divide are larger in front, as torch.chunk's."""
-        start, stop = 0, self.size
+        """Start and stop in the order. Parts that don't divide are rounded up, so that the last ones may be smaller."""
+        start, stop, part = 0, self.size, self.size
         for name in self.axes:
-            part = -(-(stop - start) // grid.size(name))
+            part = -(-part // grid.size(name))
             start = min(stop, start + part * grid.index(name, place))
             stop = min(stop, start + part)
         return start, stop

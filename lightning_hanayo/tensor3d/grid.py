@@ -102,6 +102,14 @@ class Axis:
             return Pending(None, lambda: tensor)
         return Pending(self.group.allreduce([tensor]), lambda: tensor)
 
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        """The largest of all; `tensor` is overwritten."""
+        if self.group is None:
+            return Pending(None, lambda: tensor)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        return Pending(self.group.allreduce([tensor], options), lambda: tensor)
+
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """What the rank at place `source` has; `tensor` is overwritten."""
         if self.group is None:

@@ -20,12 +20,13 @@ class Weight:
     """One layer's.
 
     Args:
-        module: has it as its parameter `weight`, this rank's shard.
+        module: has it as its parameter `name`, this rank's shard.
         axis: x.
         shape: [N/y, K/z], rounded up.
         transposed: whether the parameter is [K/z, N/(y x)].
         late: takes the gradients whose sums are under way while a backward runs.
         queue: takes the gradients that the stage's backward leaves for later; None: nothing is left.
+        name: the parameter's.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Weight:
         transposed: bool,
         late: "LateSums",
         queue: WeightGradients | None = None,
+        name: str = "weight",
     ) -> None:
         self._module = module
+        self._name = name
         self._axis = axis
         self._shape = shape
         self._transposed = transposed
@@ -49,7 +52,7 @@ class Weight:
     @property
     def parameter(self) -> nn.Parameter:
         """The shard, as the module has it now."""
-        parameter = self._module._parameters["weight"]
+        parameter = self._module._parameters[self._name]
         assert parameter is not None
         return parameter
 

@@ -85,8 +85,7 @@ def product(x: Tensor, call: Call) -> Tensor:
 
     Under autocast both are cast before they travel; the output has the cast dtype.
     """
-    dtype = torch.get_autocast_dtype(x.device.type) if _casts(x) else x.dtype
-    y: Tensor = _Product.apply(x.to(dtype), call.weight.parameter, call)
+    y: Tensor = _Product.apply(as_autocast(x), call.weight.parameter, call)
     return y
 
 
@@ -105,8 +104,12 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def _casts(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype is not torch.float64
+def as_autocast(x: Tensor) -> Tensor:
+    """`x` as autocast would hand it to a matrix product; double precision it leaves alone."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.is_floating_point():
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 class _Product(torch.autograd.Function):

@@ -41,6 +41,8 @@ class Layout:
     """what the order is made for; per stage, or per smaller stage of which each of these holds as many in a row"""
     steady: bool = False
     """whether steps follow each other without a barrier, and the order is made for that"""
+    apart: bool = False
+    """whether head and loss are a stage of their own even where the stack is one stage"""
 
     @property
     def num_stages(self) -> int:
@@ -101,12 +103,12 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         activation_budget=layout.activation_budget,
         steady=layout.steady,
     )
-    return _ending_on_rank_0(schedule)
+    return _ending_on_rank_0(schedule, apart=layout.apart)
 
 
-def _ending_on_rank_0(schedule: Schedule) -> Schedule:
-    """A single stage holds head and loss itself."""
-    return with_loss_stage(schedule) if schedule.num_stages > 1 else schedule
+def _ending_on_rank_0(schedule: Schedule, *, apart: bool = False) -> Schedule:
+    """A single stage holds head and loss itself, unless they shall stand apart."""
+    return with_loss_stage(schedule) if schedule.num_stages > 1 or apart else schedule
 
 
 def _of_file(path: str, num_microbatches: int) -> Schedule:
@@ -139,6 +141,7 @@ def choose(
     activation_budget: float | None = None,
     costs: CostModel | None = None,
     steady: bool = False,
+    apart: bool = False,
 ) -> Layout:
     """The layout with what is `"auto"` chosen: the wave, two micro-batches per rank, the W that simulates best.
 
@@ -146,6 +149,7 @@ def choose(
 
     `costs`, in any unit of time, take the place of the guess `COSTS`; given per stage, they rule out more stages. Where
     steps are `steady`, ranks begin their next one while others still end this one, and what each adds is what counts.
+    `apart` keeps head and loss out of a single stage.
 
     Raises:
         HanayoError: an unknown schedule, fewer blocks than stages, or costs of other stages; the message names the
@@ -158,7 +162,7 @@ def choose(
     waves = [num_waves] if num_waves != "auto" else list(WAVES) if names[0] in _WAVES + _LOOPS else [1]
     relative = COSTS if costs is None else in_forwards(costs, num_ranks)
     layouts = [
-        Layout(name, num_ranks, wave, num_microbatches, activation_budget, relative, steady)
+        Layout(name, num_ranks, wave, num_microbatches, activation_budget, relative, steady, apart)
         for wave in waves
         for name in names
     ]

@@ -5,7 +5,8 @@
                                      hole      cargo, return the output
 
 Stage 0's blocks run where they are called, in the step's thread; the calls of the others are recorded until the last
-one suspends the step. What user code does with their outputs in between is an error (`Hole`).
+one suspends the step. What user code does with their outputs in between is an error (`Hole`). Where no block may run in
+that thread (`num_local` is 0) the first one suspends the step as well, to be resumed with what it returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,7 +99,7 @@ class Recorder:
 
     Args:
         blocks: all blocks of the stack, in order.
-        num_local: how many of them stage 0 holds.
+        num_local: how many of them run where they are called: those of stage 0, or none.
         name: the stack's qualified name, for errors.
     """
 
@@ -121,7 +122,7 @@ class Recorder:
 
     @property
     def packet(self) -> Packet:
-        """The recorded calls, with stage 0's output in them, when the step is suspended."""
+        """The recorded calls, with the output of the blocks before them, when the step is suspended."""
         carry = NOTHING if self._which else self._flattener.flatten(self._output, "the output of a block")
         return Cargo(carry, tuple(self._calls), tuple(self._which), tuple(self._flattener.tensors)).packet
 
@@ -141,6 +142,9 @@ class Recorder:
             output = self._output = run(block, *args, **kwargs)
         else:
             self._record(index, args, kwargs)
+            if index == 0:
+                self._output = suspend()
+                self._flattener, self._calls, self._which = Flattener(), {}, []
             output = pattern(self._output, index)
         if self._next < len(self._order):
             return output

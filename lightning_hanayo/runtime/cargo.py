@@ -3,6 +3,7 @@
     carry    the last block's output                            a tree
     calls    the distinct calls of the blocks still to come     (args, kwargs) with holes where the carry goes
     which    for each block still to come, its call             indices into `calls`
+    note     what all stages are told about the micro-batch     a number
 
 A mask that all blocks get is one tensor in one call; Gemma's two kinds of masks are two calls.
 """
@@ -28,17 +29,18 @@ class Cargo:
     calls: tuple[Skeleton, ...]
     which: tuple[int, ...]
     tensors: tuple[Tensor, ...]
+    note: int = 0
 
     @staticmethod
     def of(packet: Packet) -> "Cargo":
         """The cargo that `packet` holds."""
-        carry, calls, which = packet.skeleton
-        return Cargo(carry, calls, which, packet.tensors)
+        carry, calls, which, note = packet.skeleton
+        return Cargo(carry, calls, which, packet.tensors, note)
 
     @property
     def packet(self) -> Packet:
         """As a packet, with the tensors it really uses, each once."""
-        skeleton, used = _used(self.carry, self.calls, self.which)
+        skeleton, used = _used(self.carry, self.calls, self.which, self.note)
         return Packet(skeleton, tuple(self.tensors[place] for place in used))
 
     @property
@@ -52,13 +54,15 @@ class Cargo:
         for block, which in zip(blocks, self.which, strict=False):
             args, kwargs = unflatten(self.calls[which], self.tensors, partial(pick, output))
             output = block(*args, **kwargs)
-        return self._behind(output, self.which[len(blocks) :]) if blocks else self
+        return self.behind(output, len(blocks)) if blocks else self
 
-    def _behind(self, output: Any, which: tuple[int, ...]) -> "Cargo":
+    def behind(self, output: Any, num_blocks: int) -> "Cargo":
+        """The cargo behind the next `num_blocks`, whose last one returned `output`."""
+        which = self.which[num_blocks:]
         flattener = Flattener()
         carry = flattener.flatten(output, "the output of a block")
         calls, which = _kept(self.calls, which, len(flattener.tensors), len(self.tensors))
-        return Cargo(carry, calls, which, (*flattener.tensors, *self.tensors))
+        return Cargo(carry, calls, which, (*flattener.tensors, *self.tensors), self.note)
 
 
 # What follows from structure alone is the same for every micro-batch, and worked out once.
@@ -66,12 +70,12 @@ class Cargo:
 
 @lru_cache(maxsize=256)
 def _used(
-    carry: Skeleton, calls: tuple[Skeleton, ...], which: tuple[int, ...]
+    carry: Skeleton, calls: tuple[Skeleton, ...], which: tuple[int, ...], note: int
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The skeleton of a packet with the tensors that are used, and where these stand."""
     used = tuple(dict.fromkeys(place for skeleton in (carry, *calls) for place in places(skeleton)))
     where = {place: i for i, place in enumerate(used)}
-    return (renumber(carry, where), tuple(renumber(call, where) for call in calls), which), used
+    return (renumber(carry, where), tuple(renumber(call, where) for call in calls), which, note), used
 
 
 @lru_cache(maxsize=256)

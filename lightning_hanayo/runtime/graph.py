@@ -22,7 +22,7 @@ class Entrance:
 
     def __init__(self, packet: Packet) -> None:
         self._leaves = packet.differentiable
-        tensors = tuple(_alias(t, t.shape) if t.requires_grad else t for t in packet.tensors)
+        tensors = tuple(alias(t) if t.requires_grad else t for t in packet.tensors)
         self.packet = Packet(packet.skeleton, tensors)
 
     @property
@@ -31,8 +31,13 @@ class Entrance:
         return [leaf.grad for leaf in self._leaves]
 
 
-_alias: Any = torch.ops.aten._unsafe_view.default
+_unsafe_view: Any = torch.ops.aten._unsafe_view.default
 _CLOCK = torch.empty(0, requires_grad=True)
+
+
+def alias(leaf: Tensor) -> Tensor:
+    """The same values, neither a leaf nor a view: they may be worked on in place."""
+    return _unsafe_view(leaf, leaf.shape)  # type: ignore[no-any-return]
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -43,7 +43,13 @@ def split(batch: Any, parts: Sequence[int]) -> list[Any]:
         return [batch]
     samples = sum(parts)
     starts = [sum(parts[:i]) for i in range(len(parts))]
-    return [_cut(batch, start, start + size, samples) for start, size in zip(starts, parts, strict=True)]
+    return [_cut(batch, slice(start, start + size), samples) for start, size in zip(starts, parts, strict=True)]
+
+
+def part(batch: Any, which: Sequence[int], samples: int) -> Any:
+    """The samples `which` of a batch of `samples`: a view of it where they follow each other."""
+    run = range(which[0], which[0] + len(which))
+    return _cut(batch, slice(run.start, run.stop) if list(run) == list(which) else list(which), samples)
 
 
 def signature(batch: Any, parts: Sequence[int], kind: str) -> int:
@@ -120,12 +126,12 @@ def _leaves(batch: Any) -> Any:
         yield from _leaves(child)
 
 
-def _cut(batch: Any, start: int, stop: int, samples: int) -> Any:
+def _cut(batch: Any, where: slice | list[int], samples: int) -> Any:
     def inside(item: Any) -> Any:
-        return _cut(item, start, stop, samples)
+        return _cut(item, where, samples)
 
     if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.ndim and batch.shape[0] == samples else batch
+        return batch[where] if batch.ndim and batch.shape[0] == samples else batch
     if isinstance(batch, Mapping):
         cut = {key: inside(value) for key, value in batch.items()}
         return cut if type(batch) is dict else type(batch)(cut)  # type: ignore[call-arg]
@@ -133,7 +139,11 @@ def _cut(batch: Any, start: int, stop: int, samples: int) -> Any:
         return type(batch)(*map(inside, batch))
     if isinstance(batch, (list, tuple)):
         plain = len(batch) == samples and not any(isinstance(leaf, Tensor) for leaf in _leaves(batch))
-        return batch[start:stop] if plain else type(batch)(map(inside, batch))
+        return type(batch)(_items(batch, where)) if plain else type(batch)(map(inside, batch))
     if is_dataclass(batch) and not isinstance(batch, type):
         return replace(batch, **{field.name: inside(getattr(batch, field.name)) for field in fields(batch)})
     return batch
+
+
+def _items(items: Sequence[Any], where: slice | list[int]) -> Sequence[Any]:
+    return items[where] if isinstance(where, slice) else [items[i] for i in where]

@@ -7,13 +7,15 @@ Nothing is copied or waited for before the step's end: the backend's own threads
 compute. A parameter that one data rank used and another didn't gets the sum; one that nobody used keeps no gradient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]
 
 LARGE = 2**18
 """bytes from which a gradient goes alone: gloo copies what goes together into one buffer and back, and needs about as
@@ -31,33 +33,40 @@ class _Bucket:
 
 
 class Reduction:
-    """Sums gradients over `group`.
+    """Sums gradients over ranks.
 
     Args:
         parameters: each stage's own parameters; the first stage's include those outside the stack.
-        group: the ranks that hold the same stages for other data; None if there is one.
+        group: the ranks that hold the same stages for other data; None if there is one. Or a function that says for
+            each parameter whose gradients make the whole one.
     """
 
-    def __init__(self, parameters: Mapping[int, Sequence[nn.Parameter]], group: dist.ProcessGroup | None) -> None:
-        self._parameters = parameters
-        self._group = group
+    def __init__(
+        self, parameters: Mapping[int, Sequence[nn.Parameter]], group: dist.ProcessGroup | GroupOf | None
+    ) -> None:
+        self._sums: dict[int, dict[dist.ProcessGroup, list[nn.Parameter]]] = {}
+        for stage, own in parameters.items():
+            groups = self._sums[stage] = {}
+            for parameter in own:
+                among = group(parameter) if callable(group) else group
+                if among is not None:
+                    groups.setdefault(among, []).append(parameter)
         self._under_way: list[_Bucket] = []
 
     @property
     def is_alone(self) -> bool:
         """Whether there is nobody to sum with."""
-        return self._group is None
+        return not any(self._sums.values())
 
     def start(self, stage: int) -> None:
         """Start to sum the gradients of `stage`; until `finish` they are nobody else's.
 
         Called by all data ranks, for their stages in the same order.
         """
-        if self._group is None:
-            return
-        trained = sorted((p for p in self._parameters[stage] if p.requires_grad), key=lambda p: str(p.dtype))
-        for _, parameters in groupby(trained, key=lambda p: p.dtype):
-            self._under_way.append(_start(list(parameters), self._group))
+        for group, trained in self._sums[stage].items():
+            ordered = sorted((p for p in trained if p.requires_grad), key=lambda p: str(p.dtype))
+            for _, parameters in groupby(ordered, key=lambda p: p.dtype):
+                self._under_way.append(_start(list(parameters), group))
 
     def finish(self) -> None:
         """Wait for all sums, which then are in `.grad`."""
@@ -70,7 +79,7 @@ class Reduction:
     def forget(self) -> None:
         """Drop all that is under way, after a failure."""
         self._under_way.clear()
-        self._group = None
+        self._sums.clear()
 
 
 def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> _Bucket:

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime import graph
 from lightning_hanayo.runtime.cargo import Cargo
+from lightning_hanayo.runtime.gate import Nothing, Surroundings
 from lightning_hanayo.runtime.graph import Entrance
 from lightning_hanayo.runtime.packet import Packet, gradients, spread
 from lightning_hanayo.runtime.shared_gradients import SharedGradients
@@ -33,10 +34,12 @@ class Stage(ABC):
 
     Args:
         queue: where the stage's layers leave their weight gradients while the backward is split.
+        surroundings: what the blocks find around them.
     """
 
-    def __init__(self, queue: WeightQueue) -> None:
+    def __init__(self, queue: WeightQueue, surroundings: Surroundings | None = None) -> None:
         self._queue = queue
+        self._surroundings = surroundings or Nothing()
 
     def runs(self) -> dict[Kind, Run]:
         """What each kind of action means here."""
@@ -62,13 +65,16 @@ class Stage(ABC):
     def clear(self) -> None:
         """Forget the micro-batches of the batch before: an evaluated or failed one has left some."""
         self._queue.clear()
+        self._surroundings.begin_batch()
 
 
 class MiddleStage(Stage):
     """Blocks alone."""
 
-    def __init__(self, blocks: Sequence[nn.Module], queue: WeightQueue) -> None:
-        super().__init__(queue)
+    def __init__(
+        self, blocks: Sequence[nn.Module], queue: WeightQueue, surroundings: Surroundings | None = None
+    ) -> None:
+        super().__init__(queue, surroundings)
         self._blocks = list(blocks)
         self._under_way: dict[int, tuple[Entrance, list[Tensor]]] = {}
 
@@ -76,7 +82,9 @@ class MiddleStage(Stage):
     def forward(self, microbatch: int, arrived: Packet | None) -> Packet:
         assert arrived is not None
         entrance = Entrance(arrived)
-        leaving = Cargo.of(entrance.packet).through(self._blocks).packet
+        cargo = Cargo.of(entrance.packet)
+        self._surroundings.before_forward(microbatch, cargo.note)
+        leaving = cargo.through(self._blocks).packet
         if torch.is_grad_enabled():
             self._under_way[microbatch] = (entrance, leaving.differentiable)
         return leaving
@@ -85,6 +93,7 @@ class MiddleStage(Stage):
     def backward(self, microbatch: int, arrived: Packet | None) -> Packet:
         assert arrived is not None
         entrance, exits = self._under_way.pop(microbatch)
+        self._surroundings.before_backward(microbatch)
         graph.backward(exits, spread(arrived))
         return gradients(entrance.gradients)
 
@@ -97,8 +106,10 @@ class MiddleStage(Stage):
 class FirstStage(Stage):
     """User code up to the stack, and the first blocks."""
 
-    def __init__(self, user: UserStep, shared: SharedGradients, queue: WeightQueue) -> None:
-        super().__init__(queue)
+    def __init__(
+        self, user: UserStep, shared: SharedGradients, queue: WeightQueue, surroundings: Surroundings | None = None
+    ) -> None:
+        super().__init__(queue, surroundings)
         self._user = user
         self._shared = shared
         self._exits: dict[int, list[Tensor]] = {}
@@ -136,8 +147,9 @@ class LastStage(Stage):
         first: FirstStage,
         shared: SharedGradients,
         queue: WeightQueue,
+        surroundings: Surroundings | None = None,
     ) -> None:
-        super().__init__(queue)
+        super().__init__(queue, surroundings)
         self._blocks = list(blocks)
         self._user = user
         self._first = first

@@ -18,25 +18,32 @@ class UserStep:
     """Opens a micro-batch's step (up to the stack), and closes it (from the stack's output on).
 
     Args:
-        blocks: the whole stack; `num_local` of them run in stage 0.
+        blocks: the whole stack; `num_local` of them run where they are called.
         name: the stack's qualified name, for errors.
-        enter: called with the micro-batch's index whenever its user code is about to run.
+        enter: called with the micro-batch's index whenever its user code is about to run; None: nothing of it counts.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], num_local: int, name: str, enter: Callable[[int], None] = lambda _: None
+        self,
+        blocks: Sequence[nn.Module],
+        num_local: int,
+        name: str,
+        enter: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         self._blocks = blocks
         self._num_local = num_local
         self._name = name
         self._enter = enter
         self._steps = Steps()
-        self._under_way: dict[int, tuple[Step, int]] = {}
+        self._under_way: dict[int, tuple[Step, Recorder]] = {}
+        self._rehearsals: dict[int, tuple[Step, Recorder]] = {}
         self._function: StepFunction | None = None
+        self._rehearsed: StepFunction | None = None
 
-    def begin(self, function: StepFunction) -> None:
-        """Start a batch whose micro-batches run `function`."""
+    def begin(self, function: StepFunction, rehearsed: StepFunction | None = None) -> None:
+        """Start a batch whose micro-batches run `function`, or up to the stack, as a rehearsal, `rehearsed`."""
         self._function = function
+        self._rehearsed = rehearsed
 
     def run(self, microbatch: int) -> Any:
         """Run the whole step straight through, where the stack lies as one stage; return what it returns."""
@@ -50,32 +57,69 @@ class UserStep:
         Raises:
             UnsupportedError: the step ended without passing the stack.
         """
-        function = self._function
-        assert function is not None
+        assert self._function is not None
         self._enter(microbatch)
+        self._under_way[microbatch] = self._begin(self._function, microbatch)
+        return self._under_way[microbatch][1].packet
+
+    def go_on(self, microbatch: int, output: Any) -> Packet:
+        """Where no block runs in the step: resume it with the first block's output, to its suspension at the last one.
+
+        Returns:
+            The calls of the blocks behind the first one.
+        """
+        self._enter(microbatch)
+        return self._go_on(self._under_way, microbatch, output)
+
+    def rehearse(self, microbatch: int) -> Packet:
+        """As `open`, of the rehearsed function: what it does counts for nothing, and it is never closed."""
+        assert self._rehearsed is not None
+        self._enter(None)
+        self._rehearsals[microbatch] = self._begin(self._rehearsed, microbatch)
+        return self._rehearsals[microbatch][1].packet
+
+    def rehearse_on(self, microbatch: int, output: Any) -> Packet:
+        """As `go_on`; then the rehearsal is over."""
+        self._enter(None)
+        packet = self._go_on(self._rehearsals, microbatch, output)
+        step, _ = self._rehearsals.pop(microbatch)
+        step.abandon()
+        self._steps.release(step)
+        return packet
+
+    def _begin(self, function: StepFunction, microbatch: int) -> tuple[Step, Recorder]:
         recorder = Recorder(self._blocks, self._num_local, self._name)
         step = self._steps.begin(lambda: _whole(function, microbatch), recorder)
+        self._check(step, recorder)
+        return step, recorder
+
+    def _go_on(self, under_way: dict[int, tuple[Step, Recorder]], microbatch: int, output: Any) -> Packet:
+        step, recorder = under_way[microbatch]
+        step.resume(output)
+        self._check(step, recorder)
+        return recorder.packet
+
+    def _check(self, step: Step, recorder: Recorder) -> None:
         if step.done:
             self._steps.release(step)
             raise UnsupportedError(
                 f"the step ended after {recorder.num_visited} of the {len(self._blocks)} blocks of {self._name}; "
                 f"a pipeline plays one whole pass through the stack for each micro-batch."
             )
-        self._under_way[microbatch] = (step, recorder.mark)
-        return recorder.packet
 
     def close(self, microbatch: int, output: Any) -> tuple[Any, int]:
         """Resume the step with the stack's output; return what it returns, and autograd's clock at its suspension."""
-        step, mark = self._under_way.pop(microbatch)
+        step, recorder = self._under_way.pop(microbatch)
         self._enter(microbatch)
         step.resume(output)
         self._steps.release(step)
         result, step.result = step.result, None
-        return result, mark
+        return result, recorder.mark
 
     def stop(self) -> None:
         """Unwind what is suspended and end the threads."""
         self._under_way.clear()
+        self._rehearsals.clear()
         self._steps.close()
 
 

@@ -1,6 +1,7 @@
 """The assembly: the one place where partition, runtime and the planner's layout become a pipeline."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -8,13 +9,14 @@ from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partition.cut import cut
-from lightning_hanayo.partition.ownership import Ownership, leave_out
+from lightning_hanayo.partition.ownership import Ownership, leave_out, outside_modules
 from lightning_hanayo.partition.profile import profile
 from lightning_hanayo.partition.stack import Stack, find_stack, num_outside
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.runtime import bridge, swap
 from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.gated_stage import GatedFirstStage, GatedLastStage
 from lightning_hanayo.runtime.mail import Mail
 from lightning_hanayo.runtime.process_group import OnFailure, ProcessGroupTransport
 from lightning_hanayo.runtime.reduction import Reduction
@@ -26,9 +28,12 @@ from lightning_hanayo.runtime.user_step import UserStep
 from lightning_hanayo.runtime.weight_queue import WeightQueue
 from lightning_hanayo.runtime.whole_stage import WholeStage
 from lightning_hanayo.schedule import Kind
+from lightning_hanayo.strategy.cube import Cube
 from lightning_hanayo.strategy.groups import Groups
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Entering, Pipeline
+from lightning_hanayo.strategy.sharing import Alone
+from lightning_hanayo.tensor3d.swap import SwapPlan, plan_swap
 from lightning_hanayo.topology import Topology
 
 
@@ -40,6 +45,7 @@ def layout_of(model: nn.Module, options: Options, topology: Topology, *, steady:
     Raises:
         HanayoError: no stack, or too few blocks.
     """
+    in_cube = prod(topology.cube) > 1
     stack = find_stack(model, options.blocks)
     layout = choose(
         num_ranks=topology.pipe,
@@ -50,10 +56,23 @@ def layout_of(model: nn.Module, options: Options, topology: Topology, *, steady:
         activation_budget=options.activation_budget,
         costs=options.costs,
         steady=steady,
+        apart=in_cube,
     )
     if not isinstance(options.balance, str) and len(options.balance) != len(stack):
         raise HanayoError(f"balance has {len(options.balance)} costs, but {stack.name} has {len(stack)} blocks")
     return stack, layout
+
+
+def plan_cube(model: nn.Module, stack: Stack, options: Options, topology: Topology) -> SwapPlan | None:
+    """What becomes of the blocks in a cube; None without one. As `layout_of`, before any process starts.
+
+    Raises:
+        HanayoError: a size of theirs doesn't divide over the cube.
+    """
+    if prod(topology.cube) == 1:
+        return None
+    outside = {p for module in outside_modules(model, stack) for p in module.parameters(recurse=False)}
+    return plan_swap(stack.blocks, stack.name, topology.cube, tokens=options.cube_tokens, outside=outside)
 
 
 def assemble(
@@ -66,6 +85,7 @@ def assemble(
     device: torch.device,
     example: Callable[[], object] | None,
     runs: list[range] | None,
+    cube: Cube | None,
     on_failure: OnFailure,
 ) -> Pipeline:
     """Cut `model` into this rank's stages and connect them. Called by all ranks of the world.
@@ -79,6 +99,7 @@ def assemble(
         device: where the model shall lie.
         example: runs the model once, for `balance="time"`.
         runs: the blocks of each stage, if they were cut before.
+        cube: the ranks that hold each stage together; None for one.
         on_failure: what to do when a transfer fails.
     """
     table = layout.table(layout.num_microbatches)
@@ -89,7 +110,16 @@ def assemble(
     )
     own = keep_own(model, ownership, transport.rank)
     move(model, device)
-    return _connect(model, layout, ownership, transport, own, groups.data)
+    if cube is not None:
+        _spread(model, ownership, transport.rank, own, cube)
+    return _connect(model, layout, ownership, transport, own, groups, cube)
+
+
+def _spread(model: nn.Module, ownership: Ownership, rank: int, own: list[nn.Parameter], cube: Cube) -> None:
+    """Let the ranks of the cube hold this rank's stages together."""
+    stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
+    outside = [p for module in outside_modules(model, ownership.stack) for p in module.parameters(recurse=False)]
+    cube.spread({stage: ownership.blocks(stage) for stage in stages}, own, outside)
 
 
 def cut_stack(
@@ -146,25 +176,57 @@ def _connect(
     ownership: Ownership,
     transport: Transport,
     own: list[nn.Parameter],
-    data: dist.ProcessGroup | None,
+    groups: Groups,
+    cube: Cube | None,
 ) -> Pipeline:
     stack, rank = ownership.stack, transport.rank
     own_stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
     queues = {stage: WeightQueue() for stage in (*own_stages, 0, len(ownership.stages) - 1)}
+    queues |= cube.queues if cube is not None else {}
     if _splits(layout):
         keep = ownership.parameters_of_several(model)
         for stage in own_stages:
             swap.install(ownership.blocks(stage), queues[stage], keep=keep)
     entering = Entering()
-    user = UserStep(stack.blocks, len(ownership.stages[0]), stack.name, entering)
-    ends, last = _ends(ownership, user, queues)
+    num_local = len(ownership.stages[0]) if cube is None else 0
+    user = UserStep(stack.blocks, num_local, stack.name, entering)
+    ends, last = _ends(ownership, user, queues) if cube is None else _gated_ends(ownership, user, queues, cube)
     if len(ends) > 1:  # a single stage runs the blocks where the user's code calls them
         bridge.install(stack.blocks)
         _keep_padding(model)
-    stages = {s: ends.get(s) or MiddleStage(ownership.blocks(s), queues[s]) for s in own_stages}
-    reduction = Reduction({stage: ownership.stage_parameters(model, stage) for stage in own_stages}, data)
+    around = {stage: cube.surroundings(stage) if cube is not None else None for stage in own_stages}
+    stages = {s: ends.get(s) or MiddleStage(ownership.blocks(s), queues[s], around[s]) for s in own_stages}
+    trained = {stage: ownership.stage_parameters(model, stage) for stage in own_stages}
+    if cube is None:
+        reduction, dense_reduction = Reduction(trained, groups.data), None
+    else:
+        reduction, dense_reduction = _reductions(trained, groups, cube)
     engine = Engine(stages, Mail(transport), reduction.start, Trace())
-    return Pipeline(layout, ownership, rank, engine, Chain(transport), reduction, user, last, entering, own)
+    return Pipeline(
+        layout,
+        ownership,
+        rank,
+        engine,
+        Chain(transport),
+        reduction,
+        user,
+        last,
+        entering,
+        own,
+        Alone() if cube is None else cube.sharing,
+        None if cube is None else cube.dense,
+        dense_reduction,
+    )
+
+
+def _reductions(
+    trained: Mapping[int, Sequence[nn.Parameter]], groups: Groups, cube: Cube
+) -> tuple[Reduction, Reduction | None]:
+    """Of what 3-D layers hold, over data ranks and where it is partial; of dense parts, over data ranks, after them."""
+    dense = set(cube.dense.parameters)
+    spread = {stage: [p for p in own if p not in dense] for stage, own in trained.items()}
+    reduction = Reduction(spread, lambda parameter: groups.sums_of(cube.partial(parameter)))
+    return reduction, None if groups.data is None else Reduction({0: cube.dense.parameters}, groups.data)
 
 
 def _ends(
@@ -178,6 +240,33 @@ def _ends(
     shared = SharedGradients()
     first = FirstStage(user, shared, queues[0])
     last = LastStage(ownership.blocks(end), user, first, shared, queues[end])
+    return {0: first, end: last}, last
+
+
+def _gated_ends(
+    ownership: Ownership, user: UserStep, queues: Mapping[int, WeightQueue], cube: Cube
+) -> tuple[dict[int, Stage], LastStage]:
+    """As `_ends`, where the ranks of a cube hold each stage together."""
+    end = len(ownership.stages) - 1
+    shared = SharedGradients()
+    first = GatedFirstStage(
+        user,
+        shared,
+        queues[0],
+        blocks=ownership.blocks(0),
+        gate=cube.passage,
+        streams=cube.plan.streams,
+        surroundings=cube.surroundings(0),
+    )
+    last = GatedLastStage(
+        ownership.blocks(end),
+        user,
+        first,
+        shared,
+        queues[end],
+        gate=cube.passage,
+        surroundings=cube.surroundings(end),
+    )
     return {0: first, end: last}, last
 
 

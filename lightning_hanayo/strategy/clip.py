@@ -4,7 +4,7 @@ One process takes the norm of each parameter's gradient, then the norm of these 
 exchange the norms of their own parameters (adding the others' zeros is exact), and all do the second step alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,4 +37,37 @@ def clip_by_norm(
     if gradients:
         total = total.to(gradients[0].device)
         nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], max_norm, total)
+    return total
+
+
+def clip_by_norm_of_parts(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    group: dist.ProcessGroup,
+    replicas: Callable[[Tensor], int],
+    norm_type: float = 2.0,
+) -> Tensor:
+    """As `clip_by_norm`, where each rank holds parts of the parameters.
+
+    Called by all ranks of the pipeline and its cubes.
+
+    Args:
+        parameters: as in `clip_by_norm`.
+        max_norm: in units of the gradients.
+        group: these ranks, for CPU tensors.
+        replicas: how many ranks hold the same part of a parameter.
+        norm_type: the p of the norm, finite.
+    """
+    own = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in own if parameter.grad is not None]
+    power = torch.zeros((), dtype=torch.float64)
+    if gradients:
+        norms = torch.stack(torch._foreach_norm(gradients, norm_type)).to("cpu", torch.float64)
+        counts = torch.tensor([replicas(parameter) for parameter in own], dtype=torch.float64)
+        power = (norms**norm_type / counts).sum()
+    dist.all_reduce(power, group=group)
+    total: Tensor = power ** (1 / norm_type)
+    if gradients:
+        total = total.to(gradients[0].device, gradients[0].dtype)
+        nn.utils.clip_grads_with_norm_(own, max_norm, total)
     return total

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import IterableDataset
 
@@ -43,7 +44,7 @@ class _Walker:
         self._chain = chain
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_chain") or name.startswith("__"):
+        if name in ("loader", "_chain", "_cube") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.loader, name)  # state_dict, sampler, set_epoch: whatever Lightning asks a loader for
 
@@ -76,8 +77,31 @@ class AnnouncingLoader(_Walker):
         self._chain.share(False)
 
 
-def process(loader: Any, chain: Chain, pipe_rank: int) -> Any:
+class CubeLoader(_Walker):
+    """The user's loader on a cube of ranks: the first of them reads it, and gives each batch to the others."""
+
+    def __init__(self, loader: Any, chain: Chain, cube: dist.ProcessGroup) -> None:
+        super().__init__(loader, chain)
+        self._cube = cube
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._cube.rank() == 0:
+            for batch in self.loader:
+                yield self._share((batch,))[0]
+            self._share(())
+        else:
+            while batch := self._share(()):
+                yield batch[0]
+
+    def _share(self, value: tuple[Any, ...]) -> Any:
+        objects = [value]
+        dist.broadcast_object_list(objects, group=self._cube, group_src=0)
+        return value or objects[0]
+
+
+def process(loader: Any, chain: Chain, pipe_rank: int, cube: dist.ProcessGroup | None = None) -> Any:
     """What a rank iterates over instead of the user's `loader`."""
     if pipe_rank > 0:
         return ShadowLoader(loader, chain)
-    return AnnouncingLoader(loader, chain) if _ends_unforeseen(loader) else loader
+    shared = loader if cube is None else CubeLoader(loader, chain, cube)
+    return AnnouncingLoader(shared, chain) if _ends_unforeseen(loader) else shared

@@ -3,17 +3,36 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Backend
 
+from lightning_hanayo.tensor3d.grid import Grid
 from lightning_hanayo.topology import Topology
+
+PARTIAL = ("x", "xy", "xz", "xyz")
+"""the axes along which gradients of 3-D layers are partial"""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks of a cube: their grid, and gloo groups for what isn't a tensor."""
+
+    grid: Grid
+    plane: dist.ProcessGroup
+    """y and z"""
+    whole: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class Groups:
-    """`data` and `data_control` are None where they would hold one rank; control groups carry CPU tensors (gloo)."""
+    """`data`, `data_control` and `cube` are None where they would hold one rank.
+
+    `control` and `replica` carry CPU tensors (gloo).
+    """
 
     pipe_ranks: tuple[int, ...]
     control: dist.ProcessGroup
@@ -22,26 +41,57 @@ class Groups:
     data: dist.ProcessGroup | None
     data_control: dist.ProcessGroup | None
     metrics: dist.ProcessGroup
-    """the data ranks, or this rank alone: what torchmetrics syncs over (None would mean the world)"""
+    """the data ranks and the cube's, or this rank alone: what torchmetrics syncs over (None would mean the world)"""
+    replica_ranks: tuple[int, ...]
+    """all ranks that train one copy of the model: pipe and cube"""
+    replica: dist.ProcessGroup
+    cube: "Team | None"
+    sums: dict[str, dist.ProcessGroup]
+    """by the axes along which a gradient is partial: the ranks, data ranks too, whose gradients make the whole one"""
 
     @staticmethod
     def create(topology: Topology, rank: int, device: torch.device, timeout: timedelta) -> "Groups":
         """Called by all ranks of the world, in the same order."""
 
-        def mine(axis: str, backend: str | None) -> dist.ProcessGroup:
+        def mine(*axes: str, backend: str | None = "gloo") -> dist.ProcessGroup:
             group: dist.ProcessGroup
             group, _ = dist.new_subgroups_by_enumeration(
-                [list(ranks) for ranks in topology.groups(axis)], timeout=timeout, backend=backend
+                [list(ranks) for ranks in topology.groups(*axes)], timeout=timeout, backend=backend
             )
             return group
 
         on_gpu = device.type != "cpu"
-        control = mine("pipe", "gloo")
+        payload = None if on_gpu else "gloo"
+        control = mine("pipe")
         channels = _channels(topology, rank, timeout) if on_gpu else {}
-        data_control = mine("data", "gloo") if topology.data > 1 else None
-        data = mine("data", None) if on_gpu and topology.data > 1 else data_control
-        metrics = data or mine("data", "gloo")
-        return Groups(topology.group_of(rank, "pipe"), control, channels, data, data_control, metrics)
+        data_control = mine("data") if topology.data > 1 else None
+        data = mine("data", backend=None) if on_gpu and topology.data > 1 else data_control
+        if topology.cube == (1, 1, 1):
+            metrics = data or mine("data")
+            places = topology.group_of(rank, "pipe")
+            return Groups(places, control, channels, data, data_control, metrics, places, control, None, {})
+        cube = Grid.of(topology.cube, rank % prod(topology.cube), lambda names: mine(*names, backend=payload))
+        sums = {}
+        if topology.data > 1:
+            sums = {names: mine("data", *names, backend=payload) for names in PARTIAL if cube.size(names) > 1}
+        return Groups(
+            topology.group_of(rank, "pipe"),
+            control,
+            channels,
+            data,
+            data_control,
+            mine("data", "x", "y", "z", backend=payload),
+            topology.group_of(rank, "pipe", "x", "y", "z"),
+            mine("pipe", "x", "y", "z"),
+            Team(cube, mine("y", "z"), mine("x", "y", "z")),
+            sums,
+        )
+
+    def sums_of(self, partial: str) -> dist.ProcessGroup | None:
+        """The ranks over which a gradient that is partial along these axes is summed; None for none."""
+        if self.cube is None or self.cube.grid.size(partial) == 1:
+            return self.data
+        return self.sums[partial] if self.data is not None else self.cube.grid.axis(partial).group
 
 
 def _channels(topology: Topology, rank: int, timeout: timedelta) -> dict[tuple[int, int], dist.ProcessGroup]:
@@ -73,3 +123,10 @@ def agree(tensors: Iterable[torch.Tensor]) -> None:
             whole = tensor.detach().contiguous()
             dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
             tensor.detach().copy_(whole)
+
+
+def objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Every rank's `value`, which can be pickled, in rank order. Called by all ranks of the group."""
+    everybody: list[Any] = [None] * group.size()
+    dist.all_gather_object(everybody, value, group)
+    return everybody

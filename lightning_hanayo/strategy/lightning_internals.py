@@ -137,6 +137,18 @@ def set_metric_groups(module: nn.Module, group: Any) -> None:
             part.dist_sync_fn = GatherOver(group) if group is not None else None
 
 
+def copy_state(metric: Metric) -> Any:
+    """What a metric has seen so far."""
+    return metric._copy_state_dict(), (metric._update_count, metric._computed, metric._forward_cache)
+
+
+def restore_state(metric: Metric, state: Any) -> None:
+    """Let a metric forget what it has seen since `copy_state`."""
+    values, (metric._update_count, metric._computed, metric._forward_cache) = state
+    for name, value in values.items():
+        setattr(metric, name, value)
+
+
 def optimizers_to_device(optimizers: Sequence[Optimizer], device: torch.device) -> None:
     """Move the optimizers' states, but for those that some (Adagrad) make for placeholders when constructed."""
     for optimizer in optimizers:

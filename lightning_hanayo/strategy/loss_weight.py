@@ -36,7 +36,8 @@ def shares(
     """
     if loss_weight == "sum":
         of_mean = shares(microbatches, "samples", num_data=num_data, group=None).of_mean
-        return Shares(of_mean, (1.0,) * len(of_mean), (1 / num_data,) * len(of_mean))
+        there = tuple(float(microbatch is not None) for microbatch in microbatches)
+        return Shares(of_mean, there, tuple(whole / num_data for whole in there))
     counted = counts(microbatches, loss_weight)
     local = sum(counted)
     total = local * num_data if loss_weight == "samples" else _sum(local, group)
@@ -56,8 +57,8 @@ def counts_labels(microbatches: Sequence[Any], loss_weight: LossWeight) -> bool:
 
 
 def counts(microbatches: Sequence[Any], loss_weight: Any) -> list[float]:
-    """What each micro-batch counts."""
-    return [count(microbatch, loss_weight) for microbatch in microbatches]
+    """What each micro-batch counts; nothing where there is none."""
+    return [0.0 if microbatch is None else count(microbatch, loss_weight) for microbatch in microbatches]
 
 
 def count(microbatch: Any, loss_weight: Literal["samples", "tokens"] | Callable[[Any], float]) -> float:

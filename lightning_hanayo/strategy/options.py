@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
+from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.planner.layout import check_schedule
 from lightning_hanayo.schedule import CostModel
 from lightning_hanayo.strategy.loss_weight import LossWeight
@@ -29,6 +29,8 @@ class Options:
     schedule: str
     balance: Literal["parameters", "time"] | Sequence[float]
     costs: CostModel | None
+    cube_memory: Literal["gathered", "shards"]
+    cube_tokens: int | None
     start_method: Literal["popen"]
     timeout: timedelta
 
@@ -45,8 +47,10 @@ class Options:
             self._choice("loss_weight", ("samples", "tokens", "sum"))
         if self.activation_budget is not None and self.activation_budget <= 0:
             raise HanayoError(f"activation_budget={self.activation_budget}: expected a positive number of M_a, or None")
-        if self.cube not in (1, (1, 1, 1)):
-            raise UnsupportedError(f"cube={self.cube}: 3-D tensor parallelism isn't there yet; leave cube=1")
+        self._choice("cube_memory", ("gathered", "shards"))
+        sizes: tuple[Any, ...] = (self.cube,) * 3 if isinstance(self.cube, int) else tuple(self.cube)
+        if len(sizes) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+            raise HanayoError(f"cube={self.cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
         check_schedule(self.schedule)
 
     def _choice(self, name: str, choices: tuple[str, ...]) -> None:

@@ -20,6 +20,8 @@ from lightning_hanayo.runtime.user_step import UserStep
 from lightning_hanayo.runtime.whole_stage import WholeStage
 from lightning_hanayo.schedule import forward_only
 from lightning_hanayo.strategy.loss_weight import Shares
+from lightning_hanayo.strategy.sharing import Sharing, Split
+from lightning_hanayo.tensor3d.dense import DenseParameters
 
 StepOf = Callable[[Any], Any]
 """The user's step on one micro-batch."""
@@ -32,12 +34,12 @@ class Log(Protocol):
     def collecting(self) -> AbstractContextManager[None]:
         """Open while they run."""
 
-    def enter(self, microbatch: int) -> None:
-        """That micro-batch's user code runs next."""
+    def enter(self, microbatch: int | None) -> None:
+        """That micro-batch's user code runs next; None: code that counts for nothing."""
 
 
-LogOf = Callable[[Sequence[Any], Sequence[float]], Log]
-"""Makes the log of a batch from its micro-batches and their shares."""
+LogOf = Callable[[Split, Sequence[float], Sharing], Log]
+"""Makes the log of a batch from its pieces and what each of them counts."""
 
 
 class Entering:
@@ -45,8 +47,8 @@ class Entering:
 
     log: Log | None = None
 
-    def __call__(self, microbatch: int) -> None:
-        """That micro-batch's user code runs next."""
+    def __call__(self, microbatch: int | None) -> None:
+        """That micro-batch's user code runs next; None: code that counts for nothing."""
         if self.log is not None:
             self.log.enter(microbatch)
 
@@ -66,6 +68,10 @@ class Pipeline:
     entering: Entering
     parameters: list[nn.Parameter]
     """those this rank holds"""
+    sharing: Sharing
+    dense: DenseParameters | None = None
+    """those that are cut over a cube between batches"""
+    dense_reduction: Reduction | None = None
     _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
 
     def train(self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool) -> Any:
@@ -99,6 +105,8 @@ class Pipeline:
         self.engine.mail.forget()
         self.chain.forget()
         self.reduction.forget()
+        if self.dense is not None:
+            self.dense.forget()
         self.chain.transport.close()
 
     def _play(
@@ -108,23 +116,30 @@ class Pipeline:
             self._run(*self.chain.share(), train=train, reduce=reduce)
             return None
         parts = microbatches.sizes(microbatches.num_samples(batch), self.layout.num_microbatches)
-        pieces = microbatches.split(batch, parts)
-        shares = shares_of(pieces)
-        log = self.entering.log = log_of(pieces, shares.of_mean)
-        self.user.begin(lambda m: step(pieces[m]))
-        self.last.weights = [weight * scale for weight in shares.of_gradient]
+        split = self.sharing.split(batch, parts)
+        shares = shares_of(split.pieces)
+        log = self.entering.log = log_of(split, shares.of_mean, self.sharing)
+        self.user.begin(lambda m: step(split.played[m]), lambda m: step(split.rows[m]))
+        self.last.weights = [shares.of_gradient[piece] * scale for piece in split.own]
         kind = f"train={train} reduce={reduce} grad={torch.is_grad_enabled()}"
         with log.collecting():
             self._run(
                 *self.chain.share([len(parts), microbatches.signature(batch, parts, kind)]), train=train, reduce=reduce
             )
         results = [self.last.results.pop(m) for m in range(len(parts))]
-        return microbatches.merge(results, parts, shares.of_loss)
+        return self.sharing.merge(results, split, shares.of_loss)
 
     def _run(self, num_microbatches: int, signature: int, *, train: bool, reduce: bool) -> None:
+        if self.dense is not None:
+            self.dense.gather()
         sums = reduce and not self.reduction.is_alone
         self.engine.play(self._program(num_microbatches, train), signature, reduce=sums)
         self.reduction.finish()
+        if self.dense is not None:
+            self.dense.scatter()
+            if reduce and self.dense_reduction is not None:
+                self.dense_reduction.start(0)
+                self.dense_reduction.finish()
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         key = (num_microbatches, train)

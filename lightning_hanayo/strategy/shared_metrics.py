@@ -20,6 +20,9 @@ class SharedMetrics(_LoggerConnector):
     """Lightning's logger connector, whose finished metrics come down the chain to the ranks that saw no loss."""
 
     chain: Chain
+    """all ranks that train one copy of the model"""
+    computes: bool
+    """whether this rank's steps have logged what rank 0's have: pipeline rank 0 of each cube rank"""
     warns: bool
 
     def share(self) -> None:
@@ -38,7 +41,7 @@ class SharedMetrics(_LoggerConnector):
 
     def share_live(self) -> None:
         """Share what can be read at this moment, within a batch or at the end of an epoch."""
-        if self.chain.transport.rank == 0:
+        if self.computes:
             _ = self.callback_metrics, self.logged_metrics  # reading them brings them up to date
         self.share()
 
@@ -64,17 +67,17 @@ class SharedMetrics(_LoggerConnector):
     def update_eval_epoch_metrics(self) -> Any:
         metrics = super().update_eval_epoch_metrics()
         self.share()
-        return metrics if self.chain.transport.rank == 0 else dict(self._logged_metrics)
+        return metrics if self.computes else dict(self._logged_metrics)
 
     @property
     @override
     def callback_metrics(self) -> Any:
-        return super().callback_metrics if self.chain.transport.rank == 0 else self._callback_metrics
+        return super().callback_metrics if self.computes else self._callback_metrics
 
     @property
     @override
     def logged_metrics(self) -> Any:
-        return super().logged_metrics if self.chain.transport.rank == 0 else self._logged_metrics
+        return super().logged_metrics if self.computes else self._logged_metrics
 
 
 def on_train_epoch_end(module: "pl.LightningModule") -> None:
@@ -85,11 +88,11 @@ def on_train_epoch_end(module: "pl.LightningModule") -> None:
         connector.share_live()
 
 
-def share_metrics(trainer: "pl.Trainer", chain: Chain, *, warns: bool) -> SharedMetrics:
-    """Make the trainer's metrics known on every rank of the pipeline."""
+def share_metrics(trainer: "pl.Trainer", chain: Chain, *, computes: bool, warns: bool) -> SharedMetrics:
+    """Make the trainer's metrics known on every rank of the pipeline, and of its cubes."""
     connector: Any = trainer._logger_connector
     connector.__class__ = SharedMetrics
-    connector.chain, connector.warns = chain, warns
+    connector.chain, connector.computes, connector.warns = chain, computes, warns
     module = trainer.lightning_module
     module.on_train_epoch_end = MethodType(on_train_epoch_end, module)  # type: ignore[method-assign]
     return connector  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -24,11 +25,14 @@ from lightning_hanayo.checkpoint.state import load_module, load_optimizer, modul
 from lightning_hanayo.partition.stack import Stack
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.planner.profile import costs_from
+from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.handover import Handover
+from lightning_hanayo.runtime.process_group import ProcessGroupTransport
 from lightning_hanayo.runtime.stage import loss_of
 from lightning_hanayo.strategy import data, lightning_internals, refusals
-from lightning_hanayo.strategy.assembly import assemble, disconnect, layout_of, tensors_of
-from lightning_hanayo.strategy.clip import clip_by_norm
+from lightning_hanayo.strategy.assembly import assemble, disconnect, layout_of, plan_cube, tensors_of
+from lightning_hanayo.strategy.clip import clip_by_norm, clip_by_norm_of_parts
+from lightning_hanayo.strategy.cube import Cube
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.groups import Groups, agree, backend_for
 from lightning_hanayo.strategy.launcher import CheckingLauncher
@@ -55,7 +59,7 @@ class HanayoStrategy(PlacedStrategy):
         pipeline_parallel_size: P, the ranks a model is spread over; "auto": what data and cube leave over.
         num_waves: W; each pipeline rank holds 2W stages. More waves, smaller bubbles, more messages; "auto": the best
             simulated; on one rank none: the step runs straight through, as in a plain Trainer.
-        cube: 3-D tensor parallelism inside each stage: 1, p for a p x p x p cube, or (x, y, z). Only 1 so far.
+        cube: 3-D tensor parallelism inside each stage: 1, p for a p x p x p cube, or (x, y, z).
         data_parallel_size: D, pipelines side by side on other data; "auto": what pipeline and cube leave over.
         num_microbatches: B, the pieces a batch is cut into; a batch with fewer samples is cut into fewer. "auto": 2P.
         blocks: qualified name of the block stack, as "model.layers"; None: the outermost list of like blocks that holds
@@ -70,6 +74,9 @@ class HanayoStrategy(PlacedStrategy):
         costs: what stages and messages take, for choosing waves and order: the path of the `profile.json` that an
             earlier run wrote; a `CostModel` in any unit, or its fields as a mapping; None: guessed (T_B = 2 T_F,
             T_C = 0.05 T_F).
+        cube_memory: what 3-D layers save for the backward: "gathered" operands, or "shards" that are gathered again.
+        cube_tokens: tokens per micro-batch, for choosing how linear layers in blocks of an unknown kind are spread;
+            None: 2048.
         start_method: how processes are started where nobody else does: "popen" runs the script again for each.
         timeout: how long a transfer may take before it counts as failed.
 
@@ -93,6 +100,8 @@ class HanayoStrategy(PlacedStrategy):
         schedule: str = "auto",
         *,
         balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
+        cube_memory: Literal["gathered", "shards"] = "gathered",
+        cube_tokens: int | None = None,
         costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields
         start_method: Literal["popen"] = "popen",
         timeout: timedelta = timedelta(minutes=30),
@@ -110,6 +119,8 @@ class HanayoStrategy(PlacedStrategy):
             schedule=schedule,
             balance=balance,
             costs=costs_from(costs),
+            cube_memory=cube_memory,
+            cube_tokens=cube_tokens,
             start_method=start_method,
             timeout=timeout,
         )
@@ -119,6 +130,8 @@ class HanayoStrategy(PlacedStrategy):
         self._accumulating = False
         self._example: Any = None
         self._runs: list[range] | None = None
+        self._cube: Cube | None = None
+        self._metrics_chain: Chain | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -139,7 +152,9 @@ class HanayoStrategy(PlacedStrategy):
         assert module is not None and trainer is not None
         self._check(trainer, module)
         if not lightning_internals.defines_model_late(module):
-            self._layout(trainer, module)
+            stack, _ = self._layout(trainer, module)
+            if self._cube is None:
+                plan_cube(module, stack, self.options, self.topology)
 
     def _layout(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> tuple[Stack, Layout]:
         steady = not lightning_internals.clips_by_norm(trainer, module)
@@ -184,8 +199,10 @@ class HanayoStrategy(PlacedStrategy):
     def _setup_pipeline(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         assert self._failures is not None
         stack, layout = self._layout(trainer, module)  # the same error on all ranks, before the first message
-        if self.world_size > 1 and not any(parameter.is_meta for parameter in module.parameters()):
-            agree(tensors_of(module))
+        if self._cube is None:
+            if self.world_size > 1 and not any(parameter.is_meta for parameter in module.parameters()):
+                agree(tensors_of(module))
+            self._cube = self._make_cube(module, stack)
         self._pipeline = assemble(
             module,
             stack,
@@ -195,19 +212,50 @@ class HanayoStrategy(PlacedStrategy):
             device=self.root_device,
             example=lightning_internals.example_of(module),
             runs=self._runs,
+            cube=self._cube,
             on_failure=self._failures.on_transfer,
         )
         self._runs = [run for run in self._pipeline.ownership.stages if run]  # a second fit finds placeholders
 
+    def _make_cube(self, module: "pl.LightningModule", stack: Stack) -> Cube | None:
+        plan, team = plan_cube(module, stack, self.options, self.topology), self.groups.cube
+        if plan is None or team is None:
+            return None
+        if self.is_global_zero:
+            rank_zero_info(f"cube={self.topology.cube}\n{plan.report}")
+        return Cube(
+            team,
+            plan,
+            outside=self.options.cube_outside,
+            keep=self.options.cube_memory,
+            seed=self.broadcast(torch.initial_seed()) + self.global_rank // team.grid.num_ranks,
+        )
+
     def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         lightning_internals.keep_sigterm_local(trainer)
-        share_metrics(trainer, self.pipeline.chain, warns=self.topology.data > 1)
+        share_metrics(trainer, self._chain(), computes=self.pipe_rank == 0, warns=self.topology.data > 1)
         lightning_internals.set_metric_groups(module, self.groups.metrics)
         if self.pipe_rank > 0:
             lightning_internals.skip_hooks_without_data(module)
         if self.topology.pipe > 1:
             self._example = module.example_input_array  # given back in the end
             module.example_input_array = None  # summaries and graphs would run the model outside a step
+
+    def _chain(self) -> Chain:
+        """Over all ranks that train one copy of the model: those of a cube log alike, and rank 0 says what counts."""
+        if self._cube is None or self._failures is None:
+            return self.pipeline.chain
+        if self._metrics_chain is None:
+            self._metrics_chain = Chain(
+                ProcessGroupTransport(
+                    self.groups.replica_ranks,
+                    control=self.groups.replica,
+                    channels={},
+                    device=self.root_device,
+                    on_failure=self._failures.on_transfer,
+                )
+            )
+        return self._metrics_chain
 
     def _give_back(self, module: "pl.LightningModule") -> None:
         """Undo `_setup_trainer`."""
@@ -230,11 +278,15 @@ class HanayoStrategy(PlacedStrategy):
         self._precision_plugin = adapt(precision_plugin, self._clip) if precision_plugin is not None else None
 
     def _clip(self, parameters: list[Tensor], max_norm: float) -> None:
-        clip_by_norm(parameters, max_norm, self.groups.control if self.topology.pipe > 1 else None)
+        if self._cube is not None:
+            clip_by_norm_of_parts(parameters, max_norm, self.groups.replica, self._cube.replicas)
+        else:
+            clip_by_norm(parameters, max_norm, self.groups.control if self.topology.pipe > 1 else None)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return data.process(dataloader, self.pipeline.chain, self.pipe_rank)
+        cube = self.groups.cube.whole if self.groups.cube is not None else None
+        return data.process(dataloader, self.pipeline.chain, self.pipe_rank, cube)
 
     # steps
 
@@ -271,7 +323,7 @@ class HanayoStrategy(PlacedStrategy):
             )
         handover.take()
         value = loss_of(result) if self.pipeline.rank == 0 else torch.zeros((), device=self.root_device)
-        if self.topology.pipe > 1:
+        if len(self.groups.replica_ranks) > 1:
             if trainer.should_stop != stopping:
                 refusals.refuse_stop()
             if reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):
@@ -317,24 +369,24 @@ class HanayoStrategy(PlacedStrategy):
         if self._pipeline is None or self.data_rank > 0:  # one pipeline's checkpoint is written
             return module.state_dict()
         ranks = self.pipeline.ownership.rank_of_names(module)
-        return module_state(module, ranks, self.pipeline.chain.transport)
+        return module_state(module, ranks, self.pipeline.chain.transport, self._cube)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self.data_rank > 0:
             return optimizer.state_dict()
-        return optimizer_state(optimizer, self.pipeline.chain.transport)
+        return optimizer_state(optimizer, self.pipeline.chain.transport, self._cube)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        load_module(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        load_module(self.lightning_module, checkpoint["state_dict"], self._cube, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, state)
+            load_optimizer(optimizer, state, self._cube)
         lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
 
     # end

@@ -2,6 +2,7 @@
 
 gather      [.., n, ..] of each        -> [.., size * n, ..]         backward: the sum, scattered
 scatter     [.., size * n, ..] summed  -> [.., n, ..]                backward: gathered
+exchange    [size, ...] for each           -> [size, ...] from each      backward: exchanged back
 take        [.., size * n, ..]         -> own [.., n, ..]            backward: put together
 assemble    [.., n, ..] of each        -> [.., size * n, ..]         backward: own part
 spread      the same on all            -> the same                   backward: the sum over all
@@ -62,6 +63,12 @@ def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x if axis.size == 1 else _Scatter.apply(x, axis, dim)
 
 
+def exchange(parts: Tensor, axis: Axis) -> Tensor:
+    """[size, ...], the i-th for rank i, to the i-th from rank i."""
+    exchanged: Tensor = parts if axis.size == 1 else _Exchange.apply(parts, axis)
+    return exchanged
+
+
 def take(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's part of what all ranks hold alike, and go on with."""
     return x if axis.size == 1 else _Take.apply(x, axis, dim)
@@ -104,6 +111,18 @@ class _Scatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return start_gather(gradient, ctx.axis, ctx.dim, ctx.size).wait(), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.all_to_all(parts).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.axis.all_to_all(gradient).wait(), None
 
 
 class _Take(torch.autograd.Function):

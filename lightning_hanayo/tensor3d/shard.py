@@ -73,9 +73,9 @@ class Shard:
         """How many ranks hold the same part."""
         return grid.num_ranks // grid.size(self.axes)
 
-    def local_shape(self, grid: Grid) -> tuple[int, ...]:
-        """This rank's part's."""
-        return tuple(stop - start for start, stop in (cut.span(grid) for cut in self.cuts))
+    def local_shape(self, grid: Grid, place: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The part's at a place; this rank's if None."""
+        return tuple(stop - start for start, stop in (cut.span(grid, place) for cut in self.cuts))
 
     def of(self, whole: Tensor, grid: Grid, place: Sequence[int] | None = None) -> Tensor:
         """The part of `whole` at a place (this rank's if None), in memory of its own.

@@ -29,17 +29,20 @@ class Layout:
     data: int = 1
     schedule: str = "hanayo"
     num_microbatches: int = 4
+    cube: tuple[int, int, int] = (1, 1, 1)
+    outside: str = "share"
 
     @property
     def topology(self) -> Topology:
-        return Topology(data=self.data, pipe=self.pipe)
+        return Topology(data=self.data, pipe=self.pipe, cube=self.cube)
 
     @property
     def world_size(self) -> int:
         return self.topology.world_size
 
     def __str__(self) -> str:
-        return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}"
+        cube = "" if self.cube == (1, 1, 1) else f"-{self.outside}{'x'.join(map(str, self.cube))}"
+        return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}{cube}"
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
         data_parallel_size=layout.data,
         num_microbatches=layout.num_microbatches,
         schedule=layout.schedule,
+        cube=layout.cube,
+        cube_outside=layout.outside,
         **options,
     )
 

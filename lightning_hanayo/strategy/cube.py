@@ -1,0 +1,127 @@
+"""The cube: what the ranks that hold each stage together do beside a pipeline rank that is alone with it.
+
+setup       layers of the blocks become 3-D ones, everything else is cut over the cube
+a batch     each rank plays its share of it; dense parameters are whole meanwhile
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.strategy.groups import Team, objects
+from lightning_hanayo.strategy.sharing import Replicated, Shared, Sharing
+from lightning_hanayo.tensor3d.dense import DenseParameters
+from lightning_hanayo.tensor3d.gate import ReplicatingGate, Residual, SharingGate
+from lightning_hanayo.tensor3d.passage import Passage
+from lightning_hanayo.tensor3d.product import Keep
+from lightning_hanayo.tensor3d.setting import Setting
+from lightning_hanayo.tensor3d.shard import Shard
+from lightning_hanayo.tensor3d.surroundings import Randomness, StageSurroundings
+from lightning_hanayo.tensor3d.swap import SwapPlan
+
+
+class Cube:
+    """One rank's part in its cube. Made once: a second run of the same strategy finds the layers swapped already.
+
+    Args:
+        team: the ranks.
+        plan: what becomes of the blocks.
+        outside: whether ranks share out a micro-batch outside the stack, or all play the whole one.
+        keep: what 3-D products save for the backward.
+        seed: of the random numbers; the same on all ranks of the cube.
+    """
+
+    def __init__(
+        self, team: Team, plan: SwapPlan, *, outside: Literal["share", "replicate"], keep: Keep, seed: int
+    ) -> None:
+        self.team = team
+        self.plan = plan
+        self.grid = team.grid
+        self._outside = outside
+        self._keep = keep
+        self._randomness = Randomness(seed)
+        residual = Residual(plan.batch_dim, plan.sequence_dim) if plan.known else None
+        gate = (SharingGate if outside == "share" else ReplicatingGate)(self.grid, residual)
+        self.passage = Passage(gate, partial(objects, team.plane))
+        self.sharing: Sharing = (
+            Shared(self.grid, self.passage, partial(objects, team.whole))
+            if outside == "share"
+            else Replicated(self.grid, self.passage)
+        )
+        self.queues: dict[int, WeightQueue] = {}
+        self._settings: dict[int, Setting] = {}
+        self.shards: dict[Tensor, Shard] = {}
+        self.dense = DenseParameters([], self.grid, {})
+
+    def spread(
+        self,
+        blocks: Mapping[int, Sequence[nn.Module]],
+        parameters: Sequence[nn.Parameter],
+        outside: Iterable[nn.Parameter],
+    ) -> None:
+        """Spread this rank's stages over the cube. Called by all of its ranks.
+
+        Args:
+            blocks: of each stage, by its number.
+            parameters: all that this rank holds.
+            outside: those of them that code outside the stack uses.
+        """
+        if self._settings:
+            return
+        for stage, own in blocks.items():
+            self.queues[stage] = WeightQueue()
+            self._settings[stage] = Setting(self.grid, self._keep, self.queues[stage])
+            self.plan.install(own, self._settings[stage])
+        for block in (block for own in blocks.values() for block in own):
+            for module in block.modules():
+                for name, shard in getattr(module, "shards", {}).items():
+                    self.shards[module._parameters[name]] = shard  # type: ignore[index]
+        alike = set(outside) if self._outside == "replicate" else set()
+        rest = [parameter for parameter in parameters if parameter not in self.shards]
+        self.dense = DenseParameters(rest, self.grid, dict.fromkeys(alike, 1 / self.grid.num_ranks))
+        self.dense.cut()
+        for parameter in rest:
+            scalar = Shard((), "" if parameter in alike else "xyz")
+            self.shards[parameter] = self.dense.shards.get(parameter, scalar)
+
+    def surroundings(self, stage: int) -> StageSurroundings:
+        """Of one of this rank's stages."""
+        return StageSurroundings(self._settings.get(stage) or Setting(self.grid), self._randomness)
+
+    def partial(self, parameter: nn.Parameter) -> str:
+        """The axes along which its gradient has still to be summed after a batch."""
+        return self.shards[parameter].partial
+
+    def replicas(self, parameter: Tensor) -> int:
+        """How many ranks of the cube hold the same part of it."""
+        return self.shards[parameter].replicas(self.grid)
+
+    def whole(self, part: Tensor, parameter: Tensor) -> Tensor:
+        """What the ranks' parts of something shaped as `parameter` make together, on the CPU. Called by all of them."""
+        shard = self.shards[parameter]
+        if tuple(part.shape) != shard.local_shape(self.grid) or not shard.axes:
+            return part.detach().cpu()
+        places = [self._place(rank) for rank in range(self.grid.num_ranks)]
+        shapes = [torch.Size(shard.local_shape(self.grid, place)) for place in places]
+        flat = part.new_zeros(max(shape.numel() for shape in shapes))
+        flat[: part.numel()] = part.detach().reshape(-1)
+        whole = torch.empty(shard.shape, dtype=part.dtype)
+        everything = self.grid.axis("xyz").all_gather(flat).wait().cpu()
+        for place, shape, arrived in zip(places, shapes, everything, strict=True):
+            shard.put(whole, arrived[: shape.numel()].view(shape), self.grid, place)
+        return whole
+
+    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's part of something shaped as the whole parameter; anything else as it is."""
+        shard = self.shards.get(parameter)
+        if shard is None or tuple(whole.shape) != shard.shape or not shard.axes:
+            return whole
+        return shard.of(whole, self.grid)
+
+    def _place(self, rank: int) -> tuple[int, int, int]:
+        _, y, z = self.grid.sizes
+        return rank // (y * z), rank // z % y, rank % z

@@ -44,9 +44,9 @@ class Guarded(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def guarded_weight(module: Any) -> Guarded:
-    """The getter behind a 3-D layer's `weight`."""
-    parameter = module._parameters.get("weight")
+def guarded_weight(module: Any, name: str = "weight") -> Guarded:
+    """The getter behind a 3-D layer's `weight`, or behind another parameter."""
+    parameter = module._parameters.get(name)
     if parameter is None:
-        raise AttributeError(f"{type(module).__name__} has no attribute 'weight'")
+        raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
     return Guarded.of(parameter)

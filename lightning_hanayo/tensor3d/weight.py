@@ -27,6 +27,7 @@ class Weight:
         late: takes the gradients whose sums are under way while a backward runs.
         queue: takes the gradients that the stage's backward leaves for later; None: nothing is left.
         name: the parameter's.
+        rows: the part of the parameter that is meant, where it holds several weights; None: all of it.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Weight:
         late: "LateSums",
         queue: WeightGradients | None = None,
         name: str = "weight",
+        rows: slice | None = None,
     ) -> None:
         self._module = module
         self._name = name
+        self._rows = rows
         self._axis = axis
         self._shape = shape
         self._transposed = transposed
@@ -81,6 +84,7 @@ class Weight:
 
     def _start(self, dtype: torch.dtype) -> Pending:
         stored = self.parameter.detach()
+        stored = stored if self._rows is None else stored[self._rows]
         rows = (stored.t() if self._transposed else stored).to(dtype)
         per_rank = -(-self._shape[0] // self._axis.size)
         if missing := (self._shape[1] - rows.shape[1], per_rank - rows.shape[0]):
@@ -91,6 +95,10 @@ class Weight:
     def _stored(self, gradient: Tensor) -> Tensor:
         stored = self.parameter
         gradient = gradient.t() if self._transposed else gradient
+        if self._rows is not None:
+            whole = torch.zeros_like(stored)
+            whole[self._rows] = gradient[:, : stored.shape[1]]
+            return whole
         return gradient[: stored.shape[0], : stored.shape[1]].to(stored.dtype).contiguous()
 
 

@@ -23,11 +23,13 @@ class Cut:
         size: of the whole dimension.
         axes: "" for a dimension that isn't cut.
         order: the entries in the order in which they are cut; None: as they are.
+        as_one: whether the axes are one: sizes that don't divide are rounded up once, not along each.
     """
 
     size: int
     axes: str = ""
     order: tuple[int, ...] | None = None
+    as_one: bool = False
 
     @cached_property
     def entries(self) -> Tensor:
@@ -37,7 +39,7 @@ class Cut:
     def span(self, grid: Grid, place: Sequence[int] | None = None) -> tuple[int, int]:
         """Start and stop in the order. Parts that don't divide are rounded up, so that the last ones may be smaller."""
         start, stop, part = 0, self.size, self.size
-        for name in self.axes:
+        for name in (self.axes,) if self.as_one else self.axes:
             part = -(-part // grid.size(name))
             start = min(stop, start + part * grid.index(name, place))
             stop = min(stop, start + part)

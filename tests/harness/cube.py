@@ -71,5 +71,7 @@ def error(actual: Tensor | None, expected: Tensor) -> float:
     """The largest difference, in units of the largest expected value; infinite where shapes differ."""
     if actual is None or actual.shape != expected.shape:
         return float("inf")
+    if not expected.numel():
+        return 0.0
     largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
     return float((actual.detach() - expected).abs().max() / largest)

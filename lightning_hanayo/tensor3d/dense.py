@@ -20,7 +20,7 @@ from lightning_hanayo.tensor3d.shard import Cut, Shard
 def dense_shard(parameter: Tensor) -> Shard:
     """Cut over the cube by its first dimension."""
     first, *rest = parameter.shape
-    return Shard((Cut(first, "xyz"), *map(Cut, rest)))
+    return Shard((Cut(first, "xyz", as_one=True), *map(Cut, rest)))
 
 
 class DenseParameters:

@@ -1,0 +1,185 @@
+"""What crosses the grid's axes and what is kept for the backward, to the byte; and grids that others have names for.
+
+forward     X along y, W along x: gathered       Y along z: scattered
+backward    dY along z: gathered                 dX along y, dW along x: scattered
+
+(P, 1, 1) is FSDP, (1, P, 1) tensor parallelism with sequence parallelism: torch's own must give the same.
+"""
+
+from itertools import groupby
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.tensor3d.grid import Grid
+from lightning_hanayo.tensor3d.layout import BATCH, SEQUENCE, Layout
+from lightning_hanayo.tensor3d.linear import Linear3D
+from lightning_hanayo.tensor3d.product import Keep
+from lightning_hanayo.tensor3d.setting import Setting
+from tests.harness.cube import GRIDS, CountingAxis, Sizes, error, grid, part, process_group
+from tests.harness.pool import Pool
+
+ROWS, LENGTH, IN, OUT = 12, 12, 12, 24
+LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
+    "sequence": (SEQUENCE, ("x", "y", "z")),
+    "batch": (BATCH, ("xy", "", "z")),
+}
+
+
+def moved(ranks: Grid, layout: Layout, axes: tuple[str, ...], keep: Keep, autocast: bool) -> None:
+    """One layer, forward and backward, against the formulas."""
+    x, y, z = ranks.sizes
+    m, k, n, p = ROWS * LENGTH, IN, OUT, ranks.num_ranks
+    width = 2 if autocast else 4
+    layer = Linear3D(k, n, setting=Setting(ranks, keep), layout=layout)
+    own = part(torch.randn(ROWS, LENGTH, IN), ranks, *axes).requires_grad_()
+    kept: list[Tensor] = []
+
+    def keeps(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    CountingAxis.received.clear()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(keeps, lambda tensor: tensor):
+        out = layer(own)
+    inputs, weights, outputs = (y - 1) * m * k // p, (x - 1) * k * n // p, (z - 1) * m * n // p
+    assert received() == {"gather": width * (inputs + weights), "scatter": width * outputs}
+    whole = m * k // (x * z) + k * n // (y * z)
+    assert sum(tensor.nbytes for tensor in kept) == width * (whole if keep == "gathered" else m * k // p)
+    out.backward(torch.ones_like(out))
+    again = 0 if keep == "gathered" else inputs + weights
+    assert received() == {
+        "gather": width * (inputs + weights + again + outputs),
+        "scatter": width * (outputs + inputs + weights),
+    }
+    assert out.dtype is (torch.bfloat16 if autocast else torch.float32)
+    assert all(parameter.grad is not None and parameter.grad.dtype is torch.float32 for parameter in layer.parameters())
+
+
+def received() -> dict[str, int]:
+    """In bytes; 0 of what wasn't used."""
+    return {kind: CountingAxis.received[kind] for kind in ("gather", "scatter")}
+
+
+def traffic(grids: list[Sizes]) -> None:
+    with process_group():
+        for sizes in grids:
+            ranks = grid(sizes)
+            assert all((ranks.axis(name).group is None) == (size == 1) for name, size in zip("xyz", sizes, strict=True))
+            for layout, axes in LAYOUTS.values():
+                for keep in ("gathered", "shards"):
+                    moved(ranks, layout, axes, keep, autocast=False)
+                moved(ranks, layout, axes, "gathered", autocast=True)
+            assert set(+CountingAxis.received) <= {"gather", "scatter"}  # no other collective
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [list(g) for _, g in groupby(sorted(GRIDS, key=prod), key=prod)],
+    ids=lambda grids: f"{prod(grids[0])} ranks",
+)
+def test_moves_and_keeps_what_the_formulas_say(pool: Pool, grids: list[Sizes]) -> None:
+    pool.run(prod(grids[0]), traffic, grids)
+
+
+class Pair(nn.Module):
+    """Two layers, whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(IN, OUT), nn.Linear(OUT, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+def spread_pair(ranks: Grid) -> tuple[list[Linear3D], Tensor]:
+    """The same over the grid, after a backward, and this rank's part of its loss: a mean of squares over all ranks."""
+    torch.manual_seed(0)
+    setting = Setting(ranks)
+    layers = [Linear3D(IN, OUT, setting=setting), Linear3D(OUT, IN, setting=setting, layout=SEQUENCE.swapped())]
+    x = data()
+    loss = layers[1](torch.tanh(layers[0](part(x, ranks, "x", "y", "z")))).square().sum() / x.numel()
+    loss.backward()
+    return layers, loss.detach()
+
+
+def data() -> Tensor:
+    return torch.randn(ROWS, LENGTH, IN, generator=torch.Generator().manual_seed(1))
+
+
+def compare(ranks: Grid, other: Pair, loss: Tensor) -> None:
+    """Its gradients, DTensors, with those of ours."""
+    layers, own_loss = spread_pair(ranks)
+    assert error(own_loss, loss.detach()) < 1e-5
+    for layer, its in zip(layers, (other.up, other.down), strict=True):
+        for name, shard in layer.shards.items():
+            parameter = layer._parameters[name]
+            assert parameter is not None and parameter.grad is not None
+            own = parameter.grad
+            if shard.partial:
+                own = ranks.axis(shard.partial).all_reduce(own.clone()).wait()
+            whole = getattr(its, name).grad.full_tensor()
+            assert error(own, shard.of(whole, ranks)) < 1e-5
+
+
+def equals_fsdp() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with process_group():
+        ranks = grid((4, 1, 1))
+        other = Pair()
+        mesh = init_device_mesh("cpu", (4,))
+        for module in (other.up, other.down, other):
+            fully_shard(module, mesh=mesh)
+        rows = part(data(), ranks, "x").flatten(0, 1)  # it warns of views, which three dimensions come out as
+        loss = other(rows).square().mean()
+        loss.backward()
+        compare(ranks, other, loss / 4)  # the mean of its samples, a quarter of all
+        dist.barrier()
+
+
+def equals_tensor_parallel() -> None:
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    with process_group():
+        ranks = grid((1, 4, 1))
+        mesh = init_device_mesh("cpu", (4,))
+        styles = {
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        other = parallelize_module(Pair(), mesh, styles)
+        loss = other(part(data(), ranks, "", "y")).square().sum() / data().numel()
+        loss.backward()
+        assert isinstance(other, Pair)
+        compare(ranks, other, loss)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("reference", [equals_fsdp, equals_tensor_parallel])
+def test_special_grids_equal_torchs_own(pool: Pool, reference: object) -> None:
+    assert callable(reference)
+    pool.run(4, reference)
+
+
+def test_a_shard_is_nothing_to_compute_with() -> None:
+    layer = Linear3D(IN, OUT, setting=Setting(Grid.of((1, 1, 1), 0, lambda names: None)))
+    assert layer.weight.shape == (OUT, IN) and layer.weight.dtype is torch.float32
+    for use in (
+        lambda: nn.functional.linear(torch.ones(IN), layer.weight),
+        lambda: layer.weight.sum(),
+        lambda: layer.weight @ torch.ones(IN),
+        lambda: torch.nn.utils.parameters_to_vector([layer.weight]),
+    ):
+        with pytest.raises(UnsupportedError, match="Call the layer itself"):
+            use()

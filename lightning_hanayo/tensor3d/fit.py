@@ -42,10 +42,10 @@ def check(needs: Sequence[Need], sizes: Grid3) -> None:
         fitting = [grid for grid in _grids(prod(sizes)) if all(need.holds(grid) for need in needs)]
         nearest = sorted(fitting, key=lambda grid: _distance(grid, sizes))[:3]
         others = f" ({len(wrong) - 1} more like this)" if len(wrong) > 1 else ""
-        raise HanayoError(
-            f"{wrong[0].complaint(sizes)} in the grid (x, y, z) = {sizes}{others}. Grids of {prod(sizes)} ranks that "
-            f"fit: {', '.join(map(str, nearest))}."
-        )
+        way_out = f"Grids of {prod(sizes)} ranks that fit: {', '.join(map(str, nearest))}."
+        if not nearest:
+            way_out = f"No grid of {prod(sizes)} ranks fits; try a cube of another size."
+        raise HanayoError(f"{wrong[0].complaint(sizes)} in the grid (x, y, z) = {sizes}{others}. {way_out}")
 
 
 def _grids(ranks: int) -> Iterator[Grid3]:

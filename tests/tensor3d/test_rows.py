@@ -1,4 +1,4 @@
-"""Linear layers in blocks of unknown kinds: every rank has rows of its own, few, many or none, and gets its own back."""
+"""Linear layers in blocks of unknown kinds: every rank has rows of its own, many or none, and gets its own back."""
 
 from copy import deepcopy
 from itertools import product
@@ -24,6 +24,7 @@ from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, reduced, too_large
 
 TOKENS, WIDTH = 5, 12
+TRAVELS: tuple[Travel, ...] = ("rows", "weight")
 
 
 class Mixer(nn.Module):
@@ -115,17 +116,16 @@ def everything(grids: list[Sizes]) -> dict[str, float]:
             for tokens, keep in ((1, "gathered"), (10**6, "shards"), (1, "shards")):
                 case = mixed(ranks, tokens, keep)  # type: ignore[arg-type]
                 errors |= {f"{sizes} mixer {tokens} {keep} {what}": value for what, value in case.items()}
-            for travel, features in product(("rows", "weight"), ((5, 9), (3, 1), (1, 7))):
-                case = uneven(ranks, travel, features)  # type: ignore[arg-type]
+            for travel, features in product(TRAVELS, ((5, 9), (3, 1), (1, 7))):
+                case = uneven(ranks, travel, features)
                 errors |= {f"{sizes} {travel} {features} {what}": value for what, value in case.items()}
     return errors
 
 
-@pytest.mark.parametrize(
-    "grids",
-    [[(1, 2, 1), (1, 1, 2)], [(1, 2, 2), (4, 1, 1), (2, 1, 2)], [(2, 2, 2), (4, 2, 1)]],
-    ids=lambda g: str(g[0]),
-)
+GRIDS: list[list[Sizes]] = [[(1, 2, 1)], [(1, 2, 2), (2, 1, 2)], [(2, 2, 2)]]
+
+
+@pytest.mark.parametrize("grids", GRIDS, ids=lambda grids: f"{prod(grids[0])} ranks")
 def test_unknown_blocks_equal_themselves_run_whole(pool: Pool, grids: list[Sizes]) -> None:
     assert too_large(pool.run(prod(grids[0]), everything, grids)) == []
 
@@ -154,20 +154,23 @@ def test_rows_in_another_order_would_be_noticed(pool: Pool) -> None:
     assert all(right) and not all(wrong)
 
 
-def received(sizes: Sizes, travel: Travel, rows: int, features: tuple[int, int]) -> int:
-    """Bytes that this rank receives in a forward and a backward, as numbers of fp64."""
+def received(sizes: Sizes, features: tuple[int, int], counts: list[int]) -> list[dict[Travel, int]]:
+    """What this rank receives in a forward and a backward of so many rows per rank, as numbers of fp64."""
     with process_group():
         ranks = grid(sizes)
-        layer = nn.Linear(*features[::-1], dtype=torch.float64)
-        spread_rows(layer, Setting(ranks), travel)
-        CountingAxis.received.clear()
-        layer(torch.randn(rows, features[1], dtype=torch.float64, requires_grad=True)).sum().backward()
-        return sum(nbytes for kind, nbytes in CountingAxis.received.items() if kind != "reduce") // 8
+        return [{travel: moved(ranks, travel, features, rows) for travel in TRAVELS} for rows in counts]
 
 
-@pytest.mark.parametrize("rows", [2, 64])
-def test_what_travels_is_what_moves_less(pool: Pool, rows: int) -> None:
-    sizes, features = (2, 2, 2), (16, 8)
-    moved = {travel: pool.run(8, received, sizes, travel, rows, features)[0] for travel in ("rows", "weight")}
-    assert moved == {"rows": {2: 176, 64: 4640}[rows], "weight": 2 * 7 * 16 * 8 // 8}
-    assert cheapest(features, 8 * rows, sizes) == min(moved, key=lambda travel: moved[travel])
+def moved(ranks: Grid, travel: Travel, features: tuple[int, int], rows: int) -> int:
+    layer = nn.Linear(*features[::-1], dtype=torch.float64)
+    spread_rows(layer, Setting(ranks), travel)
+    CountingAxis.received.clear()
+    layer(torch.randn(rows, features[1], dtype=torch.float64, requires_grad=True)).sum().backward()
+    return sum(nbytes for kind, nbytes in CountingAxis.received.items() if kind != "reduce") // 8
+
+
+def test_what_travels_is_what_moves_less(pool: Pool) -> None:
+    sizes, features, counts = (2, 2, 2), (16, 8), [2, 64]
+    for numbers in pool.run(8, received, sizes, features, counts):
+        assert numbers == [{"rows": 176, "weight": 224}, {"rows": 4640, "weight": 224}]
+    assert [cheapest(features, 8 * rows, sizes) for rows in counts] == ["rows", "weight"]

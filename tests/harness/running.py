@@ -88,7 +88,7 @@ class Recorder(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if trainer.global_step == 0:
             self.outcome.gradients = {
-                name: parameter.grad.clone()
+                name: whole(trainer, parameter.grad, parameter)
                 for name, parameter in pl_module.named_parameters()
                 if not parameter.is_meta and parameter.grad is not None
             }
@@ -99,12 +99,18 @@ class Recorder(Callback):
             self.outcome.losses.append(float(loss))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.outcome.weights = own_weights(pl_module)
+        self.outcome.weights = own_weights(pl_module, trainer)
 
 
-def own_weights(module: LightningModule) -> dict[str, Tensor]:
-    """Copies of the parameters that this rank owns."""
-    return {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+def own_weights(module: LightningModule, trainer: Trainer | None = None) -> dict[str, Tensor]:
+    """Copies of the parameters that this rank owns, alone or with its cube."""
+    return {name: whole(trainer, p.detach(), p) for name, p in module.named_parameters() if not p.is_meta}
+
+
+def whole(trainer: Trainer | None, part: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a value or a gradient, put together from the ranks of a cube if there is one."""
+    cube = getattr(trainer.strategy, "_cube", None) if trainer is not None else None
+    return part.clone() if cube is None else cube.whole(part, parameter)
 
 
 def make_trainer(layout: Layout, loss_weight: Any = "samples", **options: Any) -> Trainer:

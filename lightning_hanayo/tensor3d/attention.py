@@ -14,6 +14,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor3d.dropout import own_stream
+from lightning_hanayo.tensor3d.fit import Need, check
 from lightning_hanayo.tensor3d.guard import guarded_weight
 from lightning_hanayo.tensor3d.heads import SEPARATE, Heads
 from lightning_hanayo.tensor3d.layout import SEQUENCE, SEQUENCE_FIRST, Layout
@@ -171,15 +172,11 @@ def spread_attention(module: nn.MultiheadAttention, setting: Setting, layout: La
 
 
 def _check(module: nn.MultiheadAttention, heads: Heads, num_kv_heads: int) -> None:
-    grid, rows = heads.setting.grid, heads.layout.rows
+    rows, columns, name = heads.layout.rows, heads.layout.columns, type(module).__name__
     needs = [
-        ("heads", module.num_heads, heads.axes),
-        ("heads of k and v", num_kv_heads, heads.axes),
-        *((f"features of {name}", size, rows) for name, size in zip("qkv", heads.outs, strict=True)),
-        *((f"features into {name}", size, heads.layout.columns) for name, size in zip("qkv", heads.ins, strict=True)),
+        Need(name, "heads", module.num_heads, heads.axes),
+        Need(name, "heads of k and v", num_kv_heads, heads.axes),
+        *(Need(name, f"features of {which}", size, rows) for which, size in zip("qkv", heads.outs, strict=True)),
+        *(Need(name, f"features into {which}", size, columns) for which, size in zip("qkv", heads.ins, strict=True)),
     ]
-    for what, size, axes in needs:
-        if size % grid.size(axes):
-            raise HanayoError(
-                f"MultiheadAttention: {size} {what} don't divide by the grid's {' * '.join(axes)} = {grid.size(axes)}"
-            )
+    check(needs, heads.setting.grid.sizes)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.tensor3d.fit import Need, check
 from lightning_hanayo.tensor3d.guard import guarded_weight
 from lightning_hanayo.tensor3d.layout import SEQUENCE, Layout
 from lightning_hanayo.tensor3d.moves import scatter
 from lightning_hanayo.tensor3d.setting import Setting
 from lightning_hanayo.tensor3d.shard import Cut, Shard
-from lightning_hanayo.tensor3d.weight import Weight
+from lightning_hanayo.tensor3d.weight import Weight, with_own_weight
 
 
 class _Part:
@@ -36,7 +37,7 @@ class _Part:
         self.weight = Weight(module, grid.axis("x"), shape, transposed=False, late=setting.late, queue=setting.queue)
 
     def __deepcopy__(self, memo: Any) -> "_Part":
-        return self
+        return with_own_weight(self, memo)
 
     def rows_of(self, ids: Tensor, but: int | None = None) -> Tensor:
         """Where this rank's table has them; `num_rows` for those that it hasn't, and for the id `but`."""
@@ -120,12 +121,7 @@ def spread_embedding(module: nn.Embedding, setting: Setting, layout: Layout = SE
     for option in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, option):
             raise UnsupportedError(f"an embedding over the cube can't have {option}={getattr(module, option)!r}")
-    parts = setting.grid.size(layout.columns)
-    if module.embedding_dim % parts:
-        raise HanayoError(
-            f"{type(module).__name__}: embedding_dim {module.embedding_dim} doesn't divide by the grid's "
-            f"{layout.columns} = {parts}"
-        )
+    check([Need(type(module).__name__, "features", module.embedding_dim, layout.columns)], setting.grid.sizes)
     if not isinstance(module, Embedding3D):
         module.__class__ = Embedding3D
     part, parameter = _Part(module, setting, layout), module._parameters["weight"]

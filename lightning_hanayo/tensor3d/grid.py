@@ -107,7 +107,7 @@ class Axis:
         if self.group is None:
             return Pending(None, lambda: tensor)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return Pending(self.group.allreduce([tensor], options), lambda: tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:

@@ -6,6 +6,7 @@ whole      q0 q1 k0 k1 v0 v1            y=0   q0 k0 v0            y=1   q1 k1 v1
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_hanayo.tensor3d.layout import Layout
 from lightning_hanayo.tensor3d.product import Call, as_autocast, product
 from lightning_hanayo.tensor3d.setting import Setting
 from lightning_hanayo.tensor3d.shard import Cut, Shard
-from lightning_hanayo.tensor3d.weight import Weight
+from lightning_hanayo.tensor3d.weight import Weight, with_own_weight
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -39,7 +40,7 @@ class _Projection:
         grid = setting.grid
         shape = sizes[0] // grid.size(layout.gather.axis), sizes[1] // grid.size(layout.columns)
         self._part = part
-        self._weight = Weight(
+        self.weight = Weight(
             module,
             grid.axis("x"),
             shape,
@@ -50,11 +51,17 @@ class _Projection:
             rows=rows,
         )
 
+    def copied(self, part: "Heads", memo: Any) -> "_Projection":
+        """For a copy of the module."""
+        twin = with_own_weight(self, memo)
+        twin._part = part
+        return twin
+
     def __call__(self, x: Tensor, entry: Entry, bias: Tensor | None) -> Tensor:
         """[.., seq, K/z] to [.., seq, N/(y z)]."""
         setting, layout = self._part.setting, self._part.layout
-        scatter, following = setting.along(layout.scatter), setting.order.after(self._weight)
-        y = product(x, Call(self._weight, None, scatter, setting.keep, entry.source_of(x), following))
+        scatter, following = setting.along(layout.scatter), setting.order.after(self.weight)
+        y = product(x, Call(self.weight, None, scatter, setting.keep, entry.source_of(x), following))
         return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -91,7 +98,9 @@ class Heads:
         self.projections = self._projections(module, grid)
 
     def __deepcopy__(self, memo: Any) -> "Heads":
-        return self
+        twin = copy(self)
+        twin.projections = [projection.copied(twin, memo) for projection in self.projections]
+        return twin
 
     @staticmethod
     def _cut(sizes: Sequence[int], grid: Grid, axes: str) -> Cut:

@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hanayo.tensor3d.entry import Entry
+from lightning_hanayo.tensor3d.fit import Need, check
 from lightning_hanayo.tensor3d.guard import guarded_weight
 from lightning_hanayo.tensor3d.layout import SEQUENCE, Layout
 from lightning_hanayo.tensor3d.product import Call, product
 from lightning_hanayo.tensor3d.setting import Setting
 from lightning_hanayo.tensor3d.shard import Cut, Shard
-from lightning_hanayo.tensor3d.weight import Weight
+from lightning_hanayo.tensor3d.weight import Weight, with_own_weight
 
 
 class Spread:
@@ -53,7 +54,7 @@ class Spread:
         self.vector = Shard((Cut(out, along, order),), "".join(a for a in "xyz" if a not in along))
 
     def __deepcopy__(self, memo: Any) -> "Spread":
-        return self
+        return with_own_weight(self, memo)
 
     def connect(self, module: nn.Module, *, transposed: bool) -> None:
         """Cut the module's parameters, and keep its weight at hand."""
@@ -156,8 +157,16 @@ def spread(
     order: Sequence[int] | None = None,
     entry: Entry | None = None,
 ) -> None:
-    """Spread an `nn.Linear` or a `Conv1D` over the grid, in place: parameter objects, names and attributes stay."""
-    attach(module, Spread(setting, layout, features(module), None if order is None else tuple(order), entry))
+    """Spread an `nn.Linear` or a `Conv1D` over the grid, in place: parameter objects, names and attributes stay.
+
+    Raises:
+        HanayoError: its features don't divide.
+    """
+    (out, in_), name = features(module), type(module).__name__
+    part = Spread(setting, layout, (out, in_), None if order is None else tuple(order), entry)
+    needs = [Need(name, "out features", out, part.vector.axes), Need(name, "in features", in_, layout.columns)]
+    check(needs, setting.grid.sizes)
+    attach(module, part)
 
 
 def features(module: nn.Module) -> tuple[int, int]:

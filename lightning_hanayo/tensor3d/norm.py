@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import layer_norm
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.tensor3d.fit import Need, check
 from lightning_hanayo.tensor3d.grid import Axis
 from lightning_hanayo.tensor3d.setting import Setting
 from lightning_hanayo.tensor3d.shard import Cut, Shard
@@ -173,9 +174,9 @@ def spread_norm(module: nn.Module, setting: Setting) -> None:
             f"{type(module).__name__} normalises over the last {len(module.normalized_shape)} dimensions "
             f"{tuple(module.normalized_shape)}; over the cube only the last one can be, as tokens lie along x and y"
         )
+    _connect(module, setting, module.normalized_shape[0])
     if not isinstance(module, SpreadNorm):
         module.__class__ = LayerNorm3D if isinstance(module, nn.LayerNorm) else RMSNorm3D
-    _connect(module, setting, module.normalized_shape[0])
 
 
 def spread_rms_norm(module: nn.Module, setting: Setting, eps: float | None = None) -> None:
@@ -192,15 +193,13 @@ def spread_rms_norm(module: nn.Module, setting: Setting, eps: float | None = Non
     weight = module._parameters.get("weight")
     if weight is None:
         raise UnsupportedError(f"{type(module).__name__} has no gain `weight`; leave it out of the cube")
-    module.__class__ = _rounded_class(type(module))  # type: ignore[arg-type]
-    module.epsilon = float(module.variance_epsilon if eps is None else eps)  # type: ignore[arg-type, assignment]
     _connect(module, setting, weight.shape[0])
+    module.epsilon = float(module.variance_epsilon if eps is None else eps)  # type: ignore[arg-type, assignment]
+    module.__class__ = _rounded_class(type(module))  # type: ignore[arg-type]
 
 
 def _connect(module: Any, setting: Setting, size: int) -> None:
-    parts = setting.grid.size("z")
-    if size % parts:
-        raise HanayoError(f"{type(module).__name__}: {size} features don't divide by the grid's z = {parts}")
+    check([Need(type(module).__name__, "features", size, "z")], setting.grid.sizes)
     module.setting, module.shards = setting, {}
     for name in ("weight", "bias"):
         parameter = module._parameters.get(name)

@@ -6,7 +6,8 @@ whole     [N/y, K/z]        what one rank multiplies with
 Parts that don't divide are padded with zeros on the way; what is stored has no padding.
 """
 
-from typing import Any
+from copy import copy, deepcopy
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,12 @@ class Weight:
         self._ahead: tuple[tuple[int, torch.dtype], Pending] | None = None
         self.late = late
         self.queue = queue
+
+    def __deepcopy__(self, memo: Any) -> "Weight":
+        twin = copy(self)
+        twin._module = memo.get(id(self._module), self._module)  # the copy of the module, which is under way
+        twin._ahead = None
+        return twin
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -100,6 +107,22 @@ class Weight:
             whole[self._rows] = gradient[:, : stored.shape[1]]
             return whole
         return gradient[: stored.shape[0], : stored.shape[1]].to(stored.dtype).contiguous()
+
+
+class HasWeight(Protocol):
+    """A layer's part in the grid."""
+
+    weight: Any
+
+
+Part = TypeVar("Part", bound=HasWeight)
+
+
+def with_own_weight(part: Part, memo: Any) -> Part:
+    """A copy of a layer's part, for a copy of the layer: all is shared but the weight, which is the copy's."""
+    twin = copy(part)
+    twin.weight = deepcopy(part.weight, memo)
+    return twin
 
 
 class Order:

@@ -99,7 +99,7 @@ def refusals(ranks: Grid) -> None:
         with pytest.raises(UnsupportedError, match=next(iter(option))):
             Embedding3D(13, 8, setting=setting, **option)
     if ranks.size("z") > 1:
-        with pytest.raises(HanayoError, match="embedding_dim 7 doesn't divide by the grid's z = 2"):
+        with pytest.raises(HanayoError, match="7 features, which don't divide over z = 2"):
             Embedding3D(13, 7, setting=setting)
     module = Embedding3D(13, 8, setting=setting)
     with pytest.raises(UnsupportedError, match="linear"):

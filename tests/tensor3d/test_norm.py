@@ -124,7 +124,7 @@ def loads(ranks: Grid) -> None:
 
 
 def refusals(ranks: Grid) -> None:
-    with pytest.raises(HanayoError, match="13 features don't divide by the grid's z = 2"):
+    with pytest.raises(HanayoError, match="13 features, which don't divide over z = 2"):
         LayerNorm3D(13, setting=Setting(ranks))
     with pytest.raises(UnsupportedError, match="over the last 2 dimensions"):
         spread_norm(nn.LayerNorm((4, 12)), Setting(ranks))

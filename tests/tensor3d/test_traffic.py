@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor3d.grid import Grid
 from lightning_hanayo.tensor3d.layout import BATCH, SEQUENCE, Layout
 from lightning_hanayo.tensor3d.linear import Linear3D
@@ -170,6 +170,17 @@ def equals_tensor_parallel() -> None:
 def test_special_grids_equal_torchs_own(pool: Pool, reference: object) -> None:
     assert callable(reference)
     pool.run(4, reference)
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    """Never a dense layer, or a wrong sum, without a word."""
+    axes = Grid.of((1, 1, 1), 0, lambda names: None)._axes
+    setting = Setting(Grid((1, 2, 3), (0, 0, 0), axes))
+    with pytest.raises(HanayoError, match=r"Linear3D has 8 out features, which don't divide over y \* z = 6"):
+        Linear3D(6, 8, setting=setting)
+    with pytest.raises(HanayoError, match="8 in features, which don't divide over z = 3"):
+        Linear3D(8, 6, setting=setting)
+    Linear3D(6, 8, setting=setting, layout=BATCH)
 
 
 def test_a_shard_is_nothing_to_compute_with() -> None:

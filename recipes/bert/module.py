@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.text import Perplexity
 
-from lightning_hanayo.tensor3d.swap import BlockKind, Part, register_block
-
 
 class Attention(nn.Module):
     """Self-attention in both directions, [batch, length, width] to the same."""
@@ -57,10 +55,6 @@ class Block(nn.Module):
         x = self.norm_1(x + self.dropout(self.attention(x, mask)))
         out: Tensor = self.norm_2(x + self.dropout(self.down(F.gelu(self.up(x)))))
         return out
-
-
-HEADS = Part("attention", ("query", "key", "value"), input="x", head_size="head_size", dropout="dropout")
-register_block(Block, BlockKind(("x",), (HEADS, Part("", ("up",))), ("attention.out", "down")))
 
 
 class Head(nn.Module):

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.text import Perplexity
 
-from lightning_hanayo.tensor3d.swap import BlockKind, Part, register_block
-
 
 class Attention(nn.Module):
     """Causal self-attention, [batch, context, width] to the same."""
@@ -50,17 +48,6 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.norm_1(x)))
         out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm_2(x)))))
         return out
-
-
-HEADS = Part(
-    "attention",
-    ("qkv",),
-    fused=3,
-    head_size=lambda attention: attention.qkv.in_features // attention.num_heads,
-    local=("num_heads",),
-    dropout="dropout",
-)
-register_block(Block, BlockKind(("x",), (HEADS, Part("", ("up",))), ("attention.out", "down")))
 
 
 class GPT(L.LightningModule):

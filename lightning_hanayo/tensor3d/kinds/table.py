@@ -2,11 +2,17 @@
 
 from torch import nn
 
-from lightning_hanayo.tensor3d.kinds import bert, gpt2, llama, transformer
+from lightning_hanayo.tensor3d.kinds import bert, gpt2, llama, recipes, transformer
 from lightning_hanayo.tensor3d.kinds.kind import BlockKind, class_name
 from lightning_hanayo.tensor3d.kinds.layers import LAYERS, LayerKind, SpreadModule
 
-_BLOCKS: dict[str, BlockKind] = {**transformer.BLOCKS, **gpt2.BLOCKS, **bert.BLOCKS, **llama.BLOCKS}
+_BLOCKS: dict[str, BlockKind] = {
+    **transformer.BLOCKS,
+    **gpt2.BLOCKS,
+    **bert.BLOCKS,
+    **llama.BLOCKS,
+    **recipes.BLOCKS,
+}
 
 
 def register_block(kind: type[nn.Module], description: BlockKind) -> None:

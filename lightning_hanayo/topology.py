@@ -44,6 +44,11 @@ class Topology:
         """How many ranks there are in all."""
         return prod(self.sizes)
 
+    @property
+    def replica_size(self) -> int:
+        """How many ranks train one copy of the model together."""
+        return self.world_size // self.data
+
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Where `rank` lies, one coordinate per axis in the order of `AXES`."""
         places = []

@@ -35,7 +35,7 @@ class MicrobatchLog:
         self._split = split
         self._shares = shares
         self._sharing = sharing
-        self._metrics = [part for part in trainer.lightning_module.modules() if isinstance(part, Metric)]
+        self._trainer = trainer
         self._untouched: list[tuple[Metric, Any]] = []
         self._current: int | None = 0
         self._kept: dict[str, dict[int, list[Call]]] = {}
@@ -67,7 +67,8 @@ class MicrobatchLog:
         piece = None if microbatch is None else self._split.own[microbatch]
         self._current = piece if piece is not None and self._split.sizes[piece] else None
         if self._current is None:
-            self._untouched = [(metric, copy_state(metric)) for metric in self._metrics]
+            metrics = (part for part in self._trainer.lightning_module.modules() if isinstance(part, Metric))
+            self._untouched = [(metric, copy_state(metric)) for metric in metrics]
         if self._results is not None and microbatch is not None:
             self._results.batch = self._split.played[microbatch]
             self._results.batch_size = None

@@ -1,11 +1,12 @@
 """The refusals: what a pipeline can't play, said by name before the first message."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
-from torch import nn
+from torch import nn, optim
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
@@ -55,11 +56,11 @@ def check_gradients(module: "pl.LightningModule", topology: Topology) -> None:
     """Refuse gradients that can't be summed in a flat buffer.
 
     Raises:
-        UnsupportedError: an embedding with sparse gradients, and several data ranks.
+        UnsupportedError: an embedding with sparse gradients, and several data ranks or a cube.
     """
     for name, part in module.named_modules():
-        if topology.data > 1 and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise UnsupportedError(f"{name} has sparse gradients, which data ranks can't sum; make it sparse=False")
+        if topology.data * prod(topology.cube) > 1 and isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise UnsupportedError(f"{name} has sparse gradients, which ranks can't sum; make it sparse=False")
 
 
 def check_callbacks(trainer: Any, topology: Topology) -> None:
@@ -70,9 +71,9 @@ def check_callbacks(trainer: Any, topology: Topology) -> None:
     """
     whole = (WeightAveraging, StochasticWeightAveraging, BaseFinetuning)
     for callback in trainer.callbacks:
-        if topology.pipe > 1 and isinstance(callback, whole):
+        if topology.replica_size > 1 and isinstance(callback, whole):
             raise UnsupportedError(
-                f"the callback {type(callback).__name__} computes with all parameters, but a pipeline rank holds only "
+                f"the callback {type(callback).__name__} computes with all parameters, but a rank holds only "
                 f"its own. Leave it out, or set requires_grad and average over checkpoints yourself."
             )
 
@@ -84,13 +85,13 @@ def refuse_stop() -> NoReturn:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "training_step set trainer.should_stop, which the other pipeline ranks don't see. Set it in a hook that runs "
+        "training_step set trainer.should_stop, which the other ranks of the model don't see. Set it in a hook that runs "
         "on all ranks, as on_train_batch_end, which finds what the step has logged in trainer.callback_metrics."
     )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> None:
-    """Refuse optimizers that look across parameters, of which a pipeline rank has only its own.
+    """Refuse optimizers that look across parameters, of which a rank has only its own, or across one, in a cube.
 
     Raises:
         UnsupportedError: more than one optimizer, or one that isn't elementwise.
@@ -98,8 +99,25 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> Non
     if len(optimizers) > 1:
         raise UnsupportedError("several optimizers need manual optimization, which a pipeline can't play")
     for optimizer in optimizers:
-        if topology.pipe > 1 and isinstance(optimizer, LBFGS):
+        if topology.replica_size > 1 and isinstance(optimizer, LBFGS):
             raise UnsupportedError(
-                "LBFGS takes all parameters as one vector, but a pipeline rank holds only its own. Use an optimizer "
+                "LBFGS takes all parameters as one vector, but a rank holds only its own. Use an optimizer "
                 "that works on each parameter alone, as AdamW."
             )
+        if prod(topology.cube) > 1 and not is_elementwise(optimizer):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} isn't known to work on each element of a parameter alone, and in a cube a "
+                f"rank holds a part of each: norms, rows or whole matrices would be wrong. Use AdamW or SGD, say, or "
+                f"set `is_elementwise = True` on the optimizer if it is one."
+            )
+
+
+_ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.RMSprop,
+    optim.Rprop, optim.Adadelta, optim.ASGD,
+)  # fmt: skip
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether what becomes of an element depends on that element alone: torch's own, and those that say so."""
+    return bool(getattr(optimizer, "is_elementwise", type(optimizer) in _ELEMENTWISE))

@@ -237,7 +237,7 @@ class HanayoStrategy(PlacedStrategy):
         lightning_internals.set_metric_groups(module, self.groups.metrics)
         if self.pipe_rank > 0:
             lightning_internals.skip_hooks_without_data(module)
-        if self.topology.pipe > 1:
+        if self.topology.replica_size > 1:
             self._example = module.example_input_array  # given back in the end
             module.example_input_array = None  # summaries and graphs would run the model outside a step
 
@@ -261,7 +261,7 @@ class HanayoStrategy(PlacedStrategy):
         """Undo `_setup_trainer`."""
         unshare_metrics(module.trainer)
         lightning_internals.restore(module.trainer)
-        if self.topology.pipe > 1:
+        if self.topology.replica_size > 1:
             module.example_input_array = self._example
 
     @override
@@ -323,7 +323,7 @@ class HanayoStrategy(PlacedStrategy):
             )
         handover.take()
         value = loss_of(result) if self.pipeline.rank == 0 else torch.zeros((), device=self.root_device)
-        if len(self.groups.replica_ranks) > 1:
+        if self.topology.replica_size > 1:
             if trainer.should_stop != stopping:
                 refusals.refuse_stop()
             if reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):

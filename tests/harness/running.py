@@ -110,7 +110,7 @@ def own_weights(module: LightningModule, trainer: Trainer | None = None) -> dict
 def whole(trainer: Trainer | None, part: Tensor, parameter: Tensor) -> Tensor:
     """A copy of a value or a gradient, put together from the ranks of a cube if there is one."""
     cube = getattr(trainer.strategy, "_cube", None) if trainer is not None else None
-    return part.clone() if cube is None else cube.whole(part, parameter)
+    return (part if cube is None else cube.whole(part, parameter)).clone()
 
 
 def make_trainer(layout: Layout, loss_weight: Any = "samples", **options: Any) -> Trainer:

@@ -109,7 +109,8 @@ class SpreadNorm(nn.Module):
 
     def normalise(self, x: Tensor, *, centred: bool, eps: float | None) -> Tensor:
         """As torch's norms: in fp32 at least, and in the dtype that they give, autocast or not."""
-        compute, out = torch.promote_types(x.dtype, torch.float32), layer_norm(x[:0].detach(), x.shape[-1:]).dtype
+        compute = torch.promote_types(x.dtype, torch.float32)
+        out = layer_norm(x.new_empty(0, x.shape[-1]), x.shape[-1:]).dtype
         how = _How(self.setting.grid.axis("z"), eps, centred, compute, out)
         y: Tensor = _Norm.apply(x, self._parameters["weight"], self._parameters.get("bias"), how)
         return y

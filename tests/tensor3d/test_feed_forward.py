@@ -66,7 +66,10 @@ def made(kind: str, setting: Setting, layout: Layout) -> nn.Module:
 
 
 def compared(ranks: Grid, kind: str, layout: Layout, axes: tuple[str, ...], setting: Setting) -> dict[str, float]:
-    """Where the sequence's parts are padded, what lies behind its end is cut off the output again."""
+    """Each is used twice, so that its weights get two gradients.
+
+    Where the sequence's parts are padded, what lies behind its end is cut off the output again.
+    """
     torch.manual_seed(0)
     dense = Dense(kind == "swiglu")
     module = made(kind, setting, layout)
@@ -76,10 +79,10 @@ def compared(ranks: Grid, kind: str, layout: Layout, axes: tuple[str, ...], sett
     padded = pad(x, (0, 0, 0, 6 - length))
     own = part(padded, ranks, *axes).requires_grad_()
     x.requires_grad_()
-    y = dense(x)
+    y = dense(dense(x))
     y.backward(gradient)
     CountingAxis.received.clear()
-    own_y = module(own)
+    own_y = module(module(own))
     own_y.backward(part(pad(gradient, (0, 0, 0, 6 - length)), ranks, *axes))
     assert x.grad is not None
     start = ranks.index("y") * own.shape[1] if length < 6 else 0

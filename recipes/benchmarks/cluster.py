@@ -1,0 +1,215 @@
+"""The cluster: hosts on one machine, each a network namespace with a link of a set bandwidth to a switch of their own.
+
+ host 0 (eth0 10.77.0.1) --- veth ---+
+ host 1 (eth0 10.77.0.2) --- veth ---+ bridge, in a namespace of its own        both ends of each veth: tbf, so that a
+ ...                                 |                                          host neither sends nor receives faster
+ host 7 (eth0 10.77.0.8) --- veth ---+
+
+Nothing of it is in the machine's own network: whoever ends the namespaces has ended all of it.
+"""
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lightning_hanayo.errors import HanayoError
+
+DEVICE, PORT = "eth0", 29500
+Work = Callable[[int, Any], Any]
+"""What a host does: (rank, argument) -> result, with `torch.distributed` (gloo) initialised."""
+_NUMBERS = count()
+
+
+@dataclass(frozen=True)
+class Link:
+    """A host's connection to the switch.
+
+    Args:
+        mbit: megabits per second, each way.
+        burst_kb: what may pass at once after a pause.
+        mtu: of its packets, in bytes; large ones, as clusters have.
+
+    Several connections take turns packet by packet: what one of them sends at once is no more than the burst.
+    """
+
+    mbit: float
+    burst_kb: int = 16
+    mtu: int = 9000
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Headers count, too."""
+        return self.mbit * 1e6 / 8
+
+
+def refusal() -> str | None:
+    """Why there can be no cluster on this machine; None where there can."""
+    if sys.platform != "linux":
+        return f"network namespaces are Linux's, this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    try:
+        with Cluster(1, Link(100)):
+            return None
+    except HanayoError as error:
+        return str(error)
+
+
+class Cluster:
+    """Used with `with`: its end, however it comes about, leaves nothing behind.
+
+    Raises:
+        HanayoError: a namespace or link was refused.
+    """
+
+    def __init__(self, num_hosts: int, link: Link) -> None:
+        prefix = f"hanayo-{os.getpid()}-{next(_NUMBERS)}"
+        self.link = link
+        self.hosts = tuple(f"{prefix}-{host}" for host in range(num_hosts))
+        self._hub = f"{prefix}-hub"
+        self._made: list[str] = []
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self._build()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.remove()
+
+    def _build(self) -> None:
+        for name in (self._hub, *self.hosts):
+            self._made.append(name)  # before: an interrupt in between leaves nothing behind either
+            _run("ip", "netns", "add", name)
+        link = self.link
+        mtu = link.mtu
+        _batch("ip", self._hub, [f"link add br0 mtu {mtu} type bridge", "link set br0 up"])
+        for port, host in enumerate(self.hosts):
+            wire = f"link add p{port} mtu {mtu} type veth peer name {DEVICE} mtu {mtu} netns {host}"
+            _batch("ip", self._hub, [wire, f"link set p{port} master br0 up"])
+            _batch(
+                "ip", host, [f"addr add {_address(port)}/24 dev {DEVICE}", f"link set {DEVICE} up", "link set lo up"]
+            )
+            _batch("ip", host, [f"link set {DEVICE} gso_max_size {link.burst_kb * 1024}"])
+            _batch("tc", host, [self._shape(DEVICE)])
+            _batch("tc", self._hub, [self._shape(f"p{port}")])
+
+    def _shape(self, device: str) -> str:
+        link = self.link
+        return f"qdisc add dev {device} root tbf rate {link.mbit}mbit burst {link.burst_kb}kb limit 16mb"
+
+    def remove(self) -> None:
+        """Take down what was made. Safe to call again."""
+        with _uninterrupted():
+            while self._made:
+                subprocess.run(["ip", "netns", "del", self._made.pop()], capture_output=True, check=False)
+
+    def run(self, work: Work, argument: Any, timeout: float) -> list[Any]:
+        """Run `work`, a module's function, in a process on each host.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            HanayoError: a rank failed, or `timeout` seconds passed; the message holds the rank's last words.
+        """
+        with tempfile.TemporaryDirectory(prefix="cluster-") as directory:
+            folder = Path(directory)
+            (folder / "work").write_bytes(pickle.dumps((work, argument)))
+            processes: list[subprocess.Popen[bytes]] = []
+            try:
+                for rank, host in enumerate(self.hosts):
+                    processes.append(self._start(rank, host, folder))
+                _wait(processes, folder, time.monotonic() + timeout)
+            finally:
+                with _uninterrupted():
+                    for process in processes:
+                        process.kill()
+                    for process in processes:
+                        process.wait()
+            return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(len(self.hosts))]  # noqa: S301
+
+    def _start(self, rank: int, host: str, folder: Path) -> "subprocess.Popen[bytes]":
+        """`ip netns exec` becomes the process itself, so that its id is the rank's."""
+        surroundings = {
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            "MASTER_ADDR": _address(0),
+            "MASTER_PORT": str(PORT),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self.hosts)),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = ["ip", "netns", "exec", host, sys.executable, "-m", "recipes.benchmarks.cluster_rank", str(folder)]
+        with (folder / f"said-{rank}").open("wb") as said:
+            return subprocess.Popen(command, env=os.environ | surroundings, stdin=subprocess.DEVNULL, stdout=said,
+                                    stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def _address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path, deadline: float) -> None:
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                said = (folder / f"said-{rank}").read_text(errors="replace")[-4000:].strip()
+                raise HanayoError(f"rank {rank} ended with code {code}: {said}")
+        if None not in codes:
+            return
+        if time.monotonic() > deadline:
+            raise HanayoError(
+                f"ranks {[rank for rank, code in enumerate(codes) if code is None]} didn't finish in time"
+            )
+        time.sleep(0.05)
+
+
+def _run(*command: str, told: str = "") -> None:
+    found = subprocess.run(command, input=told, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise HanayoError(f"`{' '.join(command)}` failed: {(found.stderr or found.stdout).strip()}")
+
+
+def _batch(tool: str, host: str, lines: Sequence[str]) -> None:
+    _run(tool, "-n", host, "-batch", "-", told="\n".join(lines) + "\n")
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second ctrl-C waits until all is taken down."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def received() -> int:
+    """Bytes that have come to the host this process is on, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == DEVICE:
+            return int(numbers.split()[0])
+    raise HanayoError("this process isn't on a host of a cluster")

@@ -1,0 +1,94 @@
+"""The names: which schemes there are, of which groups of hosts each is made, and how it is put together.
+
+1-d sequence    1-d all-reduce    2-d    3-d 2,2,2
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isqrt, prod
+from typing import TYPE_CHECKING
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from recipes.benchmarks.schemes.layer import Scheme
+    from recipes.benchmarks.schemes.log import Log
+
+ONE_D = ("1-d sequence", "1-d all-reduce")
+TWO_D = "2-d"
+Group = tuple[int, ...]
+Find = Callable[[Sequence[Group]], "ProcessGroup | None"]
+"""this host's among groups that have no host in common; None for a dry run"""
+
+
+def three_d(sizes: Sequence[int]) -> str:
+    """The name on a grid.
+
+    Example:
+        >>> three_d((4, 2, 1))
+        '3-d 4,2,1'
+    """
+    return f"3-d {','.join(map(str, sizes))}"
+
+
+def grid_of(name: str) -> tuple[int, int, int]:
+    """The other way round.
+
+    Raises:
+        HanayoError: it names no scheme.
+    """
+    try:
+        x, y, z = map(int, name.removeprefix("3-d ").split(","))
+    except ValueError:
+        raise HanayoError(f"{name!r} is no scheme: expected {', '.join((*ONE_D, TWO_D))} or 3-d x,y,z") from None
+    return x, y, z
+
+
+def groups(name: str, hosts: int) -> dict[str, list[Group]]:
+    """By axis: the groups along it.
+
+    Raises:
+        HanayoError: the scheme isn't made for so many hosts.
+    """
+    if name in ONE_D:
+        return {"all": [tuple(range(hosts))]}
+    if name == TWO_D:
+        side = isqrt(hosts)
+        if side**2 != hosts:
+            raise HanayoError(f"{name} needs a square of hosts, got {hosts}")
+        rows = [tuple(range(side * i, side * i + side)) for i in range(side)]
+        return {"row": rows, "column": list(zip(*rows, strict=True))}
+    sizes = grid_of(name)
+    if prod(sizes) != hosts:
+        raise HanayoError(f"{name} has {prod(sizes)} hosts, got {hosts}")
+    topology = Topology(cube=sizes)
+    return {axis: [tuple(group) for group in topology.groups(axis)] for axis in "xyz"}
+
+
+def make(name: str, hosts: int, rank: int, find: Find, log: "Log") -> "Scheme":
+    """The scheme as host `rank` sees it."""
+    from lightning_hanayo.tensor3d.grid import Grid
+    from recipes.benchmarks.schemes.one_d import OneD
+    from recipes.benchmarks.schemes.three_d import ThreeD
+    from recipes.benchmarks.schemes.two_d import TwoD
+    from recipes.benchmarks.schemes.wire import Wire, wires
+
+    along = groups(name, hosts)
+
+    def wire(axis: str) -> Wire:
+        mine = next(group for group in along[axis] if rank in group)
+        return Wire(find(along[axis]) if len(mine) > 1 else None, len(mine), mine.index(rank), log)
+
+    if name in ONE_D:
+        return OneD(wire("all"), by_sequence=name == ONE_D[0])
+    if name == TWO_D:
+        return TwoD(wire("row"), wire("column"))
+    return ThreeD(Grid.of(grid_of(name), rank, partial(_of_axis, along, find), wires(log)))
+
+
+def _of_axis(along: dict[str, list[Group]], find: Find, axes: str) -> "ProcessGroup | None":
+    """Linear layers need single axes only."""
+    return find(along[axes]) if axes in along else None

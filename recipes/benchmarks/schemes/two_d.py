@@ -1,0 +1,91 @@
+"""2-D (SUMMA): q x q ranks, each with a block of every matrix; panels travel along rows and columns, one after the other.
+
+Y[i,j]  = sum over l of X[i,l] W[j,l]^T       X[i,l] to its row, W[j,l] to its column
+dX[i,l] = sum over j of dY[i,j] W[j,l]        W[j,l] to its column, the parts of the sum over the row to l
+dW[j,l] = sum over i of dY[i,j]^T X[i,l]      X[i,l] to its row, the parts of the sum over the column to l
+
+W[j,l] of torch's [N, K] lies at rank (l, j). In the plain form all ranks take l = 0, 1, .. and the next panels are on their
+way while these are multiplied. Here all are on their way at once, each rank begins where it has X itself, and backward
+with the others' parts, so that no link is idle while another is busy: more memory, the same 3 (q-1)/q^2 (MK + KN).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_hanayo.tensor3d import product as arithmetic
+from recipes.benchmarks.schemes.layer import Scheme
+from recipes.benchmarks.schemes.wire import Wire
+
+
+class TwoD(Scheme):
+    """Args:
+    row: this rank's row i: the ranks (i, 0), (i, 1), ...
+    column: its column j.
+    """
+
+    def __init__(self, row: Wire, column: Wire) -> None:
+        self._row, self._column = row, column
+
+    @override
+    def linear(self, index: int, weight: Tensor) -> nn.Module:
+        return _Block(self.cut_weight(index, weight), self._row, self._column)
+
+    @override
+    def cut(self, x: Tensor) -> Tensor:
+        return self._block(x.flatten(0, 1), self._column.place, self._row.place)
+
+    @override
+    def cut_weight(self, index: int, weight: Tensor) -> Tensor:
+        return self._block(weight, self._row.place, self._column.place)
+
+    def _block(self, whole: Tensor, row: int, column: int) -> Tensor:
+        return whole.chunk(self._row.size)[row].chunk(self._row.size, 1)[column].contiguous()
+
+
+class _Block(nn.Module):
+    def __init__(self, weight: Tensor, row: Wire, column: Wire) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self._row, self._column = row, column
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Summa.apply(x, self.weight, self._row, self._column)
+        return y
+
+
+class _Summa(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, row: Wire, column: Wire) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.row, ctx.column = row, column
+        panels = [row.place + step for step in range(row.size)]
+        y: Tensor | None = None
+        for a, b in zip(_along(row, x, panels), _along(column, weight, panels), strict=True):
+            part = arithmetic.multiply(a, b)
+            y = part if y is None else y.add_(part)
+        assert y is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        row, column = ctx.row, ctx.column
+        steps = [*range(1, row.size), 0]
+        weights = _along(column, weight, [row.place + step for step in steps])
+        inputs = _along(row, x, [column.place + step for step in steps])
+        dx, dw = [], []
+        for step, b, a in zip(steps, weights, inputs, strict=True):
+            dx.append(row.shift(arithmetic.input_gradient(gradient, b), -step))
+            dw.append(column.shift(arithmetic.weight_gradient(gradient, a), -step))
+        return sum(part.wait() for part in dx), sum(part.wait() for part in dw), None, None  # type: ignore[return-value]
+
+
+def _along(axis: Wire, own: Tensor, places: list[int]) -> Iterator[Tensor]:
+    """The blocks of these ranks, in this order; all are asked for at once."""
+    own = own.detach().contiguous()
+    arriving = [axis.shift(own, place - axis.place) for place in places]
+    return (panel.wait() for panel in arriving)

@@ -1,0 +1,178 @@
+"""The tensor-parallel benchmark: 1-D, 2-D and 3-D side by side, on a cluster of emulated hosts with a set bandwidth.
+
+python -m recipes.benchmarks.tensor3d --table tensor3d.md --picture tensor3d.png --trace tensor3d-trace.png
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_hanayo.errors import HanayoError
+from recipes.benchmarks.cluster import Cluster, Link, refusal
+from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
+
+if TYPE_CHECKING:
+    from recipes.benchmarks.tensor3d_rank import Case
+
+HOSTS, SHARE, PATIENCE_S = 8, 0.7, 1200.0
+COLLECTIVES = (2, 2.0), (4, 2.0), (8, 2.0), (8, 8.0)
+PARTS = ("collectives", "shapes", "overlap", "two-d", "scaling")
+CHECKED = (*((name, 8) for name in ONE_D), *((three_d(sizes), 8) for sizes in ((2, 2, 2), (4, 2, 1), (8, 1, 1))),
+           (TWO_D, 4), (three_d((2, 2, 1)), 4))  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write what was asked for. Returns the exit code: 3 where there can be no cluster."""
+    options = _parser().parse_args(arguments)
+    if why := refusal():
+        print(f"skipped: {why}", file=sys.stderr)
+        return 3
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _check(options) if options.check else _measure(options)
+    except HanayoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; hosts and processes are gone", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    from recipes.benchmarks.pipeline import numeric, whole
+
+    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.tensor3d", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--mbit", type=numeric, default=200.0, metavar="N",
+                        help="each host's bandwidth, each way, in megabits per second (default 200)")  # fmt: skip
+    parser.add_argument("--hidden", type=whole, default=384, metavar="N", help="of the largest layers (default 384)")
+    parser.add_argument("--rounds", type=whole, default=5, metavar="N",
+                        help="each scheme once in each; other shapes take three (default 5)")  # fmt: skip
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
+                        help=f"of {', '.join(PARTS)} (default: all)")  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="instead: compute small layers for real, and compare")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table that is printed")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw steps, measured beside predicted")
+    parser.add_argument("--trace", type=Path, metavar="FILE.png", help="draw each host's computing and receiving")
+    return parser
+
+
+def speed_of(link: Link, tokens: int, hidden: int, layers: int = 2) -> float:
+    """A host's flops per second, so that 1-D on eight of them would compute for 0.3 of a step without overlap."""
+    from recipes.benchmarks.tensor3d_rank import Case
+    from recipes.benchmarks.tensor3d_result import predict
+
+    alone, _ = predict(Case("", HOSTS, tokens, hidden, (ONE_D[0],), 1.0, layers), ONE_D[0], link)
+    return alone.computing * SHARE / (1 - SHARE) / alone.receiving
+
+
+def cases(link: Link, hidden: int, rounds: int, parts: Sequence[str]) -> list["Case"]:
+    """All of them: for each shape, the cube and the grids that move the least."""
+    from recipes.benchmarks.tensor3d_rank import Case
+
+    small = 2 * hidden // 3 // 8 * 8
+    found = []
+    if "shapes" in parts:
+        for tokens, width, times in ((8 * hidden, hidden, rounds), (2 * hidden, hidden, 3), (8 * small, small, 3)):
+            names = (*ONE_D, three_d((2, 2, 2)), *_best(HOSTS, tokens, width))
+            speed = speed_of(link, tokens, width)
+            found.append(Case("shapes", HOSTS, tokens, width, names, speed, rounds=times))
+    if "overlap" in parts:
+        names = (ONE_D[0], *_best(HOSTS, 16 * small, small))
+        found.append(Case("overlap", HOSTS, 16 * small, small, names, speed_of(link, 16 * small, small)))
+    speed = speed_of(link, 8 * small, small)
+    if "two-d" in parts:
+        names = (*ONE_D, TWO_D, *_best(4, 8 * small, small))
+        found.append(Case("two-d", 4, 8 * small, small, names, speed))
+    if "scaling" in parts:
+        for hosts in (1, 2, 4, 8):
+            for title, tokens in (("strong", 8 * small), ("weak", small * hosts)):
+                names = (ONE_D[0], _best(hosts, tokens, small)[0])
+                found.append(Case(title, hosts, tokens, small, names, speed, layers=1))
+    return found
+
+
+def _best(hosts: int, tokens: int, hidden: int) -> list[str]:
+    """The grid that moves the least, and the one that moves weights only, which the most compute can hide."""
+    from lightning_hanayo.planner.grids import ranked_grids
+    from lightning_hanayo.planner.volume import TransformerLayer
+
+    first = ranked_grids(hosts, TransformerLayer(tokens, hidden, heads=hidden))[0]
+    return list(dict.fromkeys([three_d(first), three_d((hosts, 1, 1))]))
+
+
+def _check(options: argparse.Namespace) -> int:
+    from recipes.benchmarks.tensor3d_rank import check_all
+
+    with Cluster(HOSTS, Link(options.mbit)) as cluster:
+        found = cluster.run(check_all, CHECKED, PATIENCE_S)
+    errors = {name: max(host[name] for host in found if name in host) for name in found[0]}
+    for name, error in errors.items():
+        print(f"{name:24} {error:.1e}")
+    return 0 if max(errors.values()) < 1e-10 else 1
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from recipes.benchmarks import tensor3d_report as report
+    from recipes.benchmarks.tensor3d_rank import Plan, work
+    from recipes.benchmarks.tensor3d_result import outcome_of, transfers_of
+
+    link = Link(options.mbit)
+    plan = Plan(
+        tuple(cases(link, options.hidden, options.rounds, options.parts)),
+        COLLECTIVES if "collectives" in options.parts else (),
+    )
+    begin = time.monotonic()
+    with Cluster(HOSTS, link) as cluster:
+        records = cluster.run(work, plan, PATIENCE_S)
+    took = time.monotonic() - begin
+    outcomes = [
+        outcome_of(case, link, [record.steps[place] for record in records[: case.hosts]])
+        for place, case in enumerate(plan.cases)
+    ]
+    transfers = transfers_of(link, records)
+    far = report.far_ahead(link)
+    about = _describe(link, took)
+    text = report.table(about, transfers, outcomes, far)
+    print(text)
+    if options.json:
+        data = {"machine": about, "transfers": [vars(one) for one in transfers],
+                "cases": [one.plain() for one in outcomes], "at 64 hosts": [one.plain() for one in far]}  # fmt: skip
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+    if options.table:
+        options.table.write_text(text)
+    if options.picture:
+        report.draw(outcomes, options.picture)
+    if options.trace:
+        report.draw_trace(plan, records, link, options.trace)
+    return 0
+
+
+def _describe(link: Link, took: float) -> list[str]:
+    import torch
+
+    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
+    return [
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        f"torch {torch.__version__}, Python {platform.python_version()}, gloo, {HOSTS} network namespaces of {link.mbit:g} "
+        f"Mbit/s each way (tbf, burst {link.burst_kb} KB, MTU {link.mtu})",
+        f"{took:.0f} s in all; load average at the end {load}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

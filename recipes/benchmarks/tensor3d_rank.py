@@ -1,0 +1,268 @@
+"""What each host does in the tensor-parallel benchmark: collectives first, then all schemes of each case in turn."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from recipes.benchmarks.cluster import received
+from recipes.benchmarks.machine import sleep_until
+from recipes.benchmarks.schemes.check import check
+from recipes.benchmarks.schemes.device import Emulated
+from recipes.benchmarks.schemes.layer import shapes
+from recipes.benchmarks.schemes.log import Event, Log
+from recipes.benchmarks.schemes.names import Find, Group, groups, make
+from recipes.benchmarks.schemes.wire import Wire
+
+HEAD_START, QUIET, SAMPLE_S = 0.01, 0.03, 0.004
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of `layers` layers with `batch` sequences on the first `hosts` hosts, `rounds` times."""
+
+    title: str
+    hosts: int
+    tokens: int
+    hidden: int
+    schemes: tuple[str, ...]
+    flops_per_second: float
+    """of a host"""
+    layers: int = 2
+    rounds: int = 3
+    batch: int = 8
+
+    @property
+    def seq(self) -> int:
+        """The length of a sequence."""
+        return self.tokens // self.batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is run."""
+
+    cases: tuple[Case, ...]
+    collectives: tuple[tuple[int, float], ...] = ()
+    """hosts of a group, and megabytes that each has, or gets"""
+
+
+@dataclass
+class Steps:
+    """One scheme on one host. Times in seconds after the agreed start; bytes with headers."""
+
+    forward: list[float] = field(default_factory=list)
+    end: list[float] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """of the last step: when it computed"""
+    samples: list[tuple[float, int]] = field(default_factory=list)
+    """of one more step: bytes received so far"""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One on one host: of gloo's own, and of ours, seconds after the agreed start, by round."""
+
+    kind: str
+    hosts: int
+    megabytes: float
+    gloo: list[float]
+    ours: list[float]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a host brings home."""
+
+    collectives: list[Collective]
+    steps: list[dict[str, Steps]]
+    """by case and scheme; empty where this host had no part"""
+
+
+def work(rank: int, plan: Plan) -> Record:
+    """A host's whole work."""
+    known = _Groups(rank)
+    log = Log()
+    collectives = [_collective(known, kind, *size, log) for size in plan.collectives for kind in COLLECTIVES]
+    return Record(collectives, [_case(known, case) for case in plan.cases])
+
+
+class _Groups:
+    """Made by all hosts in the same order, once each."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._known: dict[Group, dist.ProcessGroup] = {}
+
+    def find(self, among: Sequence[Group]) -> dist.ProcessGroup | None:
+        """This host's."""
+        for ranks in among:
+            if ranks not in self._known and len(ranks) > 1:
+                group = dist.new_group(list(ranks))
+                assert isinstance(group, dist.ProcessGroup) or self.rank not in ranks
+                self._known[ranks] = group
+        return next((self._known[ranks] for ranks in among if self.rank in ranks and len(ranks) > 1), None)
+
+
+def _start() -> float:
+    """A moment in which all hosts begin: they share a machine, and so a clock."""
+    moment = torch.zeros(1, dtype=torch.float64)
+    dist.barrier()
+    moment += time.monotonic() + HEAD_START
+    dist.broadcast(moment, 0)
+    start = float(moment)
+    sleep_until(start)
+    return start
+
+
+def _timed(action: Callable[[], object], times: int) -> list[float]:
+    ends = []
+    for _ in range(times + 1):
+        start = _start()
+        action()
+        ends.append(time.monotonic() - start)
+        time.sleep(QUIET)
+    return ends[1:]
+
+
+def _collective(known: _Groups, kind: str, hosts: int, megabytes: float, log: Log, times: int = 4) -> Collective:
+    world = dist.get_world_size()
+    group = known.find([tuple(range(first, first + hosts)) for first in range(0, world, hosts)])
+    assert group is not None
+    wire = Wire(group, hosts, known.rank % hosts, log)
+    whole = torch.zeros(hosts, int(megabytes * 2**20 / 4 / hosts))
+    other, part = torch.zeros_like(whole), torch.zeros_like(whole[0])
+    flat, other_flat = whole.view(-1), other.view(-1)
+    gloo, ours = {
+        "all-gather": (lambda: dist.all_gather_into_tensor(other_flat, part, group=group), lambda: wire.all_gather(part)),
+        "reduce-scatter": (lambda: dist.reduce_scatter_tensor(part, flat, group=group),
+                           lambda: wire.reduce_scatter(whole)),
+        "all-to-all": (lambda: dist.all_to_all_single(other_flat, flat, group=group), lambda: wire.all_to_all(whole)),
+        "all-reduce": (lambda: dist.all_reduce(whole, group=group), lambda: wire.all_reduce(whole)),
+    }[kind]  # fmt: skip
+    return Collective(kind, hosts, megabytes, _timed(gloo, times), _timed(lambda: ours().wait(), times))
+
+
+class Player:
+    """One scheme of a case on one host.
+
+    Args:
+        case: what is played.
+        name: of the scheme.
+        rank: of the host.
+        find: its groups.
+        is_dry: whether nothing is computed or sent, only logged.
+    """
+
+    def __init__(self, case: Case, name: str, rank: int, find: Find, *, is_dry: bool = False) -> None:
+        self.log = Log()
+        self.steps = Steps()
+        self._device = Emulated(case.flops_per_second, self.log, is_dry=is_dry)
+        self._scheme = make(name, case.hosts, rank, find, self.log)
+        with torch.no_grad():  # no values: none are computed
+            weights = [[torch.zeros(shape) for shape in shapes(case.hidden)] for _ in range(case.layers)]
+            self._x = self._scheme.cut(torch.zeros(case.batch, case.seq, case.hidden))
+        self._x.requires_grad_()  # as in the midst of a model
+        self._model = self._scheme.layers(weights, self._device, case.seq)
+
+    def play(self) -> tuple[float, float]:
+        """Forward and backward; when they ended."""
+        self.log.clear()
+        for tensor in (self._x, *self._model.parameters()):
+            tensor.grad = None
+        with self._device.multiplies():
+            self._scheme.begin()
+            y = self._model(self._x)
+            between = time.monotonic()
+            self.log.backward()
+            y.backward(torch.zeros_like(y))
+        return between, time.monotonic()
+
+
+def rehearse(case: Case, name: str, rank: int = 0) -> list[Event]:
+    """What a host does in a step of the scheme; nothing is sent or computed, so that hosts may be any number."""
+    player = Player(case, name, rank, lambda _: None, is_dry=True)
+    player.play()  # the first time the order of the layers isn't known
+    player.play()
+    return player.log.events
+
+
+def _case(known: _Groups, case: Case) -> dict[str, Steps]:
+    for among in chain.from_iterable(groups(name, case.hosts).values() for name in case.schemes):
+        known.find(among)
+    if known.rank >= case.hosts:
+        for _ in range((case.rounds + 2) * len(case.schemes)):
+            _start()
+            dist.barrier()
+        return {}
+    players = {name: Player(case, name, known.rank, known.find) for name in case.schemes}
+    for turn in range(-1, case.rounds):
+        for name in _turned(case.schemes, turn):
+            _play(players[name], keep=turn >= 0)
+    for player in players.values():
+        with _sampled(player.steps.samples) as begin:
+            begin(_play(player, keep=False))
+        player.steps.events, player.steps.spans = player.log.events, player.log.spans
+    return {name: player.steps for name, player in players.items()}
+
+
+def _turned(names: Sequence[str], turn: int) -> list[str]:
+    """Each round begins with another one."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def _play(player: Player, *, keep: bool) -> float:
+    """One step of all hosts; its start."""
+    start = _start()
+    before = received()
+    forward, end = player.play()
+    dist.barrier()
+    time.sleep(QUIET)
+    if keep:
+        player.steps.forward.append(forward - start)
+        player.steps.end.append(end - start)
+        player.steps.received.append(received() - before)
+    player.log.spans[:] = [(begin - start, stop - start) for begin, stop in player.log.spans]
+    return start
+
+
+@contextmanager
+def _sampled(into: list[tuple[float, int]]) -> Iterator[Callable[[float], None]]:
+    """Note every few milliseconds what has come in; the caller says when the step began."""
+    done = threading.Event()
+    raw: list[tuple[float, int]] = []
+
+    def look() -> None:
+        while not done.wait(SAMPLE_S):
+            raw.append((time.monotonic(), received()))
+
+    starts: list[float] = []
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield starts.append
+    finally:
+        done.set()
+        thread.join()
+    into[:] = [(moment - starts[0], count) for moment, count in raw]
+
+
+def check_all(rank: int, schemes: Sequence[tuple[str, int]]) -> dict[str, float]:
+    """Another work: each scheme's error, with real products, on so many hosts."""
+    known = _Groups(rank)
+    found = {}
+    for name, hosts in schemes:
+        for among in groups(name, hosts).values():
+            known.find(among)
+        if rank < hosts:
+            found[f"{name}, {hosts} hosts"] = check(name, hosts, rank, known.find)
+    return found

@@ -123,7 +123,7 @@ class WaveReport(Callback):
         self._log(trainer)
         self._gauges = None
         measured = Measured.of(strategy.pipeline) if strategy.data_rank == 0 else None
-        if measured is None:
+        if measured is None or not trainer.is_global_zero:
             return
         self._write(trainer, strategy, measured)
         bubbles = {"hanayo/bubble": measured.timeline.bubble_ratio}
@@ -181,9 +181,10 @@ class WaveReport(Callback):
 def describe(strategy: HanayoStrategy) -> dict[str, Any]:
     """The layout of a run, for people and for loggers."""
     layout, topology, ownership = strategy.pipeline.layout, strategy.topology, strategy.pipeline.ownership
+    cube = f" x {'x'.join(map(str, topology.cube))} cube" if topology.cube != (1, 1, 1) else ""
     stages = [f"{run.start}-{run.stop - 1}" if len(run) > 1 else str(run.start) for run in ownership.stages if run]
     return {
-        "hanayo/layout": f"{topology.pipe} pipeline x {topology.data} data = {topology.world_size} ranks",
+        "hanayo/layout": f"{topology.pipe} pipeline{cube} x {topology.data} data = {topology.world_size} ranks",
         "hanayo/schedule_name": layout.schedule,
         "hanayo/num_waves": layout.num_waves,
         "hanayo/num_microbatches": layout.num_microbatches,

@@ -36,7 +36,8 @@ TRAININGS = {
 }
 ALONE = Layout()
 WAVE = Layout(2, 2, 1)
-READERS = [(ALONE, WAVE), (WAVE, ALONE), (WAVE, Layout(4, 1, 1, "1f1b")), (WAVE, Layout(2, 1, 2))]
+CUBE = Layout(2, 1, 1, cube=(1, 2, 1))
+READERS = [(ALONE, WAVE), (WAVE, ALONE), (WAVE, Layout(4, 1, 1, "1f1b")), (CUBE, ALONE), (WAVE, CUBE)]
 TOLERANCE = 1e-10
 
 

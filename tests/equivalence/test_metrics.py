@@ -15,7 +15,7 @@ from tests.harness.running import Layout, Training, data_rank, make_loader, make
 
 TRAINING = Training(models.Metrics, partial(models.vectors, (8, 8, 6)), torch.float64)
 VALIDATION = Training(models.Metrics, partial(models.vectors, (8, 6, 2)), torch.float64)
-LAYOUTS = [Layout(2, 1, 1), Layout(2, 2, 1), Layout(4, 1, 1, "1f1b"), Layout(2, 1, 2)]
+LAYOUTS = [Layout(2, 1, 1), Layout(2, 2, 1), Layout(4, 1, 1, "1f1b"), Layout(2, 1, 2), Layout(2, cube=(1, 2, 1))]
 
 
 class History(Callback):

@@ -210,45 +210,45 @@ class HuggingFace(Trained):
         return self.model(**batch).loss
 
 
-def gpt2(heads: int = 2) -> LightningModule:
+def gpt2(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
     """Tied embeddings, `Conv1D` layers, the cache handed to each block by position."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=WIDTH, n_layer=NUM_BLOCKS, n_head=heads,
+        vocab_size=VOCABULARY, n_positions=32, n_embd=WIDTH, n_layer=blocks, n_head=heads,
         bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return HuggingFace(GPT2LMHeadModel(config))
 
 
-def llama(heads: int = 2, kv_heads: int = 1) -> LightningModule:
+def llama(heads: int = 2, kv_heads: int = 1, blocks: int = NUM_BLOCKS) -> LightningModule:
     """Rotary positions computed once and handed to all blocks; the cache by keyword."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=NUM_BLOCKS,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=blocks,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=32, pad_token_id=None,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return HuggingFace(LlamaForCausalLM(config))
 
 
-def bert(heads: int = 2) -> LightningModule:
+def bert(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
     """An encoder; its tied head has a bias of its own."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=NUM_BLOCKS,
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=blocks,
         num_attention_heads=heads, max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return HuggingFace(BertForMaskedLM(config))
 
 
-def gpt(heads: int = 2) -> LightningModule:
+def gpt(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
     """The recipe's: tied embeddings."""
     from recipes.gpt.module import GPT
 
-    sizes = {"vocab_size": VOCABULARY, "context": 16, "num_layers": NUM_BLOCKS, "width": WIDTH}
+    sizes = {"vocab_size": VOCABULARY, "context": 16, "num_layers": blocks, "width": WIDTH}
     return GPT(**sizes, num_heads=heads, learning_rate=3e-3)
 
 

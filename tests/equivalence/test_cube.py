@@ -1,0 +1,277 @@
+"""A cube of ranks trains as one process does: whole models, uneven shares, ghosts, masks that only some samples have.
+
+world = data x pipe x (x, y, z)            cube (2, 2, 2)   8 ranks hold each stage
+                                           pipe 2 x (1, 2, 1) x data 2
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+
+from lightning_hanayo.tensor3d.grid import Axis
+from tests.harness import models
+from tests.harness.models import Batch
+from tests.harness.oracle import by_hand, plain
+from tests.harness.pool import Pool, RunFailed
+from tests.harness.running import Layout, Training, assert_close, build, fit, make_loader, make_trainer, run
+
+CUBE = (2, 2, 2)
+
+
+def masked_bert() -> LightningModule:
+    """The recipe's: separate q, k, v, a padding mask handed to the blocks, an untied bias in a tied head."""
+    from recipes.bert.module import BERT
+
+    return BERT(models.VOCABULARY, 16, 2, models.WIDTH, 4, learning_rate=3e-3, decay_steps=20)
+
+
+class Classifier(models.Trained):
+    """`nn.TransformerEncoder` with a padding mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(models.WIDTH, 4, 32, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(models.VOCABULARY, models.WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(models.WIDTH, models.CLASSES)
+
+    def loss(self, batch: Batch) -> Tensor:
+        hidden = self.encoder(self.embedding(batch["input_ids"]), src_key_padding_mask=batch["attention_mask"] == 0)
+        return nn.functional.cross_entropy(self.head(hidden[:, 0]), batch["input_ids"][:, 1] % models.CLASSES)
+
+
+class MixerBlock(nn.Module):
+    """Mixes tokens, then features: of no kind that the cube knows."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(models.WIDTH)
+        self.tokens = nn.Linear(tokens, tokens)
+        self.up = nn.Linear(models.WIDTH, 3 * models.WIDTH)
+        self.down = nn.Linear(3 * models.WIDTH, models.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.tokens(self.norm(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Mixer(models.Trained):
+    """An MLP-mixer over eight tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models.VOCABULARY, models.WIDTH)
+        self.blocks = nn.ModuleList(MixerBlock(8) for _ in range(2))
+        self.head = nn.Linear(models.WIDTH, models.VOCABULARY)
+
+    def loss(self, batch: Batch) -> Tensor:
+        x = self.embedding(batch["input_ids"])
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=models.IGNORED)
+
+
+MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[..., list[Batch]], float]] = {
+    "gpt": (partial(models.gpt, 4, 2), models.texts, 1e-10),
+    "bert": (masked_bert, models.padded, 1e-10),
+    "GPT-2": (partial(models.gpt2, 4, 2), models.padded, 1e-7),  # its loss is made in fp32, of other pieces here
+    "BERT": (partial(models.bert, 4, 2), models.padded, 1e-10),
+    "Llama": (partial(models.llama, 4, 4, 2), models.padded, 1e-5),  # its norm computes in fp32
+    "encoder": (Classifier, models.padded, 1e-10),
+    "mixer": (Mixer, models.texts, 1e-10),
+}
+EVEN, UNEVEN = ((8, 8, 8), (8,)), ((11, 3, 1), (7, 5, 8))
+"""samples of each batch, and lengths of its sequences"""
+CASES = [
+    ("gpt", Layout(cube=CUBE), UNEVEN),
+    ("gpt", Layout(cube=(2, 1, 1)), UNEVEN),
+    ("gpt", Layout(cube=(1, 2, 1), outside="replicate"), UNEVEN),
+    ("bert", Layout(cube=CUBE, num_microbatches=2), UNEVEN),
+    ("bert", Layout(cube=(1, 1, 2)), EVEN),
+    ("GPT-2", Layout(cube=CUBE, num_microbatches=2), EVEN),
+    ("GPT-2", Layout(cube=(1, 2, 1)), UNEVEN),
+    ("BERT", Layout(cube=CUBE, num_microbatches=2), EVEN),
+    ("BERT", Layout(cube=(1, 1, 2), outside="replicate"), UNEVEN),
+    ("Llama", Layout(cube=CUBE, num_microbatches=2), EVEN),
+    ("Llama", Layout(cube=(1, 1, 2)), UNEVEN),
+    ("encoder", Layout(cube=(2, 1, 2), num_microbatches=2), EVEN),
+    ("mixer", Layout(cube=CUBE, num_microbatches=2), ((11, 3, 1), (8,))),
+    ("mixer", Layout(cube=(1, 1, 2), outside="replicate"), ((5, 3, 1), (8,))),
+]
+
+
+def training(kind: str, data: tuple[tuple[int, ...], tuple[int, ...]]) -> Training:
+    """Three steps of AdamW with clipping."""
+    model, batches, _ = MODELS[kind]
+    key = kind, data
+    if key not in TRAININGS:
+        weight: Any = "samples" if kind == "encoder" else "tokens"
+        made = partial(batches, *data)
+        TRAININGS[key] = Training(model, made, torch.float64, steps=3, clip=0.1, loss_weight=weight)
+    return TRAININGS[key]
+
+
+TRAININGS: dict[Any, Training] = {}
+
+
+@pytest.mark.parametrize(("kind", "layout", "data"), CASES, ids=str)
+def test_trains_as_one_process_does(pool: Pool, kind: str, layout: Layout, data: Any) -> None:
+    tolerance = MODELS[kind][2]
+    outcome, expected = run(pool, training(kind, data), layout), plain(pool, training(kind, data))
+    assert_close(outcome.gradients, expected.gradients, tolerance)
+    assert_close(outcome.weights, expected.weights, tolerance)
+    assert outcome.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["hanayo", "hanayo-zb"])
+def test_with_waves_data_ranks_and_accumulation(pool: Pool, schedule: str) -> None:
+    batches = partial(models.texts, (8, 8, 8, 8), (7,))
+    single = Training(
+        partial(models.gpt, 4), batches, torch.float64, steps=2, accumulate=2, clip=0.1, loss_weight="tokens"
+    )
+    outcome = run(pool, single, Layout(2, 2, 2, schedule, cube=(1, 2, 1)))
+    assert_close(outcome.weights, by_hand(pool, single, data=2).weights, 1e-10)
+
+
+def test_bf16_stays_near(pool: Pool) -> None:
+    single = Training(
+        partial(models.gpt, 4, 2), partial(models.texts, (8, 8)), steps=2, precision="bf16-mixed", loss_weight="tokens"
+    )
+    assert run(pool, single, Layout(cube=(1, 2, 1))).losses == pytest.approx(plain(pool, single).losses, rel=2e-2)
+
+
+class DroppingBlock(models.Block):
+    """Sometimes does nothing, and its layers aren't called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if torch.rand(()) < 0.5 else x
+
+
+class LayerDrop(models.MLP):
+    """Chance decides which blocks run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(4))
+
+
+def threads_of_collectives(layout: Layout) -> tuple[set[str], float]:
+    """The names of the threads that start collectives, and the last loss."""
+    names: set[str] = set()
+    started = {name: getattr(Axis, name) for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")}
+
+    def noted(start: Callable[..., Any], axis: Axis, *args: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return start(axis, *args)
+
+    for name, start in started.items():
+        setattr(Axis, name, lambda *args, start=start: noted(start, *args))
+    try:
+        single = Training(LayerDrop, partial(models.vectors, (8, 8)), torch.float64, steps=2)
+        return names, fit(single, layout).losses[-1]
+    finally:
+        for name, start in started.items():
+            setattr(Axis, name, start)
+
+
+def test_layers_are_dropped_alike_and_only_the_main_thread_sends(pool: Pool) -> None:
+    """Ranks that drop different layers would hang; collectives from the step's threads would cross."""
+    seen = pool.run(4, threads_of_collectives, Layout(cube=(2, 2, 1)))
+    assert [names for names, _ in seen] == [{"MainThread"}] * 4
+    assert len({loss for _, loss in seen}) == 1
+
+
+def without_labels(sizes: tuple[int, ...]) -> list[Batch]:
+    """The first half of each batch has no label at all: shares without a valid token."""
+    batches = models.texts(sizes)
+    for batch in batches:
+        batch["labels"][: len(batch["labels"]) // 2] = models.IGNORED
+    return batches
+
+
+def test_a_share_without_a_valid_token(pool: Pool) -> None:
+    """Its loss is NaN, and counts for nothing."""
+    single = Training(
+        partial(models.gpt, 4, 2), partial(without_labels, (8, 8)), torch.float64, steps=2, loss_weight="tokens"
+    )
+    outcome, expected = run(pool, single, Layout(cube=(2, 2, 1), num_microbatches=2)), plain(pool, single)
+    assert_close(outcome.weights, expected.weights, 1e-10)
+    assert outcome.losses == pytest.approx(expected.losses)
+
+
+def predicted(layout: Layout) -> Tensor:
+    module = build(partial(models.gpt, 4, 2))
+    batches = [batch["input_ids"] for batch in models.texts((5, 2))]
+    trainer = make_trainer(layout)
+    module.predict_step = lambda batch, batch_idx: module(batch).argmax(-1)  # type: ignore[method-assign]
+    return torch.cat(trainer.predict(module, make_loader(batches)))  # type: ignore[arg-type]
+
+
+def test_predictions_are_whole(pool: Pool) -> None:
+    (expected,) = pool.run(1, predicted, Layout())
+    for own in pool.run(4, predicted, Layout(cube=(1, 2, 2))):
+        assert torch.equal(own, expected)
+
+
+def fails_on_one_rank(layout: Layout) -> None:
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")
+    module = build(partial(models.gpt, 4, 2))
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        if trainer.global_rank == 1:
+            raise ZeroDivisionError("on rank 1")
+        return step(batch, batch_idx)
+
+    module.training_step = training_step  # type: ignore[method-assign]
+    trainer = make_trainer(layout, max_steps=1)
+    trainer.fit(module, make_loader(models.texts((4,))))
+
+
+def test_a_failure_is_the_failing_ranks(pool: Pool) -> None:
+    with pytest.raises(RunFailed) as failed:
+        pool.run(2, fails_on_one_rank, Layout(cube=(1, 2, 1)))
+    assert (failed.value.first.rank, failed.value.first.kind) == (1, "ZeroDivisionError")
+    assert {failure.kind for failure in failed.value.failures} == {"ZeroDivisionError", "PeerFailed"}
+
+
+def optimized(kind: str) -> None:
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")
+    module = build(partial(models.gpt, 4, 2))
+    makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "Adafactor": torch.optim.Adafactor,
+        "LBFGS": torch.optim.LBFGS,
+    }
+    module.configure_optimizers = lambda: makes[kind](module.parameters())  # type: ignore[method-assign]
+    make_trainer(Layout(cube=(1, 2, 1)), max_steps=1).fit(module, make_loader(models.texts((4,))))
+
+
+def test_optimizers_that_need_whole_matrices_are_refused(pool: Pool) -> None:
+    for kind in ("Adafactor", "LBFGS"):
+        with pytest.raises(RunFailed, match=kind):
+            pool.run(2, optimized, kind)
+
+
+@pytest.mark.parametrize(
+    ("cube", "message"),
+    [
+        ((1, 3, 1), r"qkv has 4 heads, which don't divide over y \* z = 3"),
+        ((4, 2, 1), "doesn't multiply to the 3 processes"),
+        ((0, 1, 1), "expected p, for a p x p x p cube"),
+    ],
+)
+def test_grids_that_do_not_fit_start_no_process(cube: tuple[int, int, int], message: str) -> None:
+    from lightning_hanayo import HanayoStrategy
+    from lightning_hanayo.errors import HanayoError
+
+    with pytest.raises(HanayoError, match=message):
+        trainer = make_trainer(Layout(), strategy=HanayoStrategy(cube=cube), devices=3)
+        trainer.fit(build(partial(models.gpt, 4, 2)), make_loader(models.texts((4,))))

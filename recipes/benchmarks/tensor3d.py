@@ -168,8 +168,8 @@ def _describe(link: Link, took: float) -> list[str]:
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())
     return [
         f"{time.strftime('%Y-%m-%d %H:%M')}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        f"torch {torch.__version__}, Python {platform.python_version()}, gloo, {HOSTS} network namespaces of {link.mbit:g} "
-        f"Mbit/s each way (tbf, burst {link.burst_kb} KB, MTU {link.mtu})",
+        f"torch {torch.__version__}, Python {platform.python_version()}, gloo, {HOSTS} network namespaces, "
+        f"{link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB, MTU {link.mtu})",
         f"{took:.0f} s in all; load average at the end {load}",
     ]
 

@@ -19,7 +19,7 @@ from recipes.benchmarks.schemes.log import Event, Log
 from recipes.benchmarks.schemes.names import Find, Group, groups, make
 from recipes.benchmarks.schemes.wire import Wire
 
-HEAD_START, QUIET, SAMPLE_S = 0.01, 0.03, 0.004
+HEAD_START, QUIET, SAMPLE_S, SKEW = 0.01, 0.03, 0.004, 0.0004
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
 
 
@@ -69,7 +69,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Collective:
-    """One on one host: of gloo's own, and of ours, seconds after the agreed start, by round."""
+    """One on one host: of gloo's own, and of ours, seconds after the last host's start, by round."""
 
     kind: str
     hosts: int
@@ -124,11 +124,15 @@ def _start() -> float:
 
 
 def _timed(action: Callable[[], object], times: int) -> list[float]:
+    """From the last host's start; as in a step, they don't begin at one moment."""
+    skew = SKEW * dist.get_rank()
+    last = SKEW * (dist.get_world_size() - 1)
     ends = []
     for _ in range(times + 1):
         start = _start()
+        sleep_until(start + skew)
         action()
-        ends.append(time.monotonic() - start)
+        ends.append(time.monotonic() - start - last)
         time.sleep(QUIET)
     return ends[1:]
 
@@ -142,7 +146,8 @@ def _collective(known: _Groups, kind: str, hosts: int, megabytes: float, log: Lo
     other, part = torch.zeros_like(whole), torch.zeros_like(whole[0])
     flat, other_flat = whole.view(-1), other.view(-1)
     gloo, ours = {
-        "all-gather": (lambda: dist.all_gather_into_tensor(other_flat, part, group=group), lambda: wire.all_gather(part)),
+        "all-gather": (lambda: dist.all_gather_into_tensor(other_flat, part, group=group),
+                       lambda: wire.all_gather(part)),
         "reduce-scatter": (lambda: dist.reduce_scatter_tensor(part, flat, group=group),
                            lambda: wire.reduce_scatter(whole)),
         "all-to-all": (lambda: dist.all_to_all_single(other_flat, flat, group=group), lambda: wire.all_to_all(whole)),

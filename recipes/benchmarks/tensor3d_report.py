@@ -56,23 +56,22 @@ def table(
     """All of it."""
     parts = ["\n".join(f"- {line}" for line in about)]
     if transfers:
-        head = ("collective", "hosts", "MB", "ideal ms", "gloo ms", "of ideal", "ours ms", "of ideal")
-        parts += ["## Collectives", markdown(head, map(_transfer, transfers))]
+        parts += ["## Collectives", markdown(COLLECTIVE_HEAD, map(_transfer, transfers))]
     for outcome in outcomes:
         if outcome.case.title not in SCALING:
             parts += [f"## {title(outcome.case)}", markdown(HEAD, map(_row, outcome.results))]
     for kind in SCALING:
         if rows := [row for outcome in outcomes if outcome.case.title == kind for row in _scaling(outcome)]:
-            head = ("hosts", "tokens", "scheme", "step ms", "predicted ms", "gain over 1-D", "predicted")
-            parts += [f"## {kind.capitalize()} scaling", markdown(head, rows)]
-    head = ("tokens", "1-D communicates", "cube", "best grid", "", "cube", "best grid")
-    names = ("", "", "over 1-D", "over 1-D", "best is", "over 2-D", "over 2-D")
-    parts += [f"## {FAR} hosts, predicted", markdown(head, [names, *map(_forecast, far)])]
+            parts += [f"## {kind.capitalize()} scaling", markdown(SCALING_HEAD, rows)]
+    parts += [f"## {FAR} hosts, predicted", markdown(FAR_HEAD, map(_forecast, far))]
     return "\n\n".join(parts) + "\n"
 
 
 HEAD = ("scheme", "step ms", "min-max", "forward ms", "predicted ms", "measured / predicted", "compute ms", "link ms",
         "of the longer", "gain over 1-D", "predicted gain", "reached", "MB", "wire / formula")  # fmt: skip
+COLLECTIVE_HEAD = ("collective", "hosts", "MB", "ideal ms", "gloo ms", "of ideal", "ours ms", "of ideal")
+SCALING_HEAD = ("hosts", "tokens", "scheme", "step ms", "predicted ms", "gain over 1-D", "predicted gain")
+FAR_HEAD = ("tokens", "1-D communicates", "cube over 1-D", "best grid", "over 1-D", "cube over 2-D", "best over 2-D")
 
 
 def title(case: Case) -> str:
@@ -125,8 +124,8 @@ def _forecast(one: Forecast) -> tuple[str, ...]:
         f"{one.case.tokens} (M = {one.case.tokens // one.case.hidden} h)",
         percent(one.share, 0),
         f"{steps[first] / steps[cube]:.2f}",
-        f"{steps[first] / steps[best]:.2f}",
         best,
+        f"{steps[first] / steps[best]:.2f}",
         f"{steps[square] / steps[cube]:.2f}",
         f"{steps[square] / steps[best]:.2f}",
     )
@@ -201,6 +200,5 @@ def _trace_row(axes: "Axes", row: int, steps: Steps, link: Link) -> None:
         full = (after - before) / max(end - begin, 1e-6) / link.bytes_per_second
         if full > 0.02:
             height = 0.38 * min(1.0, full)
-            axes.broken_barh(
-                [(1e3 * begin, 1e3 * (end - begin))], (row + 0.40 - height, height), color=ORANGE, linewidth=0
-            )
+            span = [(1e3 * begin, 1e3 * (end - begin))]
+            axes.broken_barh(span, (row + 0.40 - height, height), color=ORANGE, linewidth=0)

@@ -12,11 +12,10 @@ HIDDEN, BATCH, SEQ, LAYERS = 16, 8, 8, 2
 
 
 def check(name: str, hosts: int, rank: int, find: Find) -> float:
-    """The largest error of this host's parts, in units of the largest value; in double precision. Called by all hosts."""
+    """The largest error of this host's parts, in units of the largest value; double precision. Called by all hosts."""
     torch.manual_seed(0)
-    options = {"dtype": torch.float64}
-    weights = [[torch.randn(shape, **options) / HIDDEN**0.5 for shape in shapes(HIDDEN)] for _ in range(LAYERS)]
-    x, gradient = torch.randn(2, BATCH, SEQ, HIDDEN, **options).unbind()
+    weights = [[torch.randn(shape).double() / HIDDEN**0.5 for shape in shapes(HIDDEN)] for _ in range(LAYERS)]
+    x, gradient = torch.randn(2, BATCH, SEQ, HIDDEN).double().unbind()
     dense = nn.Sequential(*(Layer([Dense(one) for one in four], Device(), SEQ) for four in weights))
     scheme = make(name, hosts, rank, find, Log())
     model = scheme.layers(weights, Device(), SEQ)

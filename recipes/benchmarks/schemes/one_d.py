@@ -3,8 +3,8 @@
 sequence form       x [M/P, h] -gather-> first -> [M, n/P] -> second -> -sum, scatter-> [M/P, h]
 all-reduce form     x [M, h]             first -> [M, n/P] -> second -> -sum->          [M, h]
 
-What comes back through the first layer is summed beside its weight gradient; what was gathered is kept. 4 (P-1)/P Mh per
-pair, forward and backward, in either form.
+What comes back through the first layer is summed beside its weight gradient; what was gathered is kept. 4 (P-1)/P Mh
+per pair, forward and backward, in either form.
 """
 
 from typing import Any

@@ -1,12 +1,13 @@
-"""2-D (SUMMA): q x q ranks, each with a block of every matrix; panels travel along rows and columns, one after the other.
+"""2-D (SUMMA): q x q ranks, each with a block of every matrix; panels travel along rows and columns.
 
 Y[i,j]  = sum over l of X[i,l] W[j,l]^T       X[i,l] to its row, W[j,l] to its column
 dX[i,l] = sum over j of dY[i,j] W[j,l]        W[j,l] to its column, the parts of the sum over the row to l
 dW[j,l] = sum over i of dY[i,j]^T X[i,l]      X[i,l] to its row, the parts of the sum over the column to l
 
-W[j,l] of torch's [N, K] lies at rank (l, j). In the plain form all ranks take l = 0, 1, .. and the next panels are on their
-way while these are multiplied. Here all are on their way at once, each rank begins where it has X itself, and backward
-with the others' parts, so that no link is idle while another is busy: more memory, the same 3 (q-1)/q^2 (MK + KN).
+W[j,l] of torch's [N, K] lies at rank (l, j). In the plain form all ranks take l = 0, 1, .. and the next panels are on
+their way while these are multiplied. Here all are on their way at once, each rank begins where it has X itself, and
+backward with the others' parts, so that no link is idle while another is busy: more memory, the same volume,
+3 (q-1)/q^2 (MK + KN).
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hanayo.tensor3d import product as arithmetic
+from lightning_hanayo.tensor3d.grid import Pending
 from recipes.benchmarks.schemes.layer import Scheme
 from recipes.benchmarks.schemes.wire import Wire
 
@@ -81,7 +83,14 @@ class _Summa(torch.autograd.Function):
         for step, b, a in zip(steps, weights, inputs, strict=True):
             dx.append(row.shift(arithmetic.input_gradient(gradient, b), -step))
             dw.append(column.shift(arithmetic.weight_gradient(gradient, a), -step))
-        return sum(part.wait() for part in dx), sum(part.wait() for part in dw), None, None  # type: ignore[return-value]
+        return _sum(dx), _sum(dw), None, None
+
+
+def _sum(parts: list[Pending]) -> Tensor:
+    total = parts[0].wait()
+    for part in parts[1:]:
+        total.add_(part.wait())
+    return total
 
 
 def _along(axis: Wire, own: Tensor, places: list[int]) -> Iterator[Tensor]:

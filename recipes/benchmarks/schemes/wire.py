@@ -1,8 +1,8 @@
 """The wire: an axis whose transfers are logged, and use a slow link both ways at once.
 
 gloo's own all-gather and all-to-all post a send before the receive. A receive is announced to the sender in the same
-stream, so between two hosts that don't start at the same moment the announcement waits behind the data, and one direction
-after the other is used:
+stream, so between two hosts that don't start at the same moment the announcement waits behind the data, and one
+direction after the other is used:
 
     send first       a -> b ==========| a announces              receive first     a -> b ==========
                      b -> a           |========== b                                b -> a ==========
@@ -67,9 +67,8 @@ class Wire(Axis):
         own = tensor.contiguous()
         whole = own.new_empty(self.size, *own.shape)
         peers = self._peers(1)
-        work = self._exchange(
-            dict.fromkeys(peers, own), {peer: whole[peer] for peer in peers}, own.numel() * len(peers)
-        )
+        into = {peer: whole[peer] for peer in peers}
+        work = self._exchange(dict.fromkeys(peers, own), into, own.numel() * len(peers))
         whole[self.place] = own
         return Pending(work, lambda: whole)
 

@@ -1,0 +1,72 @@
+"""The cluster: a link of a set rate between hosts, of which nothing is left at the end.
+
+host 0 --- 80 Mbit/s --- bridge --- 80 Mbit/s --- host 1            1 MB: 0.1 s, both ways at once
+"""
+
+import os
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hanayo.errors import HanayoError
+from recipes.benchmarks import tensor3d
+from recipes.benchmarks.cluster import Cluster, Link, received, refusal
+from recipes.benchmarks.schemes.log import Log
+from recipes.benchmarks.schemes.wire import Wire
+
+MEGABYTE, LINK = 10**6, Link(80)
+possible = pytest.mark.skipif(refusal() is not None, reason=f"no cluster here: {refusal()}")
+
+
+def names() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def exchange(rank: int, size: int) -> tuple[float, int]:
+    """Seconds, and bytes that came in."""
+    wire = Wire(dist.group.WORLD, 2, rank, Log())
+    part = torch.full((size // 4,), rank, dtype=torch.float32)
+    dist.barrier()
+    before, start = received(), time.monotonic()
+    whole = wire.all_gather(part).wait()
+    assert whole[:, -1].tolist() == [0.0, 1.0]
+    return time.monotonic() - start, received() - before
+
+
+@possible
+def test_a_link_is_as_fast_as_it_says() -> None:
+    with Cluster(2, LINK) as cluster:
+        assert all(host in names() for host in cluster.hosts)
+        found = cluster.run(exchange, MEGABYTE, timeout=60)
+    assert not any(host in names() for host in cluster.hosts)
+    for seconds, count in found:
+        assert seconds > 0.9 * MEGABYTE / LINK.bytes_per_second
+        assert MEGABYTE < count < 1.05 * MEGABYTE
+
+
+@possible
+def test_nothing_is_left_after_an_interrupt() -> None:
+    other = Cluster(1, LINK)
+    with other, pytest.raises(KeyboardInterrupt), Cluster(1, LINK) as cluster:
+        raise KeyboardInterrupt
+    assert not {*cluster.hosts, *other.hosts} & set(names().split())
+    assert set(cluster.hosts).isdisjoint(other.hosts)
+
+
+@possible
+def test_what_is_refused_is_told_and_removed() -> None:
+    cluster = Cluster(1, Link(80, mtu=7))
+    with pytest.raises(HanayoError, match="mtu"), cluster:
+        pass
+    assert cluster.hosts[0] not in names()
+
+
+def test_without_root_it_is_skipped_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert tensor3d.main(["--check"]) == 3
+    assert capsys.readouterr().err == "skipped: network namespaces need root\n"

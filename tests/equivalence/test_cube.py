@@ -6,7 +6,7 @@ world = data x pipe x (x, y, z)            cube (2, 2, 2)   8 ranks hold each st
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hanayo.tensor3d.grid import Axis
 from tests.harness import models
@@ -221,26 +222,42 @@ def test_predictions_are_whole(pool: Pool) -> None:
         assert torch.equal(own, expected)
 
 
-def fails_on_one_rank(layout: Layout) -> None:
+class Stream(IterableDataset[Batch]):
+    """Of a length that nobody knows."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from models.texts((5, 3, 2))
+
+
+def held(layout: Layout) -> dict[str, Any]:
+    """What a rank holds after a run on a stream: elements of each parameter, and of what the optimizer keeps of it."""
     warnings.filterwarnings("ignore", message=".*no `val_dataloader`")
-    module = build(partial(models.gpt, 4, 2))
-    step = module.training_step
-
-    def training_step(batch: Any, batch_idx: int) -> Any:
-        if trainer.global_rank == 1:
-            raise ZeroDivisionError("on rank 1")
-        return step(batch, batch_idx)
-
-    module.training_step = training_step  # type: ignore[method-assign]
-    trainer = make_trainer(layout, max_steps=1)
-    trainer.fit(module, make_loader(models.texts((4,))))
+    module = build(partial(models.gpt, 4, 4))
+    trainer = make_trainer(layout, max_epochs=1)
+    trainer.fit(module, DataLoader(Stream(), batch_size=None))
+    state = trainer.optimizers[0].state
+    return {
+        "batches": trainer.global_step,
+        "parameters": {name: p.numel() for name, p in module.named_parameters() if not p.is_meta},
+        "moments": {name: state[p]["exp_avg"].numel() for name, p in module.named_parameters() if not p.is_meta},
+    }
 
 
-def test_a_failure_is_the_failing_ranks(pool: Pool) -> None:
-    with pytest.raises(RunFailed) as failed:
-        pool.run(2, fails_on_one_rank, Layout(cube=(1, 2, 1)))
-    assert (failed.value.first.rank, failed.value.first.kind) == (1, "ZeroDivisionError")
-    assert {failure.kind for failure in failed.value.failures} == {"ZeroDivisionError", "PeerFailed"}
+def test_a_rank_holds_its_part_of_every_matrix(pool: Pool) -> None:
+    """And all ranks see where a stream ends."""
+    whole = dict(build(partial(models.gpt, 4, 4)).named_parameters())
+    found: dict[str, list[int]] = {}
+    for rank in pool.run(8, held, Layout(2, cube=(2, 1, 2))):
+        assert rank["batches"] == 3 and rank["moments"] == rank["parameters"]
+        for name, count in rank["parameters"].items():
+            found.setdefault(name, []).append(count)
+    assert found.keys() == whole.keys()
+    for name, parameter in whole.items():
+        if name.startswith("blocks"):
+            replicas = 1 if parameter.dim() > 1 else 2
+            assert found[name] == [parameter.numel() * replicas // 4] * 4, name
+        else:
+            assert sum(found[name]) == parameter.numel(), name
 
 
 def optimized(kind: str) -> None:

@@ -41,7 +41,7 @@ class Groups:
     data: dist.ProcessGroup | None
     data_control: dist.ProcessGroup | None
     metrics: dist.ProcessGroup
-    """the data ranks and the cube's, or this rank alone: what torchmetrics syncs over (None would mean the world)"""
+    """the ranks that see different samples, or this one alone: what torchmetrics syncs over (None would be the world)"""
     replica_ranks: tuple[int, ...]
     """all ranks that train one copy of the model: pipe and cube"""
     replica: dist.ProcessGroup
@@ -50,8 +50,10 @@ class Groups:
     """by the axes along which a gradient is partial: the ranks, data ranks too, whose gradients make the whole one"""
 
     @staticmethod
-    def create(topology: Topology, rank: int, device: torch.device, timeout: timedelta) -> "Groups":
-        """Called by all ranks of the world, in the same order."""
+    def create(
+        topology: Topology, rank: int, device: torch.device, timeout: timedelta, *, shares: bool = True
+    ) -> "Groups":
+        """Called by all ranks of the world, in the same order; `shares`: whether a cube's ranks see different samples."""
 
         def mine(*axes: str, backend: str | None = "gloo") -> dist.ProcessGroup:
             group: dist.ProcessGroup
@@ -80,7 +82,7 @@ class Groups:
             channels,
             data,
             data_control,
-            mine("data", "x", "y", "z", backend=payload),
+            mine("data", *("xyz" if shares else ""), backend=payload),
             topology.group_of(rank, "pipe", "x", "y", "z"),
             mine("pipe", "x", "y", "z"),
             Team(cube, mine("y", "z"), mine("x", "y", "z")),

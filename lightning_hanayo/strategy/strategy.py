@@ -178,7 +178,13 @@ class HanayoStrategy(PlacedStrategy):
         _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
         self._failures = Failures(self.global_rank)
         if self._groups is None or not met:
-            self._groups = Groups.create(self.topology, self.global_rank, self.root_device, self.options.timeout)
+            self._groups = Groups.create(
+                self.topology,
+                self.global_rank,
+                self.root_device,
+                self.options.timeout,
+                shares=self.options.cube_outside == "share",
+            )
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:

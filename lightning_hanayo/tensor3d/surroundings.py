@@ -61,3 +61,4 @@ class StageSurroundings:
     def before_backward(self, microbatch: int) -> None:
         """See `runtime.gate.Surroundings`: a layer that is computed again finds what it found before."""
         self._setting.length = self._lengths.get(microbatch) or None
+        self._setting.order.begin()

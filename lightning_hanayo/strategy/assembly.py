@@ -118,8 +118,8 @@ def assemble(
 def _spread(model: nn.Module, ownership: Ownership, rank: int, own: list[nn.Parameter], cube: Cube) -> None:
     """Let the ranks of the cube hold this rank's stages together."""
     stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
-    outside = [p for module in outside_modules(model, ownership.stack) for p in module.parameters(recurse=False)]
-    cube.spread({stage: ownership.blocks(stage) for stage in stages}, own, outside)
+    blocks = {stage: ownership.blocks(stage) for stage in stages}
+    cube.spread(blocks, own, outside_modules(model, ownership.stack))
 
 
 def cut_stack(

@@ -15,7 +15,9 @@ from lightning_hanayo.runtime.weight_queue import WeightQueue
 from lightning_hanayo.strategy.groups import Team, objects
 from lightning_hanayo.strategy.sharing import Replicated, Shared, Sharing
 from lightning_hanayo.tensor3d.dense import DenseParameters
+from lightning_hanayo.tensor3d.dropout import spread_dropout
 from lightning_hanayo.tensor3d.gate import ReplicatingGate, Residual, SharingGate
+from lightning_hanayo.tensor3d.grid import Grid
 from lightning_hanayo.tensor3d.passage import Passage
 from lightning_hanayo.tensor3d.product import Keep
 from lightning_hanayo.tensor3d.setting import Setting
@@ -61,14 +63,14 @@ class Cube:
         self,
         blocks: Mapping[int, Sequence[nn.Module]],
         parameters: Sequence[nn.Parameter],
-        outside: Iterable[nn.Parameter],
+        outside: Sequence[nn.Module],
     ) -> None:
         """Spread this rank's stages over the cube. Called by all of its ranks.
 
         Args:
             blocks: of each stage, by its number.
             parameters: all that this rank holds.
-            outside: those of them that code outside the stack uses.
+            outside: the modules that aren't in the stack.
         """
         if self._settings:
             return
@@ -80,7 +82,11 @@ class Cube:
             for module in block.modules():
                 for name, shard in getattr(module, "shards", {}).items():
                     self.shards[module._parameters[name]] = shard  # type: ignore[index]
-        alike = set(outside) if self._outside == "replicate" else set()
+        alike: set[Tensor] = set()
+        if self._outside == "replicate":
+            alike.update(parameter for module in outside for parameter in module.parameters(recurse=False))
+        else:
+            _drop_apart(outside, self.grid)
         rest = [parameter for parameter in parameters if parameter not in self.shards]
         self.dense = DenseParameters(rest, self.grid, dict.fromkeys(alike, 1 / self.grid.num_ranks))
         self.dense.cut()
@@ -125,3 +131,10 @@ class Cube:
     def _place(self, rank: int) -> tuple[int, int, int]:
         _, y, z = self.grid.sizes
         return rank // (y * z), rank // z % y, rank % z
+
+
+def _drop_apart(modules: Iterable[nn.Module], grid: Grid) -> None:
+    """Samples of different ranks don't lose the same features."""
+    for module in modules:
+        if type(module) is nn.Dropout:
+            spread_dropout(module, Setting(grid))

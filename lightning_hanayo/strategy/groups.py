@@ -41,7 +41,7 @@ class Groups:
     data: dist.ProcessGroup | None
     data_control: dist.ProcessGroup | None
     metrics: dist.ProcessGroup
-    """the ranks that see different samples, or this one alone: what torchmetrics syncs over (None would be the world)"""
+    """ranks that see different samples, or this one alone: what torchmetrics syncs over (None would mean the world)"""
     replica_ranks: tuple[int, ...]
     """all ranks that train one copy of the model: pipe and cube"""
     replica: dist.ProcessGroup
@@ -53,7 +53,7 @@ class Groups:
     def create(
         topology: Topology, rank: int, device: torch.device, timeout: timedelta, *, shares: bool = True
     ) -> "Groups":
-        """Called by all ranks of the world, in the same order; `shares`: whether a cube's ranks see different samples."""
+        """Called by all ranks of the world, in the same order. `shares`: a cube's ranks see different samples."""
 
         def mine(*axes: str, backend: str | None = "gloo") -> dist.ProcessGroup:
             group: dist.ProcessGroup

@@ -85,8 +85,8 @@ def refuse_stop() -> NoReturn:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "training_step set trainer.should_stop, which the other ranks of the model don't see. Set it in a hook that runs "
-        "on all ranks, as on_train_batch_end, which finds what the step has logged in trainer.callback_metrics."
+        "training_step set trainer.should_stop, which the other ranks of the model don't see. Set it in a hook that "
+        "runs on all ranks, as on_train_batch_end, which finds what the step has logged in trainer.callback_metrics."
     )
 
 

@@ -75,7 +75,7 @@ class Passage:
     def _batched(
         self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
     ) -> list[bool] | None:
-        """Which tensors hold something for each sample: as long as the share, on all ranks. None if they don't agree."""
+        """Which tensors hold something for each sample: as long as the share, on all ranks. None if they differ."""
         shares = self._shares[microbatch]
         if isinstance(self._gate, ReplicatingGate):
             samples = sum(share.size for share in shares if not share.is_ghost)

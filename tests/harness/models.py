@@ -239,7 +239,8 @@ def bert(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
 
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=blocks,
-        num_attention_heads=heads, max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_attention_heads=heads, max_position_embeddings=32,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return HuggingFace(BertForMaskedLM(config))
 

@@ -145,7 +145,7 @@ class Cluster:
                         process.kill()
                     for process in processes:
                         process.wait()
-            return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(len(self.hosts))]  # noqa: S301
+            return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(len(self.hosts))]
 
     def _start(self, rank: int, host: str, folder: Path) -> "subprocess.Popen[bytes]":
         """`ip netns exec` becomes the process itself, so that its id is the rank's."""
@@ -195,15 +195,16 @@ def _batch(tool: str, host: str, lines: Sequence[str]) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A second ctrl-C waits until all is taken down."""
+    """A second ctrl-C does nothing until all is taken down."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def received() -> int:

@@ -92,8 +92,8 @@ def cases(link: Link, hidden: int, rounds: int, parts: Sequence[str]) -> list["C
             speed = speed_of(link, tokens, width)
             found.append(Case("shapes", HOSTS, tokens, width, names, speed, rounds=times))
     if "overlap" in parts:
-        names = (ONE_D[0], *_best(HOSTS, 16 * small, small))
-        found.append(Case("overlap", HOSTS, 16 * small, small, names, speed_of(link, 16 * small, small)))
+        names, speed = tuple(_best(HOSTS, 16 * small, small)), speed_of(link, 16 * small, small)
+        found.append(Case("overlap", HOSTS, 16 * small, small, names, speed, layers=4))
     speed = speed_of(link, 8 * small, small)
     if "two-d" in parts:
         names = (*ONE_D, TWO_D, *_best(4, 8 * small, small))

@@ -137,7 +137,7 @@ def _timed(action: Callable[[], object], times: int) -> list[float]:
     return ends[1:]
 
 
-def _collective(known: _Groups, kind: str, hosts: int, megabytes: float, log: Log, times: int = 4) -> Collective:
+def _collective(known: _Groups, kind: str, hosts: int, megabytes: float, log: Log, times: int = 3) -> Collective:
     world = dist.get_world_size()
     group = known.find([tuple(range(first, first + hosts)) for first in range(0, world, hosts)])
     assert group is not None

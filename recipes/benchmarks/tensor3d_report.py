@@ -63,7 +63,11 @@ def table(
     for kind in SCALING:
         if rows := [row for outcome in outcomes if outcome.case.title == kind for row in _scaling(outcome)]:
             parts += [f"## {kind.capitalize()} scaling", markdown(SCALING_HEAD, rows)]
-    parts += [f"## {FAR} hosts, predicted", markdown(FAR_HEAD, map(_forecast, far))]
+    about_far = (
+        f"In brackets: if nothing overlapped. On {FAR} GPUs the paper measured, for its cube, {PAPER[ONE_D[0]]} over 1-D "
+        f"and {PAPER[TWO_D]} over 2-D."
+    )
+    parts += [f"## {FAR} hosts, predicted", about_far, markdown(FAR_HEAD, map(_forecast, far))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -100,34 +104,42 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{1e3 * predicted.computing:.0f}",
         f"{1e3 * predicted.receiving:.0f}",
         f"{step.median / predicted.bound:.2f}",
-        f"{result.gain:.2f}",
-        f"{result.predicted_gain:.2f}",
-        percent(result.gain / result.predicted_gain, 0),
+        _times(result.gain),
+        _times(result.predicted_gain),
+        percent(result.gain / result.predicted_gain, 0) if result.gain and result.predicted_gain else "-",
         f"{result.volume / 1e6:.2f}" + ("" if result.moved == result.volume else f" (moved {result.moved / 1e6:.2f})"),
         f"{result.on_the_wire / result.volume:.4f}" if result.volume else "-",
     )
+
+
+def _times(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:.2f}"
 
 
 def _scaling(outcome: Outcome) -> list[tuple[str, ...]]:
     case = outcome.case
     return [
         (str(case.hosts), str(case.tokens), result.name, f"{1e3 * result.step.median:.0f}",
-         f"{1e3 * result.predicted.step:.0f}", f"{result.gain:.2f}", f"{result.predicted_gain:.2f}")
+         f"{1e3 * result.predicted.step:.0f}", _times(result.gain), _times(result.predicted_gain))
         for result in outcome.results
     ]  # fmt: skip
 
 
 def _forecast(one: Forecast) -> tuple[str, ...]:
     first, square, cube, best = one.case.schemes
-    steps = {name: replayed.step for name, replayed in one.steps.items()}
+
+    def over(slow: str, quick: str) -> str:
+        a, b = one.steps[slow], one.steps[quick]
+        return f"{a.step / b.step:.2f} ({a.apart / b.apart:.2f})"
+
     return (
         f"{one.case.tokens} (M = {one.case.tokens // one.case.hidden} h)",
         percent(one.share, 0),
-        f"{steps[first] / steps[cube]:.2f}",
+        over(first, cube),
         best,
-        f"{steps[first] / steps[best]:.2f}",
-        f"{steps[square] / steps[cube]:.2f}",
-        f"{steps[square] / steps[best]:.2f}",
+        over(first, best),
+        over(square, cube),
+        over(square, best),
     )
 
 
@@ -153,10 +165,17 @@ def _bars(axes: "Axes", outcome: Outcome) -> None:
         axes.vlines(place - 0.2, 1e3 * step.least, 1e3 * step.most, color=INK, linewidth=1)
         axes.bar(place + 0.2, 1e3 * predicted.step, width=0.38, color=ORANGE)
         axes.hlines(1e3 * predicted.bound, place - 0.4, place + 0.4, color=GREEN, linewidth=1.5)
-        axes.text(place - 0.2, 1e3 * step.most, f"{result.gain:.2f}x", ha="center", va="bottom", fontsize=7)
+        axes.text(
+            place - 0.2,
+            1e3 * step.most,
+            f"{_times(result.gain)}x" if result.gain else "",
+            ha="center",
+            va="bottom",
+            fontsize=7,
+        )
     axes.set_xticks(range(len(outcome.results)), [result.name for result in outcome.results], fontsize=8)
-    axes.text(1.0, 1.0, "blue, grey: measured; orange: predicted; green: the longer of compute and link",
-              transform=axes.transAxes, ha="right", va="top", fontsize=7)  # fmt: skip
+    axes.text(1.0, 1.03, "blue, grey: measured; orange: predicted; green: the longer of compute and link",
+              transform=axes.transAxes, ha="right", va="bottom", fontsize=7)  # fmt: skip
 
 
 def _lines(axes: "Axes", kind: str, outcomes: Sequence[Outcome]) -> None:
@@ -173,23 +192,24 @@ def _lines(axes: "Axes", kind: str, outcomes: Sequence[Outcome]) -> None:
 
 
 def draw_trace(plan: Plan, records: Sequence[Record], link: Link, path: Path) -> None:
-    """One step of two schemes, host by host: when it computes, and how full its link is."""
-    place = next((i for i, case in enumerate(plan.cases) if case.title == "overlap"), 0)
-    case = plan.cases[place]
-    names = (case.schemes[0], case.schemes[-1])
-    figure = new(9.5, 2.0 + 0.4 * case.hosts * len(names))
-    hosts = [record.steps[place] for record in records[: case.hosts]]
-    last = 1.03 * max(steps.end[-1] for host in hosts for steps in host.values())
-    for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
-        plain(axes, f"{name}: {title(case)}", x="ms")
-        for row, host in enumerate(hosts):
-            _trace_row(axes, row, host[name], link)
+    """Single steps, host by host: when it computes, and how full its link is."""
+    shown = _traced(plan)
+    figure = new(9.5, 3.2 * len(shown))
+    for axes, (place, name) in zip(figure.subplots(len(shown), 1, squeeze=False)[:, 0], shown, strict=True):
+        case = plan.cases[place]
+        plain(axes, f"{name}: {title(case)}", x="ms; blue: computing; orange: receiving, as high as the link is full")
+        for row, record in enumerate(records[: case.hosts]):
+            _trace_row(axes, row, record.steps[place][name], link)
         axes.set_yticks(range(case.hosts), [f"host {row}" for row in range(case.hosts)], fontsize=7)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1e3 * last)
-    axes.text(1.0, -0.12, "blue: computing; orange: receiving, as high as the link is full",
-              transform=axes.transAxes, ha="right", va="top", fontsize=7)  # fmt: skip
+        axes.set_xlim(left=0)
     save(figure, path)
+
+
+def _traced(plan: Plan) -> list[tuple[int, str]]:
+    """1-D and the best grid of the first case, and the case in which compute can hide all."""
+    shown = [(0, name) for name in (plan.cases[0].schemes[0], plan.cases[0].schemes[-1])]
+    return shown + [(i, case.schemes[0]) for i, case in enumerate(plan.cases) if case.title == "overlap"]
 
 
 def _trace_row(axes: "Axes", row: int, steps: Steps, link: Link) -> None:

@@ -43,9 +43,9 @@ class Result:
     """bytes received as the program's own transfers have it"""
     on_the_wire: float
     """bytes the interfaces counted, headers included"""
-    gain: float = 1.0
-    """the quickest 1-D's step / this one, of the same round: the median"""
-    predicted_gain: float = 1.0
+    gain: float | None = None
+    """the quickest 1-D's step / this one, of the same round: the median; None where 1-D wasn't run"""
+    predicted_gain: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,19 @@ a batch     each rank plays its share of it; dense parameters are whole meanwhil
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.runtime.weight_queue import WeightQueue
 from lightning_hanayo.strategy.groups import Team, objects
+from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.sharing import Replicated, Shared, Sharing
 from lightning_hanayo.tensor3d.dense import DenseParameters
 from lightning_hanayo.tensor3d.dropout import spread_dropout
 from lightning_hanayo.tensor3d.gate import ReplicatingGate, Residual, SharingGate
 from lightning_hanayo.tensor3d.grid import Grid
 from lightning_hanayo.tensor3d.passage import Passage
-from lightning_hanayo.tensor3d.product import Keep
 from lightning_hanayo.tensor3d.setting import Setting
 from lightning_hanayo.tensor3d.shard import Shard
 from lightning_hanayo.tensor3d.surroundings import Randomness, StageSurroundings
@@ -32,26 +31,22 @@ class Cube:
     Args:
         team: the ranks.
         plan: what becomes of the blocks.
-        outside: whether ranks share out a micro-batch outside the stack, or all play the whole one.
-        keep: what 3-D products save for the backward.
+        options: how it is used.
         seed: of the random numbers; the same on all ranks of the cube.
     """
 
-    def __init__(
-        self, team: Team, plan: SwapPlan, *, outside: Literal["share", "replicate"], keep: Keep, seed: int
-    ) -> None:
-        self.team = team
+    def __init__(self, team: Team, plan: SwapPlan, options: Options, *, seed: int) -> None:
         self.plan = plan
         self.grid = team.grid
-        self._outside = outside
-        self._keep = keep
+        self._options = options
         self._randomness = Randomness(seed)
         residual = Residual(plan.batch_dim, plan.sequence_dim) if plan.known else None
-        gate = (SharingGate if outside == "share" else ReplicatingGate)(self.grid, residual)
+        shares = options.cube_outside == "share"
+        gate = (SharingGate if shares else ReplicatingGate)(self.grid, residual)
         self.passage = Passage(gate, partial(objects, team.plane))
         self.sharing: Sharing = (
             Shared(self.grid, self.passage, partial(objects, team.whole))
-            if outside == "share"
+            if shares
             else Replicated(self.grid, self.passage)
         )
         self.queues: dict[int, WeightQueue] = {}
@@ -76,14 +71,16 @@ class Cube:
             return
         for stage, own in blocks.items():
             self.queues[stage] = WeightQueue()
-            self._settings[stage] = Setting(self.grid, self._keep, self.queues[stage])
+            self._settings[stage] = Setting(
+                self.grid, self._options.cube_memory, self.queues[stage], num_pieces=self._options.cube_pieces
+            )
             self.plan.install(own, self._settings[stage])
         for block in (block for own in blocks.values() for block in own):
             for module in block.modules():
                 for name, shard in getattr(module, "shards", {}).items():
                     self.shards[module._parameters[name]] = shard  # type: ignore[index]
         alike: set[Tensor] = set()
-        if self._outside == "replicate":
+        if self._options.cube_outside == "replicate":
             alike.update(parameter for module in outside for parameter in module.parameters(recurse=False))
         else:
             _drop_apart(outside, self.grid)

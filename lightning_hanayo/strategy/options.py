@@ -30,6 +30,7 @@ class Options:
     balance: Literal["parameters", "time"] | Sequence[float]
     costs: CostModel | None
     cube_memory: Literal["gathered", "shards"]
+    cube_pieces: int
     cube_tokens: int | None
     start_method: Literal["popen"]
     timeout: timedelta
@@ -47,6 +48,8 @@ class Options:
             self._choice("loss_weight", ("samples", "tokens", "sum"))
         if self.activation_budget is not None and self.activation_budget <= 0:
             raise HanayoError(f"activation_budget={self.activation_budget}: expected a positive number of M_a, or None")
+        if self.cube_pieces < 1:
+            raise HanayoError(f"cube_pieces={self.cube_pieces}: expected a whole number from 1 on")
         self._choice("cube_memory", ("gathered", "shards"))
         sizes: tuple[Any, ...] = (self.cube,) * 3 if isinstance(self.cube, int) else tuple(self.cube)
         if len(sizes) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):

@@ -75,6 +75,8 @@ class HanayoStrategy(PlacedStrategy):
             earlier run wrote; a `CostModel` in any unit, or its fields as a mapping; None: guessed (T_B = 2 T_F,
             T_C = 0.05 T_F).
         cube_memory: what 3-D layers save for the backward: "gathered" operands, or "shards" that are gathered again.
+        cube_pieces: in how many pieces a 3-D product is played, so that what travels and what is computed overlap:
+            worth it where both take long.
         cube_tokens: tokens per micro-batch, for choosing how linear layers in blocks of an unknown kind are spread;
             None: 2048.
         start_method: how processes are started where nobody else does: "popen" runs the script again for each.
@@ -101,6 +103,7 @@ class HanayoStrategy(PlacedStrategy):
         *,
         balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
         cube_memory: Literal["gathered", "shards"] = "gathered",
+        cube_pieces: int = 1,
         cube_tokens: int | None = None,
         costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields
         start_method: Literal["popen"] = "popen",
@@ -120,6 +123,7 @@ class HanayoStrategy(PlacedStrategy):
             balance=balance,
             costs=costs_from(costs),
             cube_memory=cube_memory,
+            cube_pieces=cube_pieces,
             cube_tokens=cube_tokens,
             start_method=start_method,
             timeout=timeout,
@@ -229,13 +233,8 @@ class HanayoStrategy(PlacedStrategy):
             return None
         if self.is_global_zero:
             rank_zero_info(f"cube={self.topology.cube}\n{plan.report}")
-        return Cube(
-            team,
-            plan,
-            outside=self.options.cube_outside,
-            keep=self.options.cube_memory,
-            seed=self.broadcast(torch.initial_seed()) + self.global_rank // team.grid.num_ranks,
-        )
+        seed = self.broadcast(torch.initial_seed()) + self.global_rank // team.grid.num_ranks
+        return Cube(team, plan, self.options, seed=seed)
 
     def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         lightning_internals.keep_sigterm_local(trainer)

@@ -61,7 +61,8 @@ class _Projection:
         """[.., seq, K/z] to [.., seq, N/(y z)]."""
         setting, layout = self._part.setting, self._part.layout
         scatter, following = setting.along(layout.scatter), setting.order.after(self.weight)
-        y = product(x, Call(self.weight, None, scatter, setting.keep, entry.source_of(x), following))
+        source = entry.source_of(x)
+        y = product(x, Call(self.weight, None, scatter, setting.keep, source, following, setting.num_pieces))
         return y if bias is None else y + bias.to(y.dtype)
 
 

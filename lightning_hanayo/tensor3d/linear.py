@@ -83,6 +83,7 @@ class Spread:
             setting.keep,
             entry.source_of(x) if entry is not None else None,
             setting.order.after(self.weight),
+            setting.num_pieces,
         )
         y = product(x, call)
         return y if bias is None else y + bias.to(y.dtype)

@@ -8,9 +8,15 @@ with each. Paper: algorithms 1 and 2, section 3.1.
 
     keep = "gathered"     the gathered X and W are saved for the backward
     keep = "shards"       only this rank's shards are saved, and gathered again: 1/(x y z) of everything
+
+    num_pieces = 2        X  |--gather 0--|--gather 1--|                                cut along a dimension that no
+                          product         |  0   |     |  1   |                        collective moves (the batch), so
+                          Y                      |--sum 0-----|--sum 1-----|            both kinds of work overlap
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -41,25 +47,54 @@ class Along:
         return start_scatter(x, self.axis, self.dim)
 
 
-class Source:
+class Input:
+    """A product's input, as it is saved for the backward: gathered, in pieces; or as a shard, to be gathered again.
+
+    Args:
+        saved: the pieces, or the shard.
+        along: how a shard is gathered; None for what is whole.
+    """
+
+    def __init__(self, saved: Sequence[Tensor], along: Along | None) -> None:
+        self.saved = saved
+        self.along = along
+        self._under_way: list[Pending] | None = None
+
+    def start(self) -> None:
+        """Begin to gather, ahead of `get`."""
+        if self._under_way is None and self.along is not None:
+            self._under_way = [self.along.start_gather(shard) for shard in self.saved]
+
+    def get(self) -> list[Tensor]:
+        """The whole input, in pieces."""
+        self.start()
+        under_way, self._under_way = self._under_way, None
+        return list(self.saved) if under_way is None else [pending.wait() for pending in under_way]
+
+
+class Source(Input):
     """An input that several products use: gathered once, and once again for the backward of all of them."""
 
     def __init__(self, shard: Tensor, along: Along) -> None:
-        self.shard = shard
-        self.along = along
+        super().__init__([shard], along)
         self._uses = 0
         self._left = 0
-        self._whole: Tensor | None = None
+        self._whole: list[Tensor] | None = None
 
     def use(self) -> "Source":
         """Called by each product's forward."""
         self._uses += 1
         return self
 
-    def get(self) -> Tensor:
+    def start(self) -> None:
+        """See `Input`."""
+        if self._whole is None:
+            super().start()
+
+    def get(self) -> list[Tensor]:
         """Called by each product's backward: the whole input, dropped after the last one."""
         if self._whole is None:
-            self._whole, self._left = self.along.start_gather(self.shard).wait(), self._uses
+            self._whole, self._left = super().get(), self._uses
         whole, self._left = self._whole, self._left - 1
         if self._left == 0:
             self._whole = None
@@ -78,6 +113,21 @@ class Call:
     source: Source | None = None
     following: Weight | None = None
     """gathered ahead, behind this product's compute"""
+    num_pieces: int = 1
+    """in which the product is played, at most"""
+
+    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`x` cut along a dimension before the last one that no collective moves; whole where there is none."""
+        moved = {side.dim % x.dim() for side in (self.gather, self.scatter) if side is not None}
+        free = [dim for dim in range(x.dim() - 1) if dim not in moved]
+        return x.chunk(self.num_pieces, free[0]) if self.num_pieces > 1 and free else (x,)
+
+    def together(self, pieces: Sequence[Tensor]) -> Tensor:
+        """What `pieces` has cut, in its outputs or gradients."""
+        if len(pieces) == 1:
+            return pieces[0]
+        moved = {side.dim % pieces[0].dim() for side in (self.gather, self.scatter) if side is not None}
+        return torch.cat(list(pieces), min(set(range(pieces[0].dim() - 1)) - moved))
 
 
 def product(x: Tensor, call: Call) -> Tensor:
@@ -115,72 +165,94 @@ def as_autocast(x: Tensor) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
-        whole_weight = call.weight.start(x.dtype)
-        whole = x if call.gather is None else call.gather.start_gather(x).wait()
-        matrix = whole_weight.wait()
+        arriving_weight = call.weight.start(x.dtype)
+        arriving = [_gather(call.gather, piece) for piece in call.pieces(x)]
+        matrix = arriving_weight.wait()
         if call.following is not None:
             call.following.start_ahead(x.dtype)
-        y = multiply(whole, matrix)
-        out = y if call.scatter is None else call.scatter.start_scatter(y).wait()
-        ctx.call, ctx.source, ctx.dtype, ctx.size = call, None, x.dtype, y.shape
+        wholes, leaving = [], []
+        for pending in arriving:
+            wholes.append(pending.wait())
+            y = multiply(wholes[-1], matrix)
+            leaving.append(_scatter(call.scatter, y))
+        ctx.call, ctx.source, ctx.dtype = call, None, x.dtype
+        ctx.size = None if call.scatter is None else y.shape[call.scatter.dim]
         if call.keep == "gathered":
-            ctx.save_for_backward(whole, matrix)
+            ctx.save_for_backward(matrix, *wholes)
         elif call.source is not None:
             ctx.source = call.source.use()
         else:
             ctx.save_for_backward(x)
-        return out
+        return call.together([pending.wait() for pending in leaving])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        arriving = _start_output_gradient(call, gradient, ctx.size)
-        saved = ctx.saved_tensors
-        kept = call.keep == "gathered"
-        matrix = Pending(None, lambda: saved[1]) if kept or not needs_x else call.weight.start(ctx.dtype)
-        whole = arriving.wait()
-        leaving = None
-        if needs_x:
-            dx = input_gradient(whole, matrix.wait())
-            leaving = Pending(None, lambda: dx) if call.gather is None else call.gather.start_scatter(dx)
-        dw = None
-        if needs_weight:
-            x = ctx.source if ctx.source is not None else _Input(saved[0], None if kept else call.gather)
-            dw = _weight_gradient(call.weight, whole, x)
-        return leaving.wait() if leaving is not None else None, dw, None
+        back = None if call.scatter is None else replace(call.scatter, size=ctx.size)
+        arriving = [_gather(back, piece) for piece in call.pieces(gradient)]
+        x, matrix = _saved(ctx, needs_x)
+        queue = call.weight.queue
+        waits = queue is not None and queue.is_open and not _is_watched(call.weight.parameter)
+        if needs_weight and not waits:
+            x.start()
+        whole, leaving = [], []
+        for pending in arriving:
+            whole.append(pending.wait())
+            if needs_x:
+                leaving.append(_scatter(call.gather, input_gradient(whole[-1], matrix.wait())))
+        dw = _weight_gradient(call, whole, x, waits=waits) if needs_weight else None
+        return call.together([pending.wait() for pending in leaving]) if needs_x else None, dw, None
 
 
-def _start_output_gradient(call: Call, gradient: Tensor, shape: torch.Size) -> Pending:
-    if call.scatter is None:
-        return Pending(None, lambda: gradient)
-    return start_gather(gradient, call.scatter.axis, call.scatter.dim, shape[call.scatter.dim])
+def _gather(along: Along | None, x: Tensor) -> Pending:
+    return Pending(None, lambda: x) if along is None else along.start_gather(x)
 
 
-@dataclass(frozen=True)
-class _Input:
-    """The input as it was saved, and how it is brought together where only a shard was."""
-
-    saved: Tensor
-    along: Along | None
-
-    def get(self) -> Tensor:
-        return self.saved if self.along is None else self.along.start_gather(self.saved).wait()
+def _scatter(along: Along | None, x: Tensor) -> Pending:
+    return Pending(None, lambda: x) if along is None else along.start_scatter(x)
 
 
-def _weight_gradient(weight: Weight, gradient: Tensor, x: "_Input | Source") -> Tensor | None:
+def _saved(ctx: Any, needs_weight_itself: bool) -> tuple[Input, Pending]:
+    """The input, and the weight, which is on its way if it is needed."""
+    call: Call = ctx.call
+    if call.keep == "gathered":
+        matrix, *wholes = ctx.saved_tensors
+        return Input(wholes, None), Pending(None, lambda: matrix)
+    x = ctx.source if ctx.source is not None else Input(call.pieces(ctx.saved_tensors[0]), call.gather)
+    if not needs_weight_itself:
+        return x, Pending(None, lambda: call.weight.parameter)
+    return x, Pending(None, cache(call.weight.start(ctx.dtype).wait))
+
+
+def _is_watched(parameter: Tensor) -> bool:
+    """Whether somebody wants the gradient as autograd hands it on: hooks, or `autograd.grad` within a block."""
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return not parameter.is_leaf or bool(hooks) or not torch.autograd._is_checkpoint_valid()
+
+
+def _weight_gradient(call: Call, gradient: list[Tensor], x: Input, *, waits: bool) -> Tensor | None:
     """Left to the stage's queue if that is open; else made now, its sum under way until the backward's end."""
-    parameter = weight.parameter
-    if not parameter.is_leaf or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return _make(gradient, x, weight).wait()
-    if weight.queue is not None and weight.queue.is_open:
-        operands = (gradient,) if isinstance(x, Source) else (gradient, x.saved)
-        weight.queue.put(parameter, lambda dy, *_: _make(dy, x, weight), *operands)
-    else:
-        weight.late.add(parameter, _make(gradient, x, weight))
+    weight = call.weight
+    if len(gradient) > 1 and isinstance(x, Source):
+        gradient = [call.together(gradient)]
+    if waits:
+        assert weight.queue is not None
+        operands = gradient if isinstance(x, Source) else [*gradient, *x.saved]
+        weight.queue.put(weight.parameter, lambda *dy: _make(dy[: len(gradient)], x, weight), *operands)
+        return None
+    made = _make(gradient, x, weight)
+    if _is_watched(weight.parameter):
+        return made.wait()
+    weight.late.add(weight.parameter, made)
     return None
 
 
-def _make(gradient: Tensor, x: "_Input | Source", weight: Weight) -> Pending:
-    return weight.start_sum(weight_gradient(gradient, x.get()))
+def _make(gradient: Sequence[Tensor], x: Input, weight: Weight) -> Pending:
+    total: Tensor | None = None
+    for dy, part in zip(gradient, x.get(), strict=True):
+        product = weight_gradient(dy, part)
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    return weight.start_sum(total)

@@ -18,6 +18,7 @@ class Setting:
         grid: the ranks that hold the stage together.
         keep: what products save for the backward.
         queue: takes weight gradients while the stage's backward is split; None: it never is.
+        num_pieces: in how many a product is played, so that what travels and what is computed overlap.
         length: of the sequences under way; None where they aren't padded. Set before each micro-batch.
     """
 
@@ -25,6 +26,7 @@ class Setting:
     keep: Keep = "gathered"
     queue: WeightGradients | None = None
     length: int | None = None
+    num_pieces: int = 1
     late: LateSums = field(default_factory=LateSums)
     order: Order = field(default_factory=Order)
 

@@ -24,7 +24,7 @@ LAYOUTS = {
 def pair(ranks: Grid, kind: str, keep: Keep, dtype: torch.dtype) -> dict[str, float]:
     """Two layers one after the other, the second swapped: errors of everything against the dense ones."""
     torch.manual_seed(0)
-    team = Setting(ranks, keep)
+    team = Setting(ranks, keep, num_pieces=1 if dtype is torch.float32 else 3 if keep == "shards" else 2)
     layout, outer, _ = LAYOUTS[kind]
     up, down = nn.Linear(12, 24, dtype=dtype), nn.Linear(24, 12, dtype=dtype)
     torch.manual_seed(0)

@@ -64,8 +64,8 @@ def table(
         if rows := [row for outcome in outcomes if outcome.case.title == kind for row in _scaling(outcome)]:
             parts += [f"## {kind.capitalize()} scaling", markdown(SCALING_HEAD, rows)]
     about_far = (
-        f"In brackets: if nothing overlapped. On {FAR} GPUs the paper measured, for its cube, {PAPER[ONE_D[0]]} over 1-D "
-        f"and {PAPER[TWO_D]} over 2-D."
+        f"In brackets: if nothing overlapped. On {FAR} GPUs the paper measured, for its cube, {PAPER[ONE_D[0]]} over "
+        f"1-D and {PAPER[TWO_D]} over 2-D."
     )
     parts += [f"## {FAR} hosts, predicted", about_far, markdown(FAR_HEAD, map(_forecast, far))]
     return "\n\n".join(parts) + "\n"
@@ -165,14 +165,8 @@ def _bars(axes: "Axes", outcome: Outcome) -> None:
         axes.vlines(place - 0.2, 1e3 * step.least, 1e3 * step.most, color=INK, linewidth=1)
         axes.bar(place + 0.2, 1e3 * predicted.step, width=0.38, color=ORANGE)
         axes.hlines(1e3 * predicted.bound, place - 0.4, place + 0.4, color=GREEN, linewidth=1.5)
-        axes.text(
-            place - 0.2,
-            1e3 * step.most,
-            f"{_times(result.gain)}x" if result.gain else "",
-            ha="center",
-            va="bottom",
-            fontsize=7,
-        )
+        if result.gain is not None:
+            axes.text(place - 0.2, 1e3 * step.most, f"{result.gain:.2f}x", ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(outcome.results)), [result.name for result in outcome.results], fontsize=8)
     axes.text(1.0, 1.03, "blue, grey: measured; orange: predicted; green: the longer of compute and link",
               transform=axes.transAxes, ha="right", va="bottom", fontsize=7)  # fmt: skip

@@ -167,6 +167,7 @@ def _bars(axes: "Axes", outcome: Outcome) -> None:
         axes.hlines(1e3 * predicted.bound, place - 0.4, place + 0.4, color=GREEN, linewidth=1.5)
         if result.gain is not None:
             axes.text(place - 0.2, 1e3 * step.most, f"{result.gain:.2f}x", ha="center", va="bottom", fontsize=7)
+    axes.set_xlim(-0.6, max(5, len(outcome.results)) - 0.4)
     axes.set_xticks(range(len(outcome.results)), [result.name for result in outcome.results], fontsize=8)
     axes.text(1.0, 1.03, "blue, grey: measured; orange: predicted; green: the longer of compute and link",
               transform=axes.transAxes, ha="right", va="bottom", fontsize=7)  # fmt: skip

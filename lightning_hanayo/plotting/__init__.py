@@ -1,5 +1,6 @@
-"""Pictures of timelines and schedules. matplotlib is loaded by the first picture, torch never."""
+"""Pictures of timelines, schedules and cubes. matplotlib is loaded by the first picture, torch never."""
 
+from lightning_hanayo.plotting.cube import save_cube
 from lightning_hanayo.plotting.page import save_page
 from lightning_hanayo.plotting.picture import save_comparison, save_schedule, save_timeline
 from lightning_hanayo.plotting.ranking import save_ranking
@@ -10,6 +11,7 @@ __all__ = [
     "chrome_trace",
     "draw_timeline",
     "save_comparison",
+    "save_cube",
     "save_page",
     "save_ranking",
     "save_schedule",

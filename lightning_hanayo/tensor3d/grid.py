@@ -11,8 +11,8 @@ x, y, z = 2, 2, 2        rank = (x * 2 + y) * 2 + z
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,18 @@ PLANES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
 """the axes a collective runs along, alone or several as one"""
 
 
+class Waitable(Protocol):
+    """What is under way."""
+
+    def wait(self) -> Any:
+        """Until it is there."""
+
+
 @dataclass
 class Pending:
     """A collective under way. Its operands are nobody else's until `wait`."""
 
-    work: dist.Work | None
+    work: "Waitable | None"
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
@@ -38,6 +45,18 @@ class Pending:
             self.work.wait()
             self.work = None
         return self.finish()
+
+
+@dataclass
+class Transfers:
+    """Several transfers under way, as one."""
+
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        """For all of them."""
+        for work in self.works:
+            work.wait()
 
 
 class Axis:
@@ -55,46 +74,55 @@ class Axis:
         self.group = group
         self.size = size
         self.place = place
-        self._sums_itself = group is not None and dist.get_backend(group) != "gloo"
+        self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
+        """the group, if its own collectives are as good as they can be"""
 
     def all_gather(self, tensor: Tensor) -> Pending:
         """[...] of each to [size, ...]."""
-        if self.group is None:
+        if self.size == 1:
             return Pending(None, lambda: tensor.unsqueeze(0))
-        whole = tensor.new_empty(self.size, *tensor.shape)
-        return Pending(self.group._allgather_base(whole.view(-1), tensor.reshape(-1)), lambda: whole)
+        whole, own = tensor.new_empty(self.size, *tensor.shape), tensor.contiguous()
+        if self._native is not None:
+            return Pending(self._native._allgather_base(whole.view(-1), own.view(-1)), lambda: whole)
+        return Pending(self._exchange([own] * self.size, whole), lambda: whole)
 
     def reduce_scatter(self, parts: Tensor) -> Pending:
         """[size, ...] of each to the sum [...] over all of the part that is this rank's.
 
         gloo's own reduce-scatter sends everything twice: there the parts are exchanged, and summed where they arrive.
         """
-        if self.group is None:
+        if self.size == 1:
             return Pending(None, lambda: parts.squeeze(0))
-        if not self._sums_itself:
-            arriving = self.all_to_all(parts)
-            return Pending(None, lambda: arriving.wait().sum(0))
-        own = parts.new_empty(parts.shape[1:])
-        work = self.group._reduce_scatter_base(own.view(-1), parts.reshape(-1), dist.ReduceScatterOptions())
-        return Pending(work, lambda: own)
+        if self._native is not None:
+            own, options = parts.new_empty(parts.shape[1:]), dist.ReduceScatterOptions()
+            return Pending(self._native._reduce_scatter_base(own.view(-1), parts.reshape(-1), options), lambda: own)
+        arriving = self.all_to_all(parts)
+        return Pending(None, lambda: arriving.wait().sum(0))
 
     def all_to_all(self, parts: Tensor) -> Pending:
         """[size, ...], the i-th for rank i, to [size, ...], the i-th from rank i."""
-        if self.group is None:
+        if self.size == 1:
             return Pending(None, lambda: parts)
-        arrived = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        return Pending(self.group.alltoall_base(arrived, parts.contiguous(), [], []), lambda: arrived)
+        out, arrived = parts.contiguous(), torch.empty_like(parts, memory_format=torch.contiguous_format)
+        if self._native is not None:
+            return Pending(self._native.alltoall_base(arrived, out, [], []), lambda: arrived)
+        return Pending(self._exchange(out, arrived), lambda: arrived)
 
-    def exchange(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The i-th of `parts` for rank i, to what comes from each, of these `shapes`. Waits for it."""
-        if self.group is None:
-            return list(parts)
-        counts = [prod(shape) for shape in shapes]
-        arrived = parts[0].new_empty(sum(counts))
-        sent = torch.cat([part.reshape(-1) for part in parts])
-        self.group.alltoall_base(arrived, sent, counts, [part.numel() for part in parts]).wait()
-        starts = [0, *accumulate(counts)]
-        return [arrived[start : start + n].view(*s) for start, n, s in zip(starts, counts, shapes, strict=False)]
+    def _exchange(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> "Waitable":
+        """The i-th of `out` for rank i, the i-th of `into` from rank i; receives first.
+
+        gloo's all-gather and all-to-all post sends first. A receive is announced in the same stream as what is sent, so
+        that between two ranks that don't start at once it waits behind the data: first one direction, then the other.
+        """
+        assert self.group is not None
+        into[self.place] = out[self.place]
+        if not into.numel():
+            return Transfers([])
+        steps = range(1, self.size)  # each begins with a neighbour, so that nobody is everybody's first
+        before, behind = ([(self.place + sign * step) % self.size for step in steps] for sign in (-1, 1))
+        works = [self.group.recv([into[peer]], peer, 0) for peer in before]
+        works += [self.group.send([out[peer]], peer, 0) for peer in behind]
+        return Transfers(works)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """The sum over all; `tensor` is overwritten."""

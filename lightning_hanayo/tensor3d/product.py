@@ -111,7 +111,7 @@ class Call:
     scatter: Along | None
     keep: Keep = "gathered"
     source: Source | None = None
-    following: Weight | None = None
+    following: Sequence[Weight] = ()
     """gathered ahead, behind this product's compute"""
     num_pieces: int = 1
     """in which the product is played, at most"""
@@ -168,8 +168,8 @@ class _Product(torch.autograd.Function):
         arriving_weight = call.weight.start(x.dtype)
         arriving = [_gather(call.gather, piece) for piece in call.pieces(x)]
         matrix = arriving_weight.wait()
-        if call.following is not None:
-            call.following.start_ahead(x.dtype)
+        for following in call.following:
+            following.start_ahead(x.dtype)
         wholes, leaving = [], []
         for pending in arriving:
             wholes.append(pending.wait())

@@ -126,9 +126,14 @@ def with_own_weight(part: Part, memo: Any) -> Part:
 
 
 class Order:
-    """The order in which a stage's layers are called, learnt as they are: what comes next can be gathered ahead."""
+    """The order in which a stage's layers are called, learnt as they are: what comes next can be gathered ahead.
 
-    def __init__(self) -> None:
+    Args:
+        depth: how many weights may be on their way, or there, before they are needed.
+    """
+
+    def __init__(self, depth: int = 2) -> None:
+        self._depth = depth
         self._following: dict[Weight, Weight] = {}
         self._last: Weight | None = None
 
@@ -136,12 +141,16 @@ class Order:
         """A stage's forward begins: what was called last, elsewhere, isn't followed by what is called first here."""
         self._last = None
 
-    def after(self, weight: Weight) -> Weight | None:
-        """Note that `weight` is used now; what followed it the last time, if anything did."""
+    def after(self, weight: Weight) -> list[Weight]:
+        """Note that `weight` is used now; what followed it the last time."""
         if self._last is not None:
             self._following[self._last] = weight
         self._last = weight
-        return self._following.get(weight)
+        ahead: list[Weight] = []
+        while len(ahead) < self._depth and (following := self._following.get(weight)) is not None:
+            ahead.append(following)
+            weight = following
+        return ahead
 
 
 class LateSums:

@@ -56,7 +56,11 @@ def played(snippet: str) -> dict[str, Any]:
         own.square().sum().backward()  # of each rank's part, so together the same
         norm = part(whole.norm_1.weight.grad, ranks, "z")
         gradient = ranks.axis("xy").all_reduce(block.norm_1.weight.grad).wait()
-        return {"known": plan.known, "y": error(own, part(y.detach(), ranks, "x", "y", "z")), "gain": error(gradient, norm)}
+        return {
+            "known": plan.known,
+            "y": error(own, part(y.detach(), ranks, "x", "y", "z")),
+            "gain": error(gradient, norm),
+        }
 
 
 def test_the_readers_own_block_runs_over_the_grid(pool: Pool) -> None:

@@ -88,6 +88,8 @@ class Pool:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         # NVML tells how many GPUs there are without starting CUDA, which no fork survives
         environment = os.environ | threads | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        # for its messages torch asks the name server for the name of ::ffff:127.0.0.1: no answer is worth 5 s
+        environment["RES_OPTIONS"] = "timeout:1 attempts:1"
         command = [sys.executable, "-m", "tests.harness.zygote", str(theirs.fileno())]
         self._zygote = subprocess.Popen(
             command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""The zygote: a process that imports torch and Lightning once, then forks the pool's workers from itself.
+"""The zygote: a process that imports torch, Lightning and our strategy once, then forks the pool's workers from itself.
 
     pytest ---socket---> zygote ---fork---> worker 0 ... worker 7
        \\________________one socket each_____________/
@@ -13,11 +13,17 @@ import os
 import signal
 import socket
 import sys
+from functools import cache
 
+from tests.harness.meeting import come_in_time
 from tests.harness.worker import die_with_parent, serve
 
 FORK, REAP = b"fork", b"reap"
-PRELOAD = ("torch", "torch.distributed", "lightning.pytorch")
+MODELS = ("gpt2", "llama", "bert")
+PRELOAD = (
+    *("torch", "torch.distributed", "lightning.pytorch", "lightning_hanayo.strategy"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
+)
 
 
 def main(descriptor: int) -> None:
@@ -27,6 +33,8 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in PRELOAD:
         importlib.import_module(name)
+    _remember_plugins()
+    come_in_time()
     gc.freeze()  # the imported modules: never collected again, nor copied by a collection in a worker
     children: set[int] = set()
     try:
@@ -46,6 +54,13 @@ def main(descriptor: int) -> None:
     finally:
         for pid in children:
             os.killpg(pid, signal.SIGKILL)
+
+
+def _remember_plugins() -> None:
+    """Every Trainer looks through all installed packages for callbacks, a tenth of what a small run costs."""
+    from lightning.fabric.utilities import registry
+
+    registry.entry_points = cache(registry.entry_points)  # type: ignore[attr-defined]
 
 
 def _fork(control: socket.socket, connection: int, log: int) -> int:

@@ -43,7 +43,7 @@ class MicrobatchLog:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """While open, log calls are kept; at its end they are merged and passed on."""
+        """While open, log calls are kept; at its end they are merged and passed on, unless the batch has failed."""
         results = self._results
         if results is None:  # predict logs nothing
             yield

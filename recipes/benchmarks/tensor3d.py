@@ -16,16 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.cluster import Cluster, Link, refusal
-from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
+from recipes.benchmarks.schemes.names import ONE_D, TWO_D, grid_of, three_d
 
 if TYPE_CHECKING:
     from recipes.benchmarks.tensor3d_rank import Case
 
 HOSTS, SHARE, PATIENCE_S = 8, 0.7, 1200.0
+PIECES = 4
 COLLECTIVES = (2, 2.0), (4, 2.0), (8, 2.0), (8, 8.0)
 PARTS = ("collectives", "shapes", "overlap", "two-d", "scaling")
-CHECKED = (*((name, 8) for name in ONE_D), *((three_d(sizes), 8) for sizes in ((2, 2, 2), (4, 2, 1), (8, 1, 1))),
-           (TWO_D, 4), (three_d((2, 2, 1)), 4))  # fmt: skip
+GRIDS = (2, 2, 2), (4, 2, 1), (8, 1, 1)
+CHECKED = (
+    *((name, HOSTS) for name in (*ONE_D, *map(three_d, GRIDS), three_d(GRIDS[0], PIECES))),
+    (TWO_D, 4),
+    (three_d((2, 2, 1)), 4),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +93,9 @@ def cases(link: Link, hidden: int, rounds: int, parts: Sequence[str]) -> list["C
     found = []
     if "shapes" in parts:
         for tokens, width, times in ((8 * hidden, hidden, rounds), (2 * hidden, hidden, 3), (8 * small, small, 3)):
-            names = (*ONE_D, three_d((2, 2, 2)), *_best(HOSTS, tokens, width))
+            best, *weights_only = _best(HOSTS, tokens, width)
+            in_pieces = [three_d(grid_of(name), PIECES) for name in (three_d((1, HOSTS, 1)), three_d((2, 2, 2)), best)]
+            names = (*ONE_D, in_pieces[0], three_d((2, 2, 2)), in_pieces[1], best, in_pieces[2], *weights_only)
             speed = speed_of(link, tokens, width)
             found.append(Case("shapes", HOSTS, tokens, width, names, speed, rounds=times))
     if "overlap" in parts:

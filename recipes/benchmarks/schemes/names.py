@@ -1,6 +1,6 @@
 """The names: which schemes there are, of which groups of hosts each is made, and how it is put together.
 
-1-d sequence    1-d all-reduce    2-d    3-d 2,2,2
+1-d sequence    1-d all-reduce    2-d    3-d 2,2,2    3-d 2,2,2 in 4 (pieces of each product)
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ Find = Callable[[Sequence[Group]], "ProcessGroup | None"]
 """this host's among groups that have no host in common; None for a dry run"""
 
 
-def three_d(sizes: Sequence[int]) -> str:
+def three_d(sizes: Sequence[int], num_pieces: int = 1) -> str:
     """The name on a grid.
 
     Example:
         >>> three_d((4, 2, 1))
         '3-d 4,2,1'
     """
-    return f"3-d {','.join(map(str, sizes))}"
+    return f"3-d {','.join(map(str, sizes))}" + (f" in {num_pieces}" if num_pieces > 1 else "")
 
 
 def grid_of(name: str) -> tuple[int, int, int]:
@@ -41,7 +41,7 @@ def grid_of(name: str) -> tuple[int, int, int]:
         HanayoError: it names no scheme.
     """
     try:
-        x, y, z = map(int, name.removeprefix("3-d ").split(","))
+        x, y, z = map(int, name.removeprefix("3-d ").partition(" in ")[0].split(","))
     except ValueError:
         raise HanayoError(f"{name!r} is no scheme: expected {', '.join((*ONE_D, TWO_D))} or 3-d x,y,z") from None
     return x, y, z
@@ -86,7 +86,8 @@ def make(name: str, hosts: int, rank: int, find: Find, log: "Log") -> "Scheme":
         return OneD(wire("all"), by_sequence=name == ONE_D[0])
     if name == TWO_D:
         return TwoD(wire("row"), wire("column"))
-    return ThreeD(Grid.of(grid_of(name), rank, partial(_of_axis, along, find), wires(log)))
+    grid = Grid.of(grid_of(name), rank, partial(_of_axis, along, find), wires(log))
+    return ThreeD(grid, int(name.partition(" in ")[2] or 1))
 
 
 def _of_axis(along: dict[str, list[Group]], find: Find, axes: str) -> "ProcessGroup | None":

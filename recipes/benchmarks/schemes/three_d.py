@@ -17,11 +17,12 @@ _LAYOUTS = SEQUENCE, SEQUENCE.swapped()
 class ThreeD(Scheme):
     """Args:
     grid: its ranks.
+    num_pieces: in which each product is played.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, num_pieces: int = 1) -> None:
         self._grid = grid
-        self._setting = Setting(grid)
+        self._setting = Setting(grid, num_pieces=num_pieces)
 
     @override
     def linear(self, index: int, weight: Tensor) -> nn.Module:

@@ -96,6 +96,10 @@ def test_help_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
     "arguments, said",
     [
         (["--trainer.strategy=plain_model.Picky", "--trainer.strategy.num_wave=2"], "did you mean 'num_waves'?"),
+        (
+            ["--trainer.strategy=lightning_hanayo.HanayoStrategy", "--trainer.strategy.num_wave=2"],
+            "did you mean 'num_waves'?",
+        ),
         (["--trainer.acceleratr=cpu"], "'trainer.acceleratr'; did you mean 'trainer.accelerator'?"),
         (["--model.widht=2"], "unknown option 'widht'; did you mean 'width'? Known: width"),
         (["--trainer.max_steps=three"], "trainer.max_steps: expected int, got three"),

@@ -1,4 +1,4 @@
-"""A user's training script that breaks on purpose:  script.py DEVICES PIPE DATA SITE RANK
+"""A user's training script that breaks on purpose:  script.py PIPE DATA SITE RANK
 
 SITE names where it breaks (see `SITES`), RANK on which rank; `nowhere` lets it finish. `sigterm` sends that rank the
 signal, `asleep` lets the other ranks sleep in user code while it breaks.
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,53 +19,59 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hanayo import HanayoStrategy
 
-SITES = ("training_step", "forward", "backward", "loader", "hook", "optimizer", "sigterm", "asleep", "nowhere")
-SITE, RANK = sys.argv[4], sys.argv[5]
+SITES = ("training_step", "backward", "loader", "hook", "optimizer", "sigterm", "asleep", "nowhere")
 WIDTH = 8
 
 
-def maybe_break(site: str) -> None:
-    """Fail here if this is the place, and note when."""
-    if site == SITE and os.environ.get("LOCAL_RANK", "0") == RANK:
-        with open(os.environ["FAULT_FILE"], "w") as file:
-            file.write(str(time.time()))
-        if site == "sigterm":
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        raise RuntimeError("the vase " + f"broke on rank {RANK}")
-    if site == SITE == "asleep":
-        time.sleep(60)
+@dataclass(frozen=True)
+class Fault:
+    """Where a run breaks, and on which rank."""
+
+    site: str
+    rank: str
+
+    def at(self, site: str) -> None:
+        """Fail here if this is the place, and note when."""
+        if site == self.site and os.environ.get("LOCAL_RANK", "0") == self.rank:
+            with open(os.environ.get("FAULT_FILE", os.devnull), "w") as file:
+                file.write(str(time.time()))
+            if site == "sigterm":
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            raise RuntimeError("the vase " + f"broke on rank {self.rank}")
+        if site == self.site == "asleep":
+            time.sleep(60)
 
 
 class BreaksBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
+        ctx.fault = fault
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        maybe_break("backward")
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.fault.at("backward")
+        return gradient, None
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, fault: Fault) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.fault = nn.Linear(WIDTH, WIDTH), fault
 
     def forward(self, x: Tensor) -> Tensor:
-        maybe_break("forward")
-        return BreaksBackward.apply(x + self.linear(x))
+        return BreaksBackward.apply(x + self.linear(x), self.fault)
 
 
 class Model(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, fault: Fault) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.blocks, self.fault = nn.ModuleList(Block(fault) for _ in range(8)), fault
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 1:
-            maybe_break("training_step")
+            self.fault.at("training_step")
         x = batch
         for block in self.blocks:
             x = block(x)
@@ -73,37 +80,45 @@ class Model(LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             for site in ("hook", "asleep", "sigterm"):
-                maybe_break(site)
+                self.fault.at(site)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        maybe_break("optimizer")
+        self.fault.at("optimizer")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Vectors(Dataset[Tensor]):
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
     def __len__(self) -> int:
         return 32
 
     def __getitem__(self, index: int) -> Tensor:
         if index == 9:
-            maybe_break("loader")
+            self.fault.at("loader")
         return torch.full((WIDTH,), float(index))
 
 
-def main() -> None:
-    with open(os.environ["START_FILE"], "a") as file:
-        file.write(f"{os.getpid()}\n")
-    devices, pipe, data = map(int, sys.argv[1:4])
+def train(pipe: int, data: int, fault: Fault) -> None:
+    """One process's part."""
     strategy = HanayoStrategy(pipeline_parallel_size=pipe, data_parallel_size=data, num_microbatches=4)
     trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_steps=4, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        accelerator="cpu", devices=pipe * data, strategy=strategy, max_steps=4, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
     )  # fmt: skip
-    trainer.fit(Model(), DataLoader(Vectors(), batch_size=8))
+    trainer.fit(Model(fault), DataLoader(Vectors(fault), batch_size=8))
+
+
+def main(pipe: str, data: str, site: str, rank: str) -> None:
+    with open(os.environ["START_FILE"], "a") as file:
+        file.write(f"{os.getpid()}\n")
+    train(int(pipe), int(data), Fault(site, rank))
     print("finished")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,32 +1,50 @@
 """An exception on any rank ends all of them within 10 s, shows its cause once, and leaves no process behind.
 
-P = 4:               rank 0   1   2   3*          * breaks
+P = 3:               rank 0   1   2*              * breaks; rank 0 has started the others
 P = 2, D = 2:        rank 0   1
                           2*  3*
+
+What a rank does about a fault is the same wherever it breaks: sites and sizes are played in the pool. What the
+launching process does about its children takes real launches, seconds each.
 """
 
 from pathlib import Path
 
 import pytest
 
+from tests.faults import script
 from tests.harness.launching import launch
+from tests.harness.pool import Pool, RunFailed
 
-SCRIPT = str(Path(__file__).with_name("script.py"))
-CASES = [  # (pipe, data), where, on which rank
-    ((2, 1), "training_step", 0),
+SCRIPT = str(Path(script.__file__))
+SITES = [  # (pipe, data), where, on which rank
     ((2, 1), "loader", 0),
     ((4, 1), "backward", 3),
     ((2, 1), "hook", 1),
+    ((2, 2), "training_step", 2),
     ((2, 2), "optimizer", 3),
-    ((2, 2), "asleep", 3),
+]
+LAUNCHES = [  # pipe, where, on which rank
+    (2, "training_step", 0),
+    (2, "backward", 1),
+    (3, "asleep", 2),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "site", "rank"), CASES)
-def test_ends_everywhere_with_its_cause(tmp_path: Path, sizes: tuple[int, int], site: str, rank: int) -> None:
+@pytest.mark.parametrize(("sizes", "site", "rank"), SITES)
+def test_the_other_ranks_end_by_themselves(pool: Pool, sizes: tuple[int, int], site: str, rank: int) -> None:
     pipe, data = sizes
-    ended = launch(tmp_path, SCRIPT, str(pipe * data), str(pipe), str(data), site, str(rank))
-    assert ended.num_started == pipe * data, ended.output
+    with pytest.raises(RunFailed) as caught:
+        pool.run(pipe * data, script.train, pipe, data, script.Fault(site, str(rank)), timeout=30.0)
+    assert (caught.value.first.rank, caught.value.first.message) == (rank, f"the vase broke on rank {rank}")
+    kinds = {failure.rank: failure.kind for failure in caught.value.failures}
+    assert kinds == dict.fromkeys(range(pipe * data), "PeerFailed") | {rank: "RuntimeError"}
+
+
+@pytest.mark.parametrize(("pipe", "site", "rank"), LAUNCHES)
+def test_ends_everywhere_with_its_cause(tmp_path: Path, pipe: int, site: str, rank: int) -> None:
+    ended = launch(tmp_path, SCRIPT, str(pipe), "1", site, str(rank))
+    assert ended.num_started == pipe, ended.output
     assert (tmp_path / "fault").exists(), ended.output
     assert ended.code != 0, ended.output
     assert ended.output.count(f"the vase broke on rank {rank}") == 1, ended.output
@@ -34,32 +52,17 @@ def test_ends_everywhere_with_its_cause(tmp_path: Path, sizes: tuple[int, int], 
     assert ended.seconds_after_fault <= 10.0, ended.output
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_sigterm_to_one_rank_ends_all(tmp_path: Path, rank: int) -> None:
-    ended = launch(tmp_path, SCRIPT, "4", "2", "2", "sigterm", str(rank))
-    assert ended.num_started == 4 and "finished" not in ended.output, ended.output
+@pytest.mark.parametrize(("pipe", "rank"), [(2, 0), (3, 2)])
+def test_sigterm_to_one_rank_ends_all(tmp_path: Path, pipe: int, rank: int) -> None:
+    ended = launch(tmp_path, SCRIPT, str(pipe), "1", "sigterm", str(rank))
+    assert ended.num_started == pipe and "finished" not in ended.output, ended.output
     assert not ended.leftover and ended.seconds_after_fault <= 10.0, ended.output
     assert "Traceback" not in ended.output, ended.output
 
 
 def test_a_sound_script_finishes(tmp_path: Path) -> None:
-    ended = launch(tmp_path, SCRIPT, "2", "2", "1", "nowhere", "0")
+    ended = launch(tmp_path, SCRIPT, "2", "1", "nowhere", "0")
     assert (ended.code, ended.output.count("finished"), ended.leftover) == (0, 2, []), ended.output
-
-
-def test_bad_sizes_start_no_process(tmp_path: Path) -> None:
-    ended = launch(tmp_path, SCRIPT, "3", "2", "1", "nowhere", "0")
-    assert ended.code != 0
-    assert ended.num_started == 1, "the launching process itself, and no other"
-    assert ended.output.count("doesn't multiply to the 3 processes") == 1, ended.output
-
-
-def test_unknown_option_on_the_command_line(tmp_path: Path) -> None:
-    command = "-m lightning_hanayo fit --model recipes.gpt.module.GPT --data recipes.gpt.data.TextData"
-    strategy = "--trainer.strategy lightning_hanayo.HanayoStrategy --trainer.strategy.num_wave 2"
-    ended = launch(tmp_path, *command.split(), *strategy.split())
-    assert ended.code == 2, ended.output
-    assert "num_waves" in ended.output and "Traceback" not in ended.output, ended.output
 
 
 def test_an_error_that_shows_late_is_said_once_by_the_command_line(tmp_path: Path) -> None:

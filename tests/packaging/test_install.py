@@ -26,10 +26,10 @@ class Install:
     package: Path
     folder: Path
 
-    def play(self, code: str, **environment: str) -> str:
+    def play(self, code: str) -> str:
         """What `code` prints in a process of this environment, started outside any checkout."""
         code = "import sys, warnings\nwarnings.simplefilter('ignore')\n" + code
-        settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+        settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
             [self.python, "-c", code], capture_output=True, text=True, timeout=100, cwd=self.folder, env=settings
         )
@@ -100,21 +100,6 @@ except SyntaxError:
     print("torch", torch.ones(2).sum().item())
 """)
     assert said.splitlines()[-1] == "torch 2.0"
-
-
-@pytest.mark.parametrize("install", ["editable"], indirect=True)
-def test_the_autoload_can_be_switched_off(install: Install) -> None:
-    said = install.play(
-        """
-import torch
-from lightning.pytorch.strategies import StrategyRegistry
-print("hanayo" in StrategyRegistry)
-import lightning_hanayo.strategy
-print("hanayo" in StrategyRegistry)
-""",
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
-    assert said.splitlines()[-2:] == ["False", "True"]
 
 
 def test_the_console_script_answers(install: Install) -> None:

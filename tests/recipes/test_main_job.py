@@ -9,6 +9,7 @@ SMALL = {
     "data.path": "text.txt", "data.vocab_size": 300, "model.vocab_size": 300, "data.context": 16, "model.context": 16,
     "model.width": 32, "model.num_heads": 2, "trainer.max_steps": 8, "trainer.val_check_interval": 4,
     "trainer.limit_val_batches": 2, "trainer.log_every_n_steps": 2, "model.learning_rate": 1e-2,
+    "trainer.devices": 2, "trainer.strategy.data_parallel_size": 1,
 }  # fmt: skip
 
 

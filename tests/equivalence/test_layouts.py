@@ -22,7 +22,7 @@ SIZES = ((2, 1, 1), (4, 1, 1), (2, 1, 2))
 LOOPS = ("gpipe", "1f1b", "interleaved")
 WAVES = [Layout(2, 1, 1), Layout(2, 2, 1), Layout(4, 1, 1), Layout(2, 1, 2)]
 GRID = [*WAVES, *(Layout(*size, schedule=schedule) for size in SIZES for schedule in LOOPS)]
-# Each size and each schedule at least once: what the slower models get.
+# Each size and each schedule at least once: what the slower models get, and what is compared with a tolerance.
 COVER = [*WAVES, Layout(2, 1, 1, "1f1b"), Layout(4, 1, 1, "gpipe"), Layout(2, 1, 2, "interleaved")]
 
 BATCHES = partial(models.vectors, (8, 8, 8, 8))
@@ -35,7 +35,7 @@ GPT = Training(models.gpt, WINDOWS, accumulate=2, clip=0.1)
 GPT_DOUBLE = Training(models.gpt, WINDOWS, torch.float64, accumulate=2, clip=0.1)
 
 
-@pytest.mark.parametrize("layout", GRID, ids=str)
+@pytest.mark.parametrize("layout", [Layout(2, 2, 1), Layout(4, 1, 1, "1f1b"), Layout(2, 1, 2)], ids=str)
 def test_mlp_in_double_precision(pool: Pool, layout: Layout) -> None:
     assert_close(run(pool, MLP_DOUBLE, layout).weights, plain(pool, MLP_DOUBLE).weights, 1e-10)
 
@@ -57,13 +57,15 @@ def test_clipped_mlp_to_the_last_bit(pool: Pool, layout: Layout, training: Train
 
 @pytest.mark.parametrize("layout", COVER, ids=str)
 def test_gpt_with_tied_embedding(pool: Pool, layout: Layout) -> None:
-    assert_same_training(run(pool, GPT, layout), plain(pool, GPT))
-    assert_close(run(pool, GPT_DOUBLE, layout).weights, plain(pool, GPT_DOUBLE).weights, 1e-10)
+    outcome, expected = run(pool, GPT_DOUBLE, layout), plain(pool, GPT_DOUBLE)
+    assert_same_training(outcome, expected)
+    assert_close(outcome.weights, expected.weights, 1e-10)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 1, "1f1b"), Layout(1, 1, 2, "1f1b")], ids=str)
 def test_gpt_to_the_last_bit(pool: Pool, layout: Layout) -> None:
     """The tied weight too: head's and embedding's part of a micro-batch are added to each other first."""
     outcome, expected = run(pool, GPT, layout), by_hand(pool, GPT, layout.data)
+    assert_same_training(outcome, plain(pool, GPT))
     assert_bit_equal(outcome.gradients, expected.gradients)
     assert_bit_equal(outcome.weights, expected.weights)

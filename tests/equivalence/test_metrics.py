@@ -64,9 +64,17 @@ def watch(layout: Layout, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A single process's view."""
+    (view,) = pool.run(1, watch, Layout(), tmp_path_factory.mktemp("alone"))
+    return view
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_rank_sees_and_decides_as_one_process_does(pool: Pool, tmp_path: Path, layout: Layout) -> None:
-    (alone,) = pool.run(1, watch, Layout(), tmp_path / "alone")
+def test_every_rank_sees_and_decides_as_one_process_does(
+    pool: Pool, tmp_path: Path, layout: Layout, alone: dict[str, Any]
+) -> None:
     assert alone["stopped"] == 2
     ranks = pool.run(layout.world_size, watch, layout, tmp_path / "ours")
     for view in ranks:

@@ -7,6 +7,7 @@ rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .      
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,10 @@ class Ownership:
     def blocks(self, stage: int) -> list[nn.Module]:
         """The blocks of `stage`; none for a loss stage."""
         return [self.stack.blocks[i] for i in self.stages[stage]]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that lie on a pipeline rank."""
+        return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
     def stage_parameters(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
         """The parameters of `stage`, in the model's order. One that several stages use belongs to the lowest of them.
@@ -79,6 +84,20 @@ class Ownership:
                 )
 
 
+class Placeholder(nn.Parameter):
+    """What stands for another rank's parameter: it lies on meta for good, and not because it has no values yet."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """So that a copy made by pickle is one too."""
+        return _made_again, (self.data, self.requires_grad, vars(self))
+
+
+def _made_again(data: torch.Tensor, requires_grad: bool, marks: dict[str, Any]) -> Placeholder:
+    placeholder = Placeholder(data, requires_grad)
+    vars(placeholder).update(marks)
+    return placeholder
+
+
 def leave_out(model: nn.Module, keep: set[nn.Parameter], elsewhere: Iterable[nn.Module] = ()) -> None:
     """Replace all parameters but those in `keep` by `meta` placeholders, and the buffers of the modules `elsewhere`.
 
@@ -97,13 +116,11 @@ def leave_out(model: nn.Module, keep: set[nn.Parameter], elsewhere: Iterable[nn.
 
 
 def _placeholder(parameter: nn.Parameter, known: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    if parameter.is_meta:
+    if isinstance(parameter, Placeholder):
         return parameter
     if parameter not in known:
-        empty = torch.empty_like(parameter, device="meta")
-        placeholder = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        placeholder.__dict__.update(parameter.__dict__)  # marks that users and optimizers put on parameters
-        known[parameter] = placeholder
+        marks = vars(parameter)  # that users and optimizers put on parameters
+        known[parameter] = _made_again(torch.empty_like(parameter, device="meta"), parameter.requires_grad, marks)
     return known[parameter]
 
 

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.partition.blueprint import Blueprint, is_unbuilt
 from lightning_hanayo.partition.cut import cut
-from lightning_hanayo.partition.ownership import Ownership, leave_out, outside_modules
+from lightning_hanayo.partition.ownership import Ownership, Placeholder, leave_out, outside_modules
 from lightning_hanayo.partition.profile import profile
 from lightning_hanayo.partition.stack import Stack, find_stack, num_outside
 from lightning_hanayo.planner.layout import Layout, choose
@@ -30,6 +31,7 @@ from lightning_hanayo.runtime.whole_stage import WholeStage
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.strategy.cube import Cube
 from lightning_hanayo.strategy.groups import Groups
+from lightning_hanayo.strategy.initial import give_values
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Entering, Pipeline
 from lightning_hanayo.strategy.sharing import Alone
@@ -86,6 +88,7 @@ def assemble(
     example: Callable[[], object] | None,
     runs: list[range] | None,
     cube: Cube | None,
+    seed: int,
     on_failure: OnFailure,
 ) -> Pipeline:
     """Cut `model` into this rank's stages and connect them. Called by all ranks of the world.
@@ -100,6 +103,7 @@ def assemble(
         example: runs the model once, for `balance="time"`.
         runs: the blocks of each stage, if they were cut before.
         cube: the ranks that hold each stage together; None for one.
+        seed: of the values of what was built on the meta device.
         on_failure: what to do when a transfer fails.
     """
     table = layout.table(layout.num_microbatches)
@@ -108,18 +112,27 @@ def assemble(
     transport = ProcessGroupTransport(
         groups.pipe_ranks, control=groups.control, channels=groups.channels, device=device, on_failure=on_failure
     )
+    blueprint = Blueprint(model, seed) if is_unbuilt(model) else None
     own = keep_own(model, ownership, transport.rank)
     move(model, device)
     if cube is not None:
         _spread(model, ownership, transport.rank, own, cube)
+    if blueprint is not None:
+        give_values(blueprint, _own_modules(model, ownership, transport.rank), device, cube)
     return _connect(model, layout, ownership, transport, own, groups, cube)
 
 
 def _spread(model: nn.Module, ownership: Ownership, rank: int, own: list[nn.Parameter], cube: Cube) -> None:
     """Let the ranks of the cube hold this rank's stages together."""
-    stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
-    blocks = {stage: ownership.blocks(stage) for stage in stages}
+    blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
     cube.spread(blocks, own, outside_modules(model, ownership.stack))
+
+
+def _own_modules(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Module]:
+    """Those of this rank's blocks, and those outside the stack on the rank that plays stage 0."""
+    stages = ownership.stages_of(rank)
+    outside = outside_modules(model, ownership.stack) if 0 in stages else []
+    return [*outside, *(part for stage in stages for block in ownership.blocks(stage) for part in block.modules())]
 
 
 def cut_stack(
@@ -131,6 +144,8 @@ def cut_stack(
         return _cut(blocks, layout, num_outside(model, stack))
     if options.balance != "time":
         return cut([float(cost) for cost in options.balance], layout.num_stages)
+    if is_unbuilt(model):
+        raise HanayoError("balance='time' runs the model once, but it was built on the meta device; use 'parameters'")
     if example is None:
         raise HanayoError("balance='time' runs the model once on `example_input_array`; the LightningModule has none")
     costs, outside = profile(model, stack, example)
@@ -151,16 +166,16 @@ def _cut(costs: Sequence[float], layout: Layout, outside: float) -> list[range]:
 def keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Parameter]:
     """Leave out what other pipeline ranks own; return what this one trains, in the model's order."""
     ownership.check(model)
-    own_stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
-    kept = {p for stage in own_stages for p in ownership.stage_parameters(model, stage)}
-    own_blocks = {block for stage in own_stages for block in ownership.blocks(stage)}
-    others = [block for block in ownership.stack.blocks if block not in own_blocks]
-    leave_out(model, kept, elsewhere=[part for block in others for part in block.modules()])
-    missing = [name for name, parameter in model.named_parameters() if parameter in kept and parameter.is_meta]
+    kept = {p for stage in ownership.stages_of(rank) for p in ownership.stage_parameters(model, stage)}
+    own = set(_own_modules(model, ownership, rank))  # blocks may share a module without parameters
+    others = (part for block in ownership.stack.blocks for part in block.modules())
+    leave_out(model, kept, elsewhere=[part for part in others if part not in own])
+    parameters = model.named_parameters()
+    missing = [name for name, parameter in parameters if parameter in kept and isinstance(parameter, Placeholder)]
     if missing:
         raise UnsupportedError(
-            f"{missing[0]} has no values: the model was built on the meta device, or is placed for another layout. "
-            f"Build it on the CPU, in __init__ or in configure_model."
+            f"{missing[0]} has no values here: the model was trained before, on another layout, and lies on its ranks. "
+            f"Build it anew, and load a checkpoint."
         )
     return [parameter for parameter in model.parameters() if parameter in kept]
 
@@ -180,7 +195,7 @@ def _connect(
     cube: Cube | None,
 ) -> Pipeline:
     stack, rank = ownership.stack, transport.rank
-    own_stages = [stage for stage, owner in enumerate(ownership.stage_ranks) if owner == rank]
+    own_stages = ownership.stages_of(rank)
     queues = {stage: WeightQueue() for stage in (*own_stages, 0, len(ownership.stages) - 1)}
     queues |= cube.queues if cube is not None else {}
     if _splits(layout):

@@ -6,6 +6,7 @@ a batch     each rank plays its share of it; dense parameters are whole meanwhil
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ class Cube:
         shard = self.shards[parameter]
         if tuple(part.shape) != shard.local_shape(self.grid) or not shard.axes:
             return part.detach().cpu()
-        places = [self._place(rank) for rank in range(self.grid.num_ranks)]
+        places = self.places
         shapes = [torch.Size(shard.local_shape(self.grid, place)) for place in places]
         flat = part.new_zeros(max(shape.numel() for shape in shapes))
         flat[: part.numel()] = part.detach().reshape(-1)
@@ -118,16 +119,18 @@ class Cube:
             shard.put(whole, arrived[: shape.numel()].view(shape), self.grid, place)
         return whole
 
-    def part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """This rank's part of something shaped as the whole parameter; anything else as it is."""
+    def part(self, whole: Tensor, parameter: Tensor, place: tuple[int, int, int] | None = None) -> Tensor:
+        """The part at a place, this rank's if None, of something shaped as the whole parameter; else all of it."""
         shard = self.shards.get(parameter)
         if shard is None or tuple(whole.shape) != shard.shape or not shard.axes:
             return whole
-        return shard.of(whole, self.grid)
+        return shard.of(whole, self.grid, place)
 
-    def _place(self, rank: int) -> tuple[int, int, int]:
-        _, y, z = self.grid.sizes
-        return rank // (y * z), rank // z % y, rank % z
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """Of all ranks, in their order."""
+        x, y, z = map(range, self.grid.sizes)
+        return list(product(x, y, z))
 
 
 def _drop_apart(modules: Iterable[nn.Module], grid: Grid) -> None:

@@ -1,7 +1,7 @@
 """The strategy: Lightning's hooks, each a signpost to where its work is done."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
+from lightning_hanayo.partition.blueprint import is_unbuilt
+from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.partition.stack import Stack
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.planner.profile import costs_from
@@ -50,6 +52,11 @@ class HanayoStrategy(PlacedStrategy):
 
     The module stays as it is. Its stack of blocks is cut into stages that lie in a zig-zag over the pipeline ranks; its
     `training_step` runs on pipeline rank 0, once for each micro-batch.
+
+    A model too large for one process is built on the meta device, in `configure_model` (`with torch.device("meta")`, or
+    `self.trainer.init_module(empty_init=True)`): each rank makes what it holds, module by module, with values that are
+    the same on every layout. They come from the modules' `reset_parameters`, those of the modules around them up to the
+    LightningModule, and Hugging Face's `_init_weights`; what an `__init__` does besides is refused by name.
 
     Example:
         >>> trainer = L.Trainer(accelerator="cpu", devices=4, strategy="hanayo")
@@ -132,6 +139,7 @@ class HanayoStrategy(PlacedStrategy):
         self._failures: Failures | None = None
         self._pipeline: Pipeline | None = None
         self._accumulating = False
+        self._restores_late = False
         self._example: Any = None
         self._runs: list[range] | None = None
         self._cube: Cube | None = None
@@ -195,6 +203,7 @@ class HanayoStrategy(PlacedStrategy):
         module = self.lightning_module
         assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
+        self._restores_late = self.restore_checkpoint_after_setup
         self.model = self.precision_plugin.convert_module(module)
         self._check(trainer, module)  # again, for a model that was built by now
         self._setup_pipeline(trainer, module)
@@ -206,13 +215,27 @@ class HanayoStrategy(PlacedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Where the model was built on the meta device: it can't take values before. Asked before and after setup."""
+        return self._restores_late or (self.lightning_module is not None and is_unbuilt(self.lightning_module))
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Without values is on the meta device: `setup` makes them, on the ranks that need them."""
+        with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
+            yield
+
     def _setup_pipeline(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         assert self._failures is not None
         stack, layout = self._layout(trainer, module)  # the same error on all ranks, before the first message
+        seed = self.broadcast(torch.initial_seed())
         if self._cube is None:
-            if self.world_size > 1 and not any(parameter.is_meta for parameter in module.parameters()):
+            if self.world_size > 1 and not any(isinstance(parameter, Placeholder) for parameter in module.parameters()):
                 agree(tensors_of(module))
-            self._cube = self._make_cube(module, stack)
+            self._cube = self._make_cube(module, stack, seed)
         self._pipeline = assemble(
             module,
             stack,
@@ -223,18 +246,18 @@ class HanayoStrategy(PlacedStrategy):
             example=lightning_internals.example_of(module),
             runs=self._runs,
             cube=self._cube,
+            seed=seed,
             on_failure=self._failures.on_transfer,
         )
         self._runs = [run for run in self._pipeline.ownership.stages if run]  # a second fit finds placeholders
 
-    def _make_cube(self, module: "pl.LightningModule", stack: Stack) -> Cube | None:
+    def _make_cube(self, module: "pl.LightningModule", stack: Stack, seed: int) -> Cube | None:
         plan, team = plan_cube(module, stack, self.options, self.topology), self.groups.cube
         if plan is None or team is None:
             return None
         if self.is_global_zero:
             rank_zero_info(f"cube={self.topology.cube}\n{plan.report}")
-        seed = self.broadcast(torch.initial_seed()) + self.global_rank // team.grid.num_ranks
-        return Cube(team, plan, self.options, seed=seed)
+        return Cube(team, plan, self.options, seed=seed + self.global_rank // team.grid.num_ranks)
 
     def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         lightning_internals.keep_sigterm_local(trainer)
@@ -421,6 +444,7 @@ class HanayoStrategy(PlacedStrategy):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
+        self._restores_late = False
         if self._failures is not None:
             self._failures.stop()
         if self._pipeline is not None and module is not None:

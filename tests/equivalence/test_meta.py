@@ -128,7 +128,11 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "Llama": partial(foreign, models.llama, 4, 4, 4),
 }
 ALONE = Layout()
-LAYOUTS = [Layout(2, data=2), Layout(cube=(2, 1, 1), outside="replicate"), Layout(cube=(1, 2, 2))]
+LAYOUTS = [
+    Layout(2, data=2),
+    Layout(cube=(2, 1, 1), outside="replicate", num_microbatches=1),
+    Layout(cube=(1, 2, 2), num_microbatches=1),
+]
 
 
 def late(kind: str, device: str = "meta") -> Late:
@@ -248,7 +252,7 @@ def peaks(layout: Layout) -> dict[str, Any]:
 
 def test_no_rank_holds_more_than_a_module_beside_its_parts(pool: Pool) -> None:
     """A whole module, its parts as they are sent, and what arrives: the largest module three times at most."""
-    ranks = pool.run(4, peaks, Layout(cube=(1, 2, 2)))
+    ranks = pool.run(4, peaks, Layout(cube=(1, 2, 2), num_microbatches=1))
     everything = [name for rank in ranks for name in rank["names"]]
     assert len(everything) == len(set(everything)) == 3 + 4 * 6
     assert [len(rank["names"]) for rank in ranks] == [7, 7, 7, 6]

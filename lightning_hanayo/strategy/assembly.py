@@ -1,6 +1,6 @@
-"""The assembly: the one place where partition, runtime and the planner's layout become a pipeline."""
+"""The assembly: how a whole model becomes what one rank holds of it, by layout, stack and cube."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -14,27 +14,13 @@ from lightning_hanayo.partition.ownership import Ownership, Placeholder, leave_o
 from lightning_hanayo.partition.profile import profile
 from lightning_hanayo.partition.stack import Stack, find_stack, num_outside
 from lightning_hanayo.planner.layout import Layout, choose
-from lightning_hanayo.runtime import bridge, swap
-from lightning_hanayo.runtime.chain import Chain
-from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.gated_stage import GatedFirstStage, GatedLastStage
-from lightning_hanayo.runtime.mail import Mail
 from lightning_hanayo.runtime.process_group import OnFailure, ProcessGroupTransport
-from lightning_hanayo.runtime.reduction import Reduction
-from lightning_hanayo.runtime.shared_gradients import SharedGradients
-from lightning_hanayo.runtime.stage import FirstStage, LastStage, MiddleStage, Stage
-from lightning_hanayo.runtime.trace import Trace
-from lightning_hanayo.runtime.transport import Transport
-from lightning_hanayo.runtime.user_step import UserStep
-from lightning_hanayo.runtime.weight_queue import WeightQueue
-from lightning_hanayo.runtime.whole_stage import WholeStage
-from lightning_hanayo.schedule import Kind
+from lightning_hanayo.strategy.connection import connect
 from lightning_hanayo.strategy.cube import Cube
 from lightning_hanayo.strategy.groups import Groups
 from lightning_hanayo.strategy.initial import give_values
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.pipeline import Entering, Pipeline
-from lightning_hanayo.strategy.sharing import Alone
+from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.tensor3d.swap import SwapPlan, plan_swap
 from lightning_hanayo.topology import Topology
 
@@ -119,7 +105,7 @@ def assemble(
         _spread(model, ownership, transport.rank, own, cube)
     if blueprint is not None:
         give_values(blueprint, _own_modules(model, ownership, transport.rank), device, cube)
-    return _connect(model, layout, ownership, transport, own, groups, cube)
+    return connect(model, layout, ownership, transport, own, groups, cube)
 
 
 def _spread(model: nn.Module, ownership: Ownership, rank: int, own: list[nn.Parameter], cube: Cube) -> None:
@@ -183,126 +169,6 @@ def keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Param
 def move(model: nn.Module, device: torch.device) -> None:
     """Move what this rank holds to `device`; placeholders stay where they are."""
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-
-
-def _connect(
-    model: nn.Module,
-    layout: Layout,
-    ownership: Ownership,
-    transport: Transport,
-    own: list[nn.Parameter],
-    groups: Groups,
-    cube: Cube | None,
-) -> Pipeline:
-    stack, rank = ownership.stack, transport.rank
-    own_stages = ownership.stages_of(rank)
-    queues = {stage: WeightQueue() for stage in (*own_stages, 0, len(ownership.stages) - 1)}
-    queues |= cube.queues if cube is not None else {}
-    if _splits(layout):
-        keep = ownership.parameters_of_several(model)
-        for stage in own_stages:
-            swap.install(ownership.blocks(stage), queues[stage], keep=keep)
-    entering = Entering()
-    num_local = len(ownership.stages[0]) if cube is None else 0
-    user = UserStep(stack.blocks, num_local, stack.name, entering)
-    ends, last = _ends(ownership, user, queues) if cube is None else _gated_ends(ownership, user, queues, cube)
-    if len(ends) > 1:  # a single stage runs the blocks where the user's code calls them
-        bridge.install(stack.blocks)
-        _keep_padding(model)
-    around = {stage: cube.surroundings(stage) if cube is not None else None for stage in own_stages}
-    stages = {s: ends.get(s) or MiddleStage(ownership.blocks(s), queues[s], around[s]) for s in own_stages}
-    trained = {stage: ownership.stage_parameters(model, stage) for stage in own_stages}
-    if cube is None:
-        reduction, dense_reduction = Reduction(trained, groups.data), None
-    else:
-        reduction, dense_reduction = _reductions(trained, groups, cube)
-    engine = Engine(stages, Mail(transport), reduction.start, Trace())
-    return Pipeline(
-        layout,
-        ownership,
-        rank,
-        engine,
-        Chain(transport),
-        reduction,
-        user,
-        last,
-        entering,
-        own,
-        Alone() if cube is None else cube.sharing,
-        None if cube is None else cube.dense,
-        dense_reduction,
-    )
-
-
-def _reductions(
-    trained: Mapping[int, Sequence[nn.Parameter]], groups: Groups, cube: Cube
-) -> tuple[Reduction, Reduction | None]:
-    """Of what 3-D layers hold, over data ranks and where it is partial; of dense parts, over data ranks, after them."""
-    dense = set(cube.dense.parameters)
-    spread = {stage: [p for p in own if p not in dense] for stage, own in trained.items()}
-    reduction = Reduction(spread, lambda parameter: groups.sums_of(cube.partial(parameter)))
-    return reduction, None if groups.data is None else Reduction({0: cube.dense.parameters}, groups.data)
-
-
-def _ends(
-    ownership: Ownership, user: UserStep, queues: Mapping[int, WeightQueue]
-) -> tuple[dict[int, Stage], LastStage | WholeStage]:
-    """The stages that run user code, the first and the last or one that is both; and which of them has the loss."""
-    end = len(ownership.stages) - 1
-    if end == 0:
-        whole = WholeStage(user, queues[0])
-        return {0: whole}, whole
-    shared = SharedGradients()
-    first = FirstStage(user, shared, queues[0])
-    last = LastStage(ownership.blocks(end), user, first, shared, queues[end])
-    return {0: first, end: last}, last
-
-
-def _gated_ends(
-    ownership: Ownership, user: UserStep, queues: Mapping[int, WeightQueue], cube: Cube
-) -> tuple[dict[int, Stage], LastStage]:
-    """As `_ends`, where the ranks of a cube hold each stage together."""
-    end = len(ownership.stages) - 1
-    shared = SharedGradients()
-    first = GatedFirstStage(
-        user,
-        shared,
-        queues[0],
-        blocks=ownership.blocks(0),
-        gate=cube.passage,
-        streams=cube.plan.streams,
-        surroundings=cube.surroundings(0),
-    )
-    last = GatedLastStage(
-        ownership.blocks(end),
-        user,
-        first,
-        shared,
-        queues[end],
-        gate=cube.passage,
-        surroundings=cube.surroundings(end),
-    )
-    return {0: first, end: last}, last
-
-
-def _splits(layout: Layout) -> bool:
-    """Whether any backward is split; otherwise layers stay as they are."""
-    rows = layout.table(layout.num_microbatches).actions
-    return any(action.kind is Kind.W for row in rows for action in row)
-
-
-def _keep_padding(model: nn.Module) -> None:
-    """Nested tensors, which `nn.TransformerEncoder` makes of padded ones in evaluation, can't cross. Values agree."""
-    for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
-
-
-def disconnect(pipeline: Pipeline) -> None:
-    """End the threads and give the blocks their own forward back."""
-    pipeline.close()
-    bridge.remove(pipeline.ownership.stack.blocks)
-    swap.remove(pipeline.ownership.stack.blocks)
 
 
 def tensors_of(model: nn.Module) -> Sequence[torch.Tensor]:

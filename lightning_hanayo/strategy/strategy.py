@@ -32,8 +32,9 @@ from lightning_hanayo.runtime.handover import Handover
 from lightning_hanayo.runtime.process_group import ProcessGroupTransport
 from lightning_hanayo.runtime.stage import loss_of
 from lightning_hanayo.strategy import data, lightning_internals, refusals
-from lightning_hanayo.strategy.assembly import assemble, disconnect, layout_of, plan_cube, tensors_of
+from lightning_hanayo.strategy.assembly import assemble, layout_of, plan_cube, tensors_of
 from lightning_hanayo.strategy.clip import clip_by_norm, clip_by_norm_of_parts
+from lightning_hanayo.strategy.connection import disconnect
 from lightning_hanayo.strategy.cube import Cube
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.groups import Groups, agree, backend_for

@@ -4,17 +4,13 @@ python -m recipes.benchmarks.pipeline --ranks 4 --microbatches 4 8 --waves 2
 """
 
 import argparse
-import json
-import os
-import platform
 import sys
-import time
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError
+from recipes.benchmarks.command import LOOPBACK, Findings, describe, new_parser, numeric, run, whole
 
 if TYPE_CHECKING:
     from recipes.benchmarks.rounds import Plan
@@ -23,29 +19,13 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write what was asked for. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        text, data, picture = _real(options) if options.real else _emulated(options)
-    except HanayoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; all processes have ended", file=sys.stderr)
-        return 130
-    print(text)
-    if options.json:
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
-    if options.table:
-        options.table.write_text(text)
-    if options.picture:
-        picture(options.picture)
-    return 0
+    return run(_real if options.real else _emulated, options)
 
 
 def _parser() -> argparse.ArgumentParser:
     from recipes.benchmarks.names import NAMES
 
-    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.pipeline", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = new_parser("pipeline", __doc__, picture="draw bars, measured beside ideal")
     many: dict[str, Any] = {"nargs": "+", "metavar": "N"}
     parser.add_argument("--ranks", type=whole, default=[4], help="P; several make several cases (default 4)", **many)
     parser.add_argument("--microbatches", type=whole, default=[4], help="B (default 4)", **many)
@@ -70,29 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=whole, default=256, help="--real: features per token (default 256)")
     parser.add_argument("--blocks", type=whole, default=4, help="--real: blocks per rank, a multiple of 4 (default 4)")
     parser.add_argument("--samples", type=whole, default=4, help="--real: sequences of 128 tokens (default 4)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table that is printed")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw bars, measured beside ideal")
     return parser
 
 
-def whole(text: str) -> int:
-    """An argument that is a whole number, at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
-    return value
-
-
-def numeric(text: str) -> float:
-    """An argument that is a number, at least 0."""
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 0")
-    return value
-
-
-def _emulated(options: argparse.Namespace) -> tuple[str, Any, Any]:
+def _emulated(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks import crew, report
     from recipes.benchmarks.case import Case, candidates
     from recipes.benchmarks.machine import Manners
@@ -113,9 +74,7 @@ def _emulated(options: argparse.Namespace) -> tuple[str, Any, Any]:
         found = crew.run(ranks, play_all, plan, [Manners(not options.ordinary)] * ranks, timeout=_patience(plan))
         said = found[0][0]
         outcomes += [outcome_of(case, records) for case, *records in zip(cases, *(r for _, r in found), strict=True)]
-    machine = describe(said)
-    data = {"machine": machine, "cases": [outcome.plain() for outcome in outcomes]}
-    return report.table(outcomes, machine), data, lambda path: report.draw(outcomes, path)
+    return report.findings(outcomes, describe(LOOPBACK, said))
 
 
 def _patience(plan: "Plan") -> float:
@@ -124,25 +83,11 @@ def _patience(plan: "Plan") -> float:
     return 120.0 + 10 * sum(plays * case.steps * (4 * case.busy + 0.1) for case in plan.cases)
 
 
-def _real(options: argparse.Namespace) -> tuple[str, Any, Any]:
+def _real(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks import real
 
     outcome = real.measure(options.microbatches, options.width, options.blocks, options.samples, options.rounds)
-    machine = describe(outcome.manners)
-    data = {"machine": machine, "real": outcome.plain()}
-    return real.table(outcome, machine), data, lambda path: real.draw(outcome, path)
-
-
-def describe(manners: str) -> list[str]:
-    """The machine, and how busy others kept it."""
-    import torch
-
-    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
-    return [
-        f"{time.strftime('%Y-%m-%d %H:%M')}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        f"torch {torch.__version__}, Python {platform.python_version()}, gloo over loopback, processes on one machine",
-        f"{manners}; load average at the end {load}",
-    ]
+    return real.findings(outcome, describe(LOOPBACK, outcome.manners))
 
 
 if __name__ == "__main__":

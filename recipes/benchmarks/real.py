@@ -5,7 +5,7 @@ long a message takes. The simulator predicts each schedule's step from that; the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -14,6 +14,7 @@ from typing import Any
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, Schedule, simulate
 from recipes.benchmarks import crew
+from recipes.benchmarks.command import Findings
 from recipes.benchmarks.machine import Manners, cores
 from recipes.benchmarks.real_rank import CANDIDATES, PEER, RealCase, RealRecord, schedule_of, work
 from recipes.benchmarks.result import Spread
@@ -56,6 +57,14 @@ class RealOutcome:
     def plain(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> "RealOutcome":
+        """From JSON."""
+        spreads = "step", "gain"
+        results = (one | {what: Spread(**one[what]) for what in spreads} for one in plain["results"])
+        known = {"costs": CostModel(**plain["costs"]), "results": tuple(RealResult(**one) for one in results)}
+        return RealOutcome(**{**plain, **known})
 
 
 def measure(microbatches: Sequence[int], width: int, blocks: int, samples: int, rounds: int) -> RealOutcome:
@@ -120,6 +129,12 @@ def _predict(schedule: Schedule, costs: CostModel, whole: float) -> float:
     split = any(action.kind == "W" for row in schedule.actions for action in row)
     model = costs if split else CostModel(costs.forward, whole / 2, whole / 2, message=costs.message)
     return simulate(schedule, model).makespan
+
+
+def findings(outcome: RealOutcome, machine: Sequence[str]) -> Findings:
+    """What the command prints and writes."""
+    data = {"machine": machine, "real": outcome.plain()}
+    return Findings(table(outcome, machine), data, {"picture": lambda path: draw(outcome, path)})
 
 
 def table(outcome: RealOutcome, machine: Sequence[str]) -> str:

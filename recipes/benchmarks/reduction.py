@@ -4,15 +4,14 @@ python -m recipes.benchmarks.reduction --data 2 --ranks 2 --microbatches 4
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError
+from recipes.benchmarks.command import LOOPBACK, Findings, describe, new_parser, numeric, run, whole
 from recipes.benchmarks.names import OURS
 
 if TYPE_CHECKING:
@@ -46,23 +45,7 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write what was asked for. Returns the exit code."""
-    options = _parser().parse_args(arguments)
-    try:
-        results, machine, title = _measure(options)
-    except HanayoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; all processes have ended", file=sys.stderr)
-        return 130
-    text = table(results, machine, title)
-    print(text)
-    if options.json:
-        data = {"machine": machine, "case": title, "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
-    if options.table:
-        options.table.write_text(text)
-    return 0
+    return run(_measure, _parser().parse_args(arguments))
 
 
 def table(results: Sequence[Result], machine: Sequence[str], title: str) -> str:
@@ -89,10 +72,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from recipes.benchmarks.pipeline import numeric, whole
-
-    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.reduction", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = new_parser("reduction", __doc__)
     many: dict[str, Any] = {"nargs": "+", "metavar": "N"}
     parser.add_argument("--data", type=whole, default=2, metavar="N", help="D, replicas of the pipeline (default 2)")
     parser.add_argument("--ranks", type=whole, default=2, metavar="N", help="P (default 2)")
@@ -107,16 +87,13 @@ def _parser() -> argparse.ArgumentParser:
                         help="gradients of a rank's whole share (default 128)")  # fmt: skip
     parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="each way once in each (default 9)")
     parser.add_argument("--ordinary", action="store_true", help="don't ask for real-time priority")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table that is printed")
     return parser
 
 
-def _measure(options: argparse.Namespace) -> tuple[list[Result], list[str], str]:
+def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks import crew
     from recipes.benchmarks.case import Case, candidates
     from recipes.benchmarks.machine import Manners
-    from recipes.benchmarks.pipeline import describe
     from recipes.benchmarks.reduction_rank import Plan, play_all
 
     playing = tuple(candidates(_ours(options.schedules), options.waves))
@@ -134,7 +111,9 @@ def _measure(options: argparse.Namespace) -> tuple[list[Result], list[str], str]
         result_of(plan, candidate, megabytes, turns)
         for (candidate, megabytes), *turns in zip(plan.pairs, *ranks, strict=True)
     ]
-    return results, describe(found[0][0]), _title(plan)
+    machine, title = describe(LOOPBACK, found[0][0]), _title(plan)
+    data = {"machine": machine, "case": title, "results": [asdict(result) for result in results]}
+    return Findings(table(results, machine, title), data)
 
 
 def _ours(names: Sequence[str]) -> Sequence[str]:
@@ -161,7 +140,7 @@ def result_of(plan: "Plan", candidate: "Candidate", megabytes: float, ranks: Seq
     plain, inside, end = steps("none"), steps("inside"), steps("end")
     late = [b - a for a, b in zip(plain, end, strict=True)]
     hidden = [b - a for a, b in zip(plain, inside, strict=True)]
-    ratios = [some / whole for some, whole in zip(hidden, late, strict=True)]
+    ratios = [some / all_of_it for some, all_of_it in zip(hidden, late, strict=True)]
     return Result(
         label=candidate.label,
         megabytes_per_rank=megabytes,
@@ -176,15 +155,15 @@ def result_of(plan: "Plan", candidate: "Candidate", megabytes: float, ranks: Seq
     )
 
 
-def ideal(case: "Case", candidate: "Candidate", whole: float) -> float:
-    """The exposed part in the simulator, if a rank's reductions take `whole` seconds in all."""
+def ideal(case: "Case", candidate: "Candidate", seconds: float) -> float:
+    """The exposed part in the simulator, if a rank's reductions take `seconds` in all."""
     from lightning_hanayo.schedule import simulate
 
     schedule = case.schedule(candidate)
     plain, reducing = (
-        simulate(schedule, replace(case.costs, gradient_reduce=time)).makespan for time in (0.0, max(whole, 1e-9))
+        simulate(schedule, replace(case.costs, gradient_reduce=time)).makespan for time in (0.0, max(seconds, 1e-9))
     )
-    return (reducing - plain) / max(whole, 1e-9)
+    return (reducing - plain) / max(seconds, 1e-9)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,55 @@
-"""The report: outcomes as text and Markdown, and as a picture."""
+"""The report: outcomes as Markdown and as a picture, as soon as they are measured or later, from their JSON.
 
+python -m recipes.benchmarks.report docs/benchmarks/steps.json --picture docs/benchmarks/steps.png
+"""
+
+import argparse
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.case import Case
+from recipes.benchmarks.command import Findings, new_parser, run
 from recipes.benchmarks.result import Outcome, Result
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, new, plain, save
 from recipes.paper.table import markdown, percent
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
+
 HEAD = ("schedule", "step ms", "min-max", "bubble", "ideal", "to torch's best", "at equal memory", "peak M_a",
         "us/action", "CPU ms")  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table of figures that `recipes.benchmarks.pipeline` wrote; draw their picture."""
+    parser = new_parser("report", __doc__, picture="draw what the command that measured would have drawn")
+    parser.add_argument("figures", type=Path, metavar="FILE.json", help="what --json of the pipeline benchmark wrote")
+    return run(_again, parser.parse_args(arguments))
+
+
+def _again(options: argparse.Namespace) -> Findings:
+    from recipes.benchmarks import real
+
+    try:
+        data = json.loads(options.figures.read_text())
+        if "real" in data:
+            return real.findings(real.RealOutcome.of(data["real"]), data["machine"])
+        return findings([Outcome.of(one) for one in data["cases"]], data["machine"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HanayoError(
+            f"{options.figures}: expected what `--json` of recipes.benchmarks.pipeline writes; {error!r}"
+        ) from error
+
+
+def findings(outcomes: Sequence[Outcome], machine: Sequence[str]) -> Findings:
+    """What the command prints and writes."""
+    data = {"machine": machine, "cases": [outcome.plain() for outcome in outcomes]}
+    return Findings(table(outcomes, machine), data, {"picture": lambda path: draw(outcomes, path)})
 
 
 def title(case: Case) -> str:
@@ -50,24 +90,28 @@ def _row(result: Result) -> tuple[str, ...]:
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """A row of bars for each case: bubble measured and ideal, or step time where nothing is computed."""
     longest = max((len(outcome.results) for outcome in outcomes), default=1)
-    figure = new(2.5 + 0.62 * longest, 3.4 * len(outcomes))
+    figure = new(max(7.5, 2.5 + 0.62 * longest), 0.4 + 3.2 * len(outcomes))
     all_axes = figure.subplots(len(outcomes), 1, squeeze=False)[:, 0]
     for axes, outcome in zip(all_axes, outcomes, strict=True):
-        has_bubble = bool(outcome.case.busy)
-        plain(axes, title(outcome.case), y="bubble, %" if has_bubble else "microseconds per action")
+        plain(axes, title(outcome.case), y="bubble, %" if outcome.case.busy else "microseconds per action")
         for place, result in enumerate(outcome.results):
-            colour = {"ours": BLUE, "torch": GREY}.get(result.runtime, GREEN)
-            value, low, high, ideal = _bar(result)
-            axes.bar(place - 0.2, value, width=0.4, color=colour)
-            axes.vlines(place - 0.2, low, high, color=INK, linewidth=1)
-            axes.text(place - 0.2, high, f"{value:.1f}" if has_bubble else f"{value:.0f}", ha="center", va="bottom",
-                      fontsize=7)  # fmt: skip
-            if ideal is not None:
-                axes.bar(place + 0.2, ideal, width=0.4, color=ORANGE)
+            _draw_one(axes, place, result)
         labels = [one.label.replace(" ", "\n").replace("leaved-", "leaved-\n") for one in outcome.results]
         axes.set_xticks(range(len(labels)), labels, fontsize=7)
-        _legend(axes, has_bubble)
+    shown = _legend(any(outcome.case.busy for outcome in outcomes))
+    figure.legend(handles=shown, fontsize=8, frameon=False, loc="outside upper center", ncols=len(shown))
     save(figure, path)
+
+
+def _draw_one(axes: "Axes", place: int, result: Result) -> None:
+    """The bar ends at the median and says it; the line goes from least to most."""
+    value, low, high, ideal = _bar(result)
+    axes.bar(place - 0.2, value, width=0.4, color={"ours": BLUE, "torch": GREY}.get(result.runtime, GREEN))
+    axes.vlines(place - 0.2, low, high, color=INK, linewidth=1)
+    axes.text(place - 0.2, value, f"{value:.0f}" if ideal is None else f"{value:.1f}", ha="center", va="bottom",
+              fontsize=7, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
+    if ideal is not None:
+        axes.bar(place + 0.2, ideal, width=0.4, color=ORANGE)
 
 
 def _bar(result: Result) -> tuple[float, float, float, float | None]:
@@ -80,12 +124,14 @@ def _bar(result: Result) -> tuple[float, float, float, float | None]:
     return step.median * per_action, step.least * per_action, step.most * per_action, None
 
 
-def _legend(axes: "object", has_ideal: bool) -> None:
-    from matplotlib.axes import Axes
+def _legend(has_ideal: bool) -> list["Patch"]:
     from matplotlib.patches import Patch
 
-    assert isinstance(axes, Axes)
-    shown = [Patch(color=BLUE, label="measured, ours"), Patch(color=GREY, label="measured, torch's runtime"),
-             Patch(color=GREEN, label="sleeps and messages alone")]  # fmt: skip
-    ideal = [Patch(color=ORANGE, label="ideal")] if has_ideal else []
-    axes.legend(handles=[*shown, *ideal], fontsize=7, frameon=False, loc="upper right")
+    shown = {"measured, ours": BLUE, "measured, torch's runtime": GREY, "sleeps and messages alone": GREEN}
+    return [
+        Patch(color=colour, label=label) for label, colour in (shown | ({"ideal": ORANGE} if has_ideal else {})).items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

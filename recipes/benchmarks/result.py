@@ -69,6 +69,13 @@ class Outcome:
         """For JSON."""
         return asdict(self)
 
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> "Outcome":
+        """From JSON."""
+        spreads = "step", "bubble"
+        results = (one | {what: one[what] and Spread(**one[what]) for what in spreads} for one in plain["results"])
+        return Outcome(**{**plain, "case": Case(**plain["case"]), "results": tuple(Result(**one) for one in results)})
+
 
 def outcome_of(case: Case, ranks: Sequence[Records]) -> Outcome:
     """Put the ranks' records together."""

@@ -4,16 +4,12 @@ python -m recipes.benchmarks.single --steps 20 --table single.md
 """
 
 import argparse
-import json
 import os
-import platform
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_hanayo.errors import HanayoError
+from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
 
 if TYPE_CHECKING:
     from recipes.benchmarks.turns import Outcome
@@ -34,59 +30,37 @@ PRECISIONS = ("32-true", "bf16-mixed")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write what was asked for. Returns the exit code."""
-    options = _parser().parse_args(arguments)
+    return run(_measure, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("single", __doc__)
+    parser.add_argument("--rounds", type=whole, default=7, metavar="N", help="pairs of fits (default 7)")
+    parser.add_argument("--steps", type=whole, default=20, metavar="N", help="timed in each (default 20)")
+    parser.add_argument("--batch-size", type=whole, default=8, metavar="N", help="sequences (default 8)")
+    parser.add_argument("--blocks", type=whole, default=8, metavar="N", help="of the GPT (default 8, as the recipe)")
+    parser.add_argument("--precision", nargs="+", default=[PRECISIONS[0]], choices=PRECISIONS, help="(default 32-true)")
+    parser.add_argument("--accelerator", default="cpu", help="as the Trainer takes it (default cpu)")
+    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="of torch (default 1)")
+    return parser
+
+
+def _measure(options: argparse.Namespace) -> Findings:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # before torch is imported, which reads it once
     from recipes.benchmarks import turns
 
     plan = turns.Plan(options.rounds, options.steps, options.batch_size, options.blocks, options.accelerator)
-    try:
-        outcomes = [turns.measure(plan, precision) for precision in options.precision]
-    except HanayoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    machine = _describe(options)
-    text = _table(plan, outcomes, machine)
-    print(text)
-    if options.json:
-        data = {"machine": machine, "cases": [outcome.plain() for outcome in outcomes]}
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
-    if options.table:
-        options.table.write_text(text)
-    return 0
+    outcomes = [turns.measure(plan, precision) for precision in options.precision]
+    machine = describe(_device(options.accelerator))
+    data = {"machine": machine, "cases": [outcome.plain() for outcome in outcomes]}
+    return Findings(_table(plan, outcomes, machine), data)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.single", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--rounds", type=_size, default=7, metavar="N", help="pairs of fits (default 7)")
-    parser.add_argument("--steps", type=_size, default=20, metavar="N", help="timed in each (default 20)")
-    parser.add_argument("--batch-size", type=_size, default=8, metavar="N", help="sequences (default 8)")
-    parser.add_argument("--blocks", type=_size, default=8, metavar="N", help="of the GPT (default 8, as the recipe)")
-    parser.add_argument("--precision", nargs="+", default=[PRECISIONS[0]], choices=PRECISIONS, help="(default 32-true)")
-    parser.add_argument("--accelerator", default="cpu", help="as the Trainer takes it (default cpu)")
-    parser.add_argument("--threads", type=_size, default=1, metavar="N", help="of torch (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table that is printed")
-    return parser
-
-
-def _size(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
-    return value
-
-
-def _describe(options: argparse.Namespace) -> list[str]:
+def _device(accelerator: str) -> str:
     import torch
 
-    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
-    device = "cpu" if options.accelerator == "cpu" or not torch.cuda.is_available() else torch.cuda.get_device_name()
-    return [
-        f"{time.strftime('%Y-%m-%d %H:%M')}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        f"torch {torch.__version__}, Python {platform.python_version()}; {device}, threads: {torch.get_num_threads()}",
-        f"load average at the end {load}",
-    ]
+    device = "cpu" if accelerator == "cpu" or not torch.cuda.is_available() else torch.cuda.get_device_name()
+    return f"{device}, threads: {torch.get_num_threads()}"
 
 
 def _table(plan: Any, outcomes: "Sequence[Outcome]", machine: Sequence[str]) -> str:

@@ -4,18 +4,14 @@ python -m recipes.benchmarks.tensor3d --table tensor3d.md --picture tensor3d.png
 """
 
 import argparse
-import json
-import os
-import platform
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.cluster import Cluster, Link, refusal
+from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run, whole
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, grid_of, three_d
 
 if TYPE_CHECKING:
@@ -41,13 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 3
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _check(options) if options.check else _measure(options)
-    except HanayoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; hosts and processes are gone", file=sys.stderr)
-        return 130
+        return run(_check if options.check else _measure, options)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -57,10 +47,8 @@ def _interrupt(*_: Any) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from recipes.benchmarks.pipeline import numeric, whole
-
-    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.tensor3d", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = new_parser("tensor3d", __doc__, picture="draw steps, measured beside predicted",
+                        trace="draw each host's computing and receiving")  # fmt: skip
     parser.add_argument("--mbit", type=numeric, default=200.0, metavar="N",
                         help="each host's bandwidth, each way, in megabits per second (default 200)")  # fmt: skip
     parser.add_argument("--hidden", type=whole, default=384, metavar="N", help="of the largest layers (default 384)")
@@ -69,10 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)} (default: all)")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="instead: compute small layers for real, and compare")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--table", type=Path, metavar="FILE.md", help="write the table that is printed")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw steps, measured beside predicted")
-    parser.add_argument("--trace", type=Path, metavar="FILE.png", help="draw each host's computing and receiving")
     return parser
 
 
@@ -122,18 +106,17 @@ def _best(hosts: int, tokens: int, hidden: int) -> list[str]:
     return list(dict.fromkeys([three_d(first), three_d((hosts, 1, 1))]))
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.tensor3d_rank import check_all
 
     with Cluster(HOSTS, Link(options.mbit)) as cluster:
         found = cluster.run(check_all, CHECKED, PATIENCE_S)
     errors = {name: max(host[name] for host in found if name in host) for name in found[0]}
-    for name, error in errors.items():
-        print(f"{name:24} {error:.1e}")
-    return 0 if max(errors.values()) < 1e-10 else 1
+    text = "\n".join(f"{name:24} {error:.1e}" for name, error in errors.items())
+    return Findings(text, errors, code=0 if max(errors.values()) < 1e-10 else 1)
 
 
-def _measure(options: argparse.Namespace) -> int:
+def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks import tensor3d_report as report
     from recipes.benchmarks.tensor3d_rank import Plan, work
     from recipes.benchmarks.tensor3d_result import outcome_of, transfers_of
@@ -153,32 +136,21 @@ def _measure(options: argparse.Namespace) -> int:
     ]
     transfers = transfers_of(link, records)
     far = report.far_ahead(link)
-    about = _describe(link, took)
-    text = report.table(about, transfers, outcomes, far)
-    print(text)
-    if options.json:
-        data = {"machine": about, "transfers": [vars(one) for one in transfers],
-                "cases": [one.plain() for one in outcomes], "at 64 hosts": [one.plain() for one in far]}  # fmt: skip
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
-    if options.table:
-        options.table.write_text(text)
-    if options.picture:
-        report.draw(outcomes, options.picture)
-    if options.trace:
-        report.draw_trace(plan, records, link, options.trace)
-    return 0
+    about = describe(_setting(link), f"{took:.0f} s in all")
+    data = {"machine": about, "transfers": [vars(one) for one in transfers],
+            "cases": [one.plain() for one in outcomes], "at 64 hosts": [one.plain() for one in far]}  # fmt: skip
+    pictures = {
+        "picture": lambda path: report.draw(outcomes, path),
+        "trace": lambda path: report.draw_trace(plan, records, link, path),
+    }
+    return Findings(report.table(about, transfers, outcomes, far), data, pictures)
 
 
-def _describe(link: Link, took: float) -> list[str]:
-    import torch
-
-    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
-    return [
-        f"{time.strftime('%Y-%m-%d %H:%M')}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        f"torch {torch.__version__}, Python {platform.python_version()}, gloo, {HOSTS} network namespaces, "
-        f"{link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB, MTU {link.mtu})",
-        f"{took:.0f} s in all; load average at the end {load}",
-    ]
+def _setting(link: Link) -> str:
+    return (
+        f"gloo, {HOSTS} network namespaces, {link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB, "
+        f"MTU {link.mtu})"
+    )
 
 
 if __name__ == "__main__":

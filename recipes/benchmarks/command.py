@@ -1,0 +1,97 @@
+"""The command line that the benchmarks share: its arguments, what is written, how it ends, and where it ran.
+
+findings --> print the table; --json, --table and pictures, if asked for --> 0        wrong arguments 2, interrupted 130
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_hanayo.errors import HanayoError
+
+LOOPBACK = "gloo over loopback, processes on one machine"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a benchmark found.
+
+    Args:
+        text: the tables, as Markdown.
+        data: all figures, for JSON.
+        pictures: by the option that asks for it, what draws a picture into a file.
+        code: the exit code.
+    """
+
+    text: str
+    data: Mapping[str, Any]
+    pictures: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    code: int = 0
+
+
+def new_parser(name: str, about: str | None, **pictures: str) -> argparse.ArgumentParser:
+    """The parser of `recipes.benchmarks.<name>`, with the options that name files; pictures: option and help."""
+    parser = argparse.ArgumentParser(prog=f"python -m recipes.benchmarks.{name}", description=about,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    files = parser.add_argument_group("files")
+    files.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    files.add_argument("--table", type=Path, metavar="FILE.md", help="write the table that is printed")
+    for option, what in pictures.items():
+        files.add_argument(f"--{option}", type=Path, metavar="FILE.png", help=what)
+    return parser
+
+
+def whole(text: str) -> int:
+    """An argument that is a whole number, at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
+    return value
+
+
+def numeric(text: str) -> float:
+    """An argument that is a number, at least 0."""
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected at least 0")
+    return value
+
+
+def run(measure: Callable[[argparse.Namespace], Findings], options: argparse.Namespace) -> int:
+    """Measure, print the table, write what was asked for. Returns the exit code."""
+    try:
+        found = measure(options)
+    except HanayoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; all processes have ended", file=sys.stderr)
+        return 130
+    print(found.text)
+    if options.json:
+        options.json.write_text(json.dumps(found.data, indent=1) + "\n")
+    if options.table:
+        options.table.write_text(found.text)
+    for option, draw in found.pictures.items():
+        if path := getattr(options, option):
+            draw(path)
+    return found.code
+
+
+def describe(setting: str, *said: str) -> list[str]:
+    """The machine, what was set up on it, and how busy others kept it."""
+    import torch
+
+    load = " ".join(f"{value:.2f}" for value in os.getloadavg())
+    return [
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {setting}",
+        "; ".join((*said, f"load average at the end {load}")),
+    ]

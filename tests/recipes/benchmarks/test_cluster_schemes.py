@@ -67,7 +67,9 @@ def test_speed_makes_one_dimension_communicate_most_of_the_time() -> None:
 def test_cases_have_the_grids_that_move_least() -> None:
     shapes = cases(LINK, 48, 5, ["shapes"])
     assert [(case.tokens, case.hidden, case.rounds) for case in shapes] == [(384, 48, 5), (96, 48, 3), (256, 32, 3)]
-    assert shapes[0].schemes == (*ONE_D, "3-d 2,2,2", "3-d 4,2,1", "3-d 8,1,1")
+    whole = [name for name in shapes[0].schemes if not name.endswith(" in 4")]
+    assert whole == [*ONE_D, "3-d 2,2,2", "3-d 4,2,1", "3-d 8,1,1"]
+    assert {"3-d 1,8,1 in 4", "3-d 2,2,2 in 4", "3-d 4,2,1 in 4"} <= set(shapes[0].schemes)
     assert "3-d 2,4,1" in shapes[1].schemes
 
 

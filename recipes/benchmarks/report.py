@@ -96,6 +96,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         plain(axes, title(outcome.case), y="bubble, %" if outcome.case.busy else "microseconds per action")
         for place, result in enumerate(outcome.results):
             _draw_one(axes, place, result)
+        axes.margins(y=0.1)  # room for a number above the highest bar
         labels = [one.label.replace(" ", "\n").replace("leaved-", "leaved-\n") for one in outcome.results]
         axes.set_xticks(range(len(labels)), labels, fontsize=7)
     shown = _legend(any(outcome.case.busy for outcome in outcomes))
@@ -108,8 +109,10 @@ def _draw_one(axes: "Axes", place: int, result: Result) -> None:
     value, low, high, ideal = _bar(result)
     axes.bar(place - 0.2, value, width=0.4, color={"ours": BLUE, "torch": GREY}.get(result.runtime, GREEN))
     axes.vlines(place - 0.2, low, high, color=INK, linewidth=1)
-    axes.text(place - 0.2, value, f"{value:.0f}" if ideal is None else f"{value:.1f}", ha="center", va="bottom",
-              fontsize=7, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
+    # Half transparent, so that a line from least to most that ends behind the number is still seen
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.85}
+    axes.annotate(f"{value:.0f}" if ideal is None else f"{value:.1f}", (place - 0.2, value), (0, 2), fontsize=7,
+                  textcoords="offset points", ha="center", va="bottom", bbox=behind)  # fmt: skip
     if ideal is not None:
         axes.bar(place + 0.2, ideal, width=0.4, color=ORANGE)
 

@@ -27,7 +27,6 @@ class Split:
         own: for each micro-batch, which piece is this rank's.
         played: what this rank's user code gets for each micro-batch: its piece, or a ghost.
         rows: for each micro-batch, the samples that this rank's blocks work on.
-        microbatches: samples of each.
     """
 
     pieces: Sequence[Any]
@@ -35,7 +34,6 @@ class Split:
     own: Sequence[int]
     played: Sequence[Any]
     rows: Sequence[Any]
-    microbatches: Sequence[int]
 
 
 class Sharing(ABC):
@@ -63,7 +61,7 @@ class Alone(Sharing):
     @override
     def split(self, batch: Any, parts: Sequence[int]) -> Split:
         pieces = microbatches.split(batch, parts)
-        return Split(pieces, parts, range(len(parts)), pieces, pieces, parts)
+        return Split(pieces, parts, range(len(parts)), pieces, pieces)
 
     @override
     def collect(self, value: Any) -> list[Any]:
@@ -116,7 +114,6 @@ class Shared(Sharing):
             own,
             [cut(m, row[place]) if pieces[own[m]] is None else pieces[own[m]] for m, row in enumerate(table)],
             [cut(m, *row_of(row, self._grid)) for m, row in enumerate(table)],
-            parts,
         )
 
     @override

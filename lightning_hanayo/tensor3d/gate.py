@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import override
 
 from lightning_hanayo.tensor3d.grid import Axis, Grid
-from lightning_hanayo.tensor3d.moves import assemble, exchange, gather, parts_of, take
+from lightning_hanayo.tensor3d.moves import assemble, exchange, gather, padded, parts_of, take
 from lightning_hanayo.tensor3d.shares import Share, row_of
 
 
@@ -66,7 +65,7 @@ class SharingGate(Gate):
             return x
         batch, sequence = self.residual.batch_dim, self.residual.sequence_dim
         sizes = self._sizes(shares)
-        parts = _padded(x, batch, max(sizes)).unsqueeze(0)
+        parts = padded(x, batch, max(sizes)).unsqueeze(0)
         for axis, dim in (("z", -1), ("y", sequence + 1)):  # [1, ..] to [y z, .., seq/y, .., h/z]
             parts = parts_of(parts, self.grid.size(axis), dim).flatten(0, 1)
         return _valid(exchange(parts, self._plane), batch, sizes)
@@ -77,7 +76,7 @@ class SharingGate(Gate):
             return x
         batch, sequence = self.residual.batch_dim, self.residual.sequence_dim
         sizes = self._sizes(shares)
-        parts = torch.stack([_padded(rows, batch, max(sizes)) for rows in x.split(sizes, batch)])
+        parts = torch.stack([padded(rows, batch, max(sizes)) for rows in x.split(sizes, batch)])
         arrived = exchange(parts, self._plane).unflatten(0, (self.grid.size("y"), self.grid.size("z")))
         whole = arrived.movedim(0, sequence + 1).flatten(sequence + 1, sequence + 2)  # [z, .., seq, .., h/z]
         whole = whole.movedim(0, -2).flatten(-2)
@@ -89,7 +88,7 @@ class SharingGate(Gate):
         if self.residual is None or not is_batch or self._plane.size == 1:
             return x
         sizes = self._sizes(shares)
-        return _valid(gather(_padded(x, 0, max(sizes)).unsqueeze(0), self._plane, 0), 0, sizes)
+        return _valid(gather(padded(x, 0, max(sizes)).unsqueeze(0), self._plane, 0), 0, sizes)
 
     def _sizes(self, shares: Sequence[Share]) -> list[int]:
         """Samples of each rank of the plane."""
@@ -135,7 +134,7 @@ class ReplicatingGate(Gate):
         for place, own in enumerate(samples):
             for i, sample in enumerate(own):
                 where.setdefault(sample, place * largest + i)  # the first one is the real one
-        together = assemble(_padded(x, dim, largest), axis, dim)
+        together = assemble(padded(x, dim, largest), axis, dim)
         return together.index_select(dim, torch.tensor([where[i] for i in sorted(where)], device=x.device))
 
     def _samples(self, shares: Sequence[Share]) -> tuple[Axis, list[tuple[int, ...]]]:
@@ -146,12 +145,6 @@ class ReplicatingGate(Gate):
         rows = [shares[i : i + per_row] for i in range(0, len(shares), per_row)]
         real = [tuple(i for s in row if not s.is_ghost for i in range(s.start, s.stop)) for row in rows]
         return self.grid.axis("x"), [own or (0,) for own in real]
-
-
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """`x` with zeros behind it in `dim`, up to `size`."""
-    missing = size - x.shape[dim]
-    return pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, missing)) if missing else x
 
 
 def _valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:

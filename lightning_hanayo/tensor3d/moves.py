@@ -5,7 +5,6 @@ scatter     [.., size * n, ..] summed  -> [.., n, ..]                backward: g
 exchange    [size, ...] for each           -> [size, ...] from each      backward: exchanged back
 take        [.., size * n, ..]         -> own [.., n, ..]            backward: put together
 assemble    [.., n, ..] of each        -> [.., size * n, ..]         backward: own part
-spread      the same on all            -> the same                   backward: the sum over all
 total       partial sums               -> their sum                  backward: the same on all
 
 `size`, where it is given, is the true length of the dimension: what lies beyond it pads the parts to one length.
@@ -39,10 +38,15 @@ def start_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
 def parts_of(x: Tensor, count: int, dim: int) -> Tensor:
     """[.., count * n, ..] as [count, .., n, ..], contiguous; padded with zeros where `count` doesn't divide."""
     dim %= x.dim()
-    if missing := -x.shape[dim] % count:
-        x = pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, missing))
+    x = padded(x, dim, -(-x.shape[dim] // count) * count)
     parts: Tensor = x.unflatten(dim, (count, -1)).movedim(dim, 0).contiguous()
     return parts
+
+
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """`x` with zeros behind it in `dim`, up to `size`."""
+    missing = size - x.shape[dim]
+    return pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, missing)) if missing else x
 
 
 def _joined(parts: Tensor, dim: int, size: int | None) -> Tensor:
@@ -77,11 +81,6 @@ def take(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def assemble(x: Tensor, axis: Axis, dim: int, size: int | None = None) -> Tensor:
     """All parts of dimension `dim`, with which all ranks go on alike."""
     return x if axis.size == 1 else _Assemble.apply(x, axis, dim, size)
-
-
-def spread(x: Tensor, axis: Axis) -> Tensor:
-    """What all ranks hold alike, for something else on each."""
-    return x if axis.size == 1 else _Spread.apply(x, axis)
 
 
 def total(x: Tensor, axis: Axis) -> Tensor:
@@ -147,18 +146,6 @@ class _Assemble(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return parts_of(gradient, ctx.axis.size, ctx.dim)[ctx.axis.place].clone(), None, None, None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.all_reduce(gradient.clone(memory_format=torch.contiguous_format)).wait(), None
 
 
 class _Total(torch.autograd.Function):

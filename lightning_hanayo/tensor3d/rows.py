@@ -13,12 +13,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from typing_extensions import override
 
 from lightning_hanayo.tensor3d.layout import ROWS
 from lightning_hanayo.tensor3d.linear import Spread, attach, features
-from lightning_hanayo.tensor3d.moves import exchange, parts_of
+from lightning_hanayo.tensor3d.moves import exchange, padded, parts_of
 from lightning_hanayo.tensor3d.product import Call, as_autocast, product
 from lightning_hanayo.tensor3d.setting import Setting
 from lightning_hanayo.tensor3d.shard import Cut, Shard
@@ -35,8 +34,8 @@ class _Rows(Spread):
         own = as_autocast(x).flatten(0, -2)
         (y_axis, z_axis), out = (self.setting.grid.axis(name) for name in "yz"), self.matrix.shape[0]
         most = self._most(own)
-        columns = exchange(parts_of(_padded(own, most, 0), z_axis.size, 1), z_axis)
-        y = super().call(columns, None if bias is None else _padded(bias, self.shape[0], 0))
+        columns = exchange(parts_of(padded(own, 0, most), z_axis.size, 1), z_axis)
+        y = super().call(columns, None if bias is None else padded(bias, 0, self.shape[0]))
         rows = exchange(y[0].unflatten(0, (y_axis.size, most)), y_axis).movedim(0, 1).flatten(1)
         return rows[: own.shape[0], :out].reshape(*x.shape[:-1], out)
 
@@ -84,8 +83,3 @@ def cheapest(sizes: tuple[int, int], tokens: int, grid: tuple[int, int, int]) ->
     (n, k), (x, y, z) = sizes, grid
     rows = (y - 1 / z) * tokens * k + (x - 1) * k * n + (z - 1 / y) * tokens * n
     return "weight" if (x * y * z - 1) * k * n <= rows else "rows"
-
-
-def _padded(x: Tensor, size: int, dim: int) -> Tensor:
-    missing = size - x.shape[dim]
-    return pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, missing)) if missing else x

@@ -92,7 +92,7 @@ MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[..., list[Batch]
 EVEN, UNEVEN = ((8, 8, 8), (8,)), ((11, 3, 1), (7, 5, 8))
 """samples of each batch, and lengths of its sequences"""
 CASES = [  # what isn't about a kind of block
-    ("gpt", Layout(cube=CUBE), UNEVEN),
+    ("gpt", Layout(cube=CUBE, num_microbatches=1), UNEVEN),  # micro-batches of 11, 3 and 1; below of 6, 5, 2 and 1
     ("gpt", Layout(cube=(2, 1, 1)), UNEVEN),
     ("gpt", Layout(cube=(1, 2, 1), outside="replicate"), UNEVEN),
     ("bert", Layout(cube=CUBE, num_microbatches=2), UNEVEN),

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
-from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
+from lightning_hanayo.schedule import (
+    CostModel,
+    Schedule,
+    Timeline,
+    build,
+    reduction_order,
+    schedule_names,
+    simulate,
+    with_loss_stage,
+)
 from lightning_hanayo.schedule.auto import WAVES
 from lightning_hanayo.schedule.comparison import merged
 
@@ -123,12 +132,16 @@ def _of_file(path: str, num_microbatches: int) -> Schedule:
 
 @cache
 def _part(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """A table for the first micro-batches only: what is left of a valid order is a valid order."""
+    """A table for the first micro-batches only: what is left of a valid order is a valid order.
+
+    Reductions keep the order of the whole table: another data rank may play more micro-batches at the same time.
+    """
     actions = tuple(
         tuple(action for action in row if action.microbatch is None or action.microbatch < num_microbatches)
         for row in schedule.actions
     )
-    return replace(schedule, actions=actions, num_microbatches=num_microbatches)
+    order = reduction_order(schedule)
+    return replace(schedule, actions=actions, num_microbatches=num_microbatches, reduction_order=order)
 
 
 def choose(

@@ -15,7 +15,7 @@ from lightning_hanayo.schedule import (  # noqa: F401 - they register themselves
 )
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.auto import build
-from lightning_hanayo.schedule.communication import complete
+from lightning_hanayo.schedule.communication import complete, reduction_order
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
 from lightning_hanayo.schedule.forward_only import forward_only
@@ -41,6 +41,7 @@ __all__ = [
     "build",
     "complete",
     "forward_only",
+    "reduction_order",
     "register_schedule",
     "schedule_names",
     "schedule_text",

@@ -11,7 +11,8 @@ A message needs a send and a receive only between different ranks. A pair of ran
 
 A stage's reduction stands right after its last weight gradient. Twins reduce together, each rank with an entry of its
 own (also where one of them had no micro-batch). So that both ranks of every pair meet in the same order, all reductions
-of a table have one order, by when both twins are done; a stage that is done out of turn waits for those before it:
+of a table have one order; a stage that is done out of turn waits for those before it. The order is the schedule's own
+`reduction_order`, or else that in which both twins are done:
 
     chimera, P = 4      rank 0   ... 7B3 | 7REDUCE_GRAD | 0B0  0B1 | 0REDUCE_GRAD        twins: 0 and 4, 3 and 7
                         rank 3   ... 3B1 | 3REDUCE_GRAD | 4B2  4B3 | 4REDUCE_GRAD
@@ -52,7 +53,7 @@ def complete(schedule: Schedule, ahead: int = 1) -> tuple[tuple[Action, ...], ..
                     pair = rank_of[source.stage], rank_of[action.stage]
                     pairs[pair].append((place[source], max(0, place[action] - ahead), receive))
     receives = _in_order_of_sends(pairs)
-    reduces = _reductions(schedule, place)
+    reduces = _reductions(schedule)
     return tuple(
         tuple(
             entry
@@ -90,17 +91,39 @@ def _in_order_of_sends(
     return receives
 
 
-def _reductions(schedule: Schedule, place: dict[Action, int]) -> dict[tuple[int, int], list[Action]]:
-    """The reductions by (rank, place before which they are started): all ranks meet in them in one order."""
-    ends = (action for row in schedule.actions for action in row if action.kind in (Kind.B, Kind.W))
-    last = {action.stage: place[action] for action in ends}
+def reduction_order(schedule: Schedule) -> tuple[int, ...]:
+    """The stages in the order in which every rank starts their gradient reductions.
+
+    Data ranks that play different tables of one layout must share it: a collective is matched by its order alone.
+    """
+    if schedule.reduction_order:
+        return schedule.reduction_order
+    last = _last_gradients(schedule)
     twins = schedule.replica_of or range(schedule.num_stages)
-    last = {**{twins[stage]: -1 for stage in last}, **last}
-    both_done = {stage: max(done, last[twins[stage]]) for stage, done in last.items()}
+    return tuple(sorted(last, key=lambda stage: (max(last[stage], last[twins[stage]]), stage % schedule.chain_length)))
+
+
+def _last_gradients(schedule: Schedule) -> dict[int, int]:
+    """Where in its rank's row each stage makes its last weight gradient; -1 where only its twin had a micro-batch."""
+    ends = (
+        (action.stage, place)
+        for row in schedule.actions
+        for place, action in enumerate(row)
+        if action.kind in (Kind.B, Kind.W)
+    )
+    last = dict(ends)
+    twins = schedule.replica_of or range(schedule.num_stages)
+    return {**{twins[stage]: -1 for stage in last}, **last}
+
+
+def _reductions(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
+    """The reductions by (rank, place before which they are started): all ranks meet in them in one order."""
+    last = _last_gradients(schedule)
     reduces: dict[tuple[int, int], list[Action]] = defaultdict(list)
     begun = [0] * schedule.num_ranks
-    for stage in sorted(last, key=lambda stage: (both_done[stage], stage % schedule.chain_length)):
-        rank = schedule.stage_ranks[stage]
-        begun[rank] = max(begun[rank], last[stage] + 1)
-        reduces[rank, begun[rank]].append(Action(stage, Kind.REDUCE_GRAD, None))
+    for stage in reduction_order(schedule):
+        if stage in last:
+            rank = schedule.stage_ranks[stage]
+            begun[rank] = max(begun[rank], last[stage] + 1)
+            reduces[rank, begun[rank]].append(Action(stage, Kind.REDUCE_GRAD, None))
     return reduces

@@ -28,6 +28,8 @@ class Schedule:
     replica_of: tuple[int, ...] = ()
     """for each stage its twin, where the model is there twice (chimera): stages 0..S/2-1 are one chain, the others its
     copy, and a micro-batch visits one of the two; empty: no stage has a twin"""
+    reduction_order: tuple[int, ...] = ()
+    """the stages in the order in which all ranks start their gradient reductions; empty: as they are done"""
 
     @property
     def num_ranks(self) -> int:

@@ -1,12 +1,13 @@
 """The layout: what "auto" means, and what is said when it can't be."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.layout import Layout, check_schedule, choose
-from lightning_hanayo.schedule import Kind, build, validate
+from lightning_hanayo.schedule import CostModel, Kind, Schedule, build, complete, schedule_names, validate
 
 AUTO = [  # P, blocks -> schedule, W, B
     (2, 4, ("hanayo-zb", 1, 4)),
@@ -123,3 +124,31 @@ def test_steady_steps_are_judged_by_what_each_adds() -> None:
     single, steady = (choose(num_ranks=4, num_blocks=16, num_microbatches=8, steady=steady) for steady in (False, True))
     assert (single.num_waves, steady.num_waves) == (2, 1)
     assert steady.step_time() < single.step_time() and steady.predict() > single.predict()
+
+
+UNEVEN = CostModel(
+    forward=(1.5, 1.5, 1, 1.5), backward_input=(2, 1.5, 1.5, 1.5), backward_weight=(1.5, 1.5, 2, 1), message=0.05
+)
+"""stages whose last weight gradients come in another order in a small batch than in a full one"""
+
+
+def reductions(schedule: Schedule) -> list[list[int]]:
+    """Per rank the stages whose gradients it reduces, in order."""
+    return [[a.stage for a in actions if a.kind is Kind.REDUCE_GRAD] for actions in complete(schedule)]
+
+
+def test_gradients_are_reduced_in_one_order_whatever_the_batch() -> None:
+    """Data ranks match collectives by their order alone, and may play different numbers of micro-batches."""
+    layout = choose(
+        num_ranks=2, num_blocks=4, num_waves=1, schedule="hanayo-zb", num_microbatches=4, costs=UNEVEN, steady=True
+    )
+    as_done = [reductions(replace(layout.table(n), reduction_order=())) for n in (1, 4)]
+    assert as_done[0] != as_done[1], "the case shows nothing"
+    assert len({str(reductions(layout.table(n))) for n in (1, 2, 3, 4)}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in schedule_names() if name != "chimera"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_schedule_reduces_in_one_order(name: str, ranks: int) -> None:
+    layout = choose(num_ranks=ranks, num_blocks=64, num_waves=1, schedule=name, num_microbatches=2 * ranks)
+    assert len({str(reductions(layout.table(n))) for n in range(1, 2 * ranks + 1)}) == 1

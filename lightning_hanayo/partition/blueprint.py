@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.ownership import Placeholder
+from lightning_hanayo.seeds import seed_of
 
 _ADVICE = (
     "Give the module, or one around it up to the LightningModule, a method `reset_parameters(self)` that does all of "
@@ -87,7 +87,7 @@ class Blueprint:
         blanks = {tensor: _blank(self._standing_for(tensor)) for tensor in module.tensors}
         before = {tensor: blank._version for tensor, blank in blanks.items()}
         with self._standing(blanks), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_seed_of(self._seed, module.name))
+            torch.default_generator.manual_seed(seed_of(self._seed, module.name))
             self._initialize(module.name)
             values = {tensor: self._standing_for(tensor) for tensor in blanks}
         for tensor, value in values.items():
@@ -212,10 +212,6 @@ def _blank(tensor: Tensor) -> Tensor:
     """No values yet; floating-point ones are NaN, so that what stays unset is seen."""
     data = torch.empty_like(tensor, device="cpu")
     return _like(tensor, data.fill_(torch.nan) if data.is_floating_point() or data.is_complex() else data.zero_())
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "big")
 
 
 def _around(name: str) -> Iterator[str]:

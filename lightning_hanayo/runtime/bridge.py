@@ -10,6 +10,7 @@ that thread (`num_local` is 0) the first one suspends the step as well, to be re
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -21,12 +22,14 @@ from lightning_hanayo.runtime.cargo import NOTHING, Cargo
 from lightning_hanayo.runtime.graph import sequence_number
 from lightning_hanayo.runtime.hole import pattern
 from lightning_hanayo.runtime.packet import Packet
+from lightning_hanayo.runtime.random_streams import BlockRandomness, RandomStreams
 from lightning_hanayo.runtime.suspension import current_visitor, suspend
 from lightning_hanayo.runtime.tree import Flattener, Skeleton
 
 _INNER = "_forward_behind_bridge"
 _COMPILED = "_compiled_behind_bridge"
 _ELSEWHERE = "_lies_on_another_rank"
+_RANDOMNESS = "_random_stream"
 
 
 class _Compiled:
@@ -39,16 +42,24 @@ class _Compiled:
         return type(None), ()
 
 
-def install(blocks: Sequence[nn.Module]) -> None:
-    """Put the bridge over each block's `forward`. A bound method, so that deepcopy and pickle bind it to the copy."""
-    for block in blocks:
+def install(blocks: Sequence[nn.Module], streams: RandomStreams | None = None, *, whole: bool = False) -> None:
+    """Replace each block's `forward` by one of ours: a bound method, so that deepcopy and pickle bind it to the copy.
+
+    Args:
+        blocks: the stack.
+        streams: where the blocks' random numbers come from; None: from torch's own generators as they are.
+        whole: whether this rank runs the whole step, so that every block runs where it is called.
+    """
+    stand_in = forward_of_whole if whole else forward
+    for index, block in enumerate(blocks):
         if _INNER not in vars(block):
             object.__setattr__(block, _INNER, vars(block).get("forward"))
             object.__setattr__(block, _ELSEWHERE, any(parameter.is_meta for parameter in block.parameters()))
-            block.forward = MethodType(forward, block)
+            object.__setattr__(block, _RANDOMNESS, None if streams is None else BlockRandomness(streams, index))
+            block.forward = MethodType(stand_in, block)
             if block._compiled_call_impl is not None:
                 object.__setattr__(block, _COMPILED, _Compiled(block._compiled_call_impl))
-                block._compiled_call_impl = MethodType(forward, block)
+                block._compiled_call_impl = MethodType(stand_in, block)
 
 
 def remove(blocks: Sequence[nn.Module]) -> None:
@@ -56,7 +67,7 @@ def remove(blocks: Sequence[nn.Module]) -> None:
     for block in blocks:
         if _INNER in vars(block):
             inner = vars(block).pop(_INNER)
-            del block.forward, vars(block)[_ELSEWHERE]
+            del block.forward, vars(block)[_ELSEWHERE], vars(block)[_RANDOMNESS]
             if inner is not None:
                 block.forward = inner
             compiled = vars(block).pop(_COMPILED, None)
@@ -74,6 +85,11 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return visitor.visit(block, args, kwargs)
 
 
+def forward_of_whole(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """As `forward`, where one rank runs the whole step. A step that is compiled as one draws from one stream."""
+    return _inner(block, *args, **kwargs) if torch.compiler.is_dynamo_compiling() else run(block, *args, **kwargs)
+
+
 def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The block's own forward.
 
@@ -85,8 +101,18 @@ def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but it "
             f"lies on another pipeline rank; only the steps (training_step, validation_step, ...) see the whole model."
         )
+    with _stream_of(block):
+        return _run(block, *args, **kwargs)
+
+
+def _run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     compiled = vars(block).get(_COMPILED)
     return _inner(block, *args, **kwargs) if compiled is None else compiled.call(*args, **kwargs)
+
+
+def _stream_of(block: nn.Module) -> AbstractContextManager[Any]:
+    randomness: BlockRandomness | None = vars(block).get(_RANDOMNESS)
+    return nullcontext() if randomness is None else randomness.stream()
 
 
 def _inner(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -138,8 +164,12 @@ class Recorder:
         if index != self._next:
             raise UnsupportedError(self._disorder(index))
         self._next += 1
+        with _stream_of(block):  # wherever the block runs: the code behind it goes on with the stream it had
+            return self._answer(block, index, args, kwargs)
+
+    def _answer(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index < self._num_local:
-            output = self._output = run(block, *args, **kwargs)
+            output = self._output = _run(block, *args, **kwargs)
         else:
             self._record(index, args, kwargs)
             if index == 0:

@@ -7,6 +7,7 @@ from lightning_hanayo.runtime.packet import Packet
 from lightning_hanayo.runtime.program import Compute, Exchange, Program
 from lightning_hanayo.runtime.stage import Stage
 from lightning_hanayo.runtime.trace import Trace
+from lightning_hanayo.schedule import Kind
 
 
 class Engine:
@@ -18,13 +19,22 @@ class Engine:
         reduce: called with a stage's number once all its gradients are there; starts their reduction over data ranks
             and twins, and mustn't wait for it: a twin may need this rank's next computation to get there.
         trace: notes when what ran.
+        begin_stream: called with an action's micro-batch before it runs; gives it its random numbers.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], mail: Mail, reduce: Callable[[int], None], trace: Trace) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        mail: Mail,
+        reduce: Callable[[int], None],
+        trace: Trace,
+        begin_stream: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.stages = stages
         self.mail = mail
         self.trace = trace
         self._reduce = reduce
+        self._begin_stream = begin_stream
         self._handed: dict[Route, Packet] = {}
         self._runs = {(number, kind): run for number, stage in stages.items() for kind, run in stage.runs().items()}
 
@@ -72,6 +82,8 @@ class Engine:
             packet = self._handed.pop(arrives).detached() if move.is_local else self.mail.collect(arrives)
             self.mail.release(move.frees)
         start = clock()
+        if action.kind is not Kind.W:  # what it adds up draws nothing
+            self._begin_stream(action.microbatch)
         leaving = self._runs[action.stage, action.kind](action.microbatch, packet)
         if move.leaves is not None and leaving is not None:
             self._handed[move.leaves] = leaving

@@ -43,9 +43,6 @@ class Surroundings(Protocol):
     def begin_batch(self) -> None:
         """A batch begins."""
 
-    def before_user(self, microbatch: int) -> None:
-        """User code runs next."""
-
     def before_forward(self, microbatch: int, note: int) -> None:
         """The stage's blocks run next; `note` is the gate's."""
 
@@ -57,9 +54,6 @@ class Nothing:
     """Surroundings of stages that lie on one rank each."""
 
     def begin_batch(self) -> None:
-        """Nothing to prepare."""
-
-    def before_user(self, microbatch: int) -> None:
         """Nothing to prepare."""
 
     def before_forward(self, microbatch: int, note: int) -> None:

@@ -98,12 +98,10 @@ class GatedFirstStage(FirstStage):
     def forward(self, microbatch: int, arrived: Packet | None) -> Packet:
         border = Border()
         entering = _Entering(self._user, self._gate, microbatch, border)
-        self._surroundings.before_user(microbatch)
         opening = entering.opening(self._streams_of)
         note = self._gate.note(microbatch)
         self._surroundings.before_forward(microbatch, note)
         output = Cargo.of(opening).through(self._blocks[:1]).output
-        self._surroundings.before_user(microbatch)
         rest = Cargo.of(entering.rest(output))
         self._surroundings.before_forward(microbatch, note)
         leaving = replace(rest, note=note).behind(output, 0).through(self._blocks[1:]).packet
@@ -238,7 +236,6 @@ class GatedLastStage(LastStage):
         cargo = cargo.through(self._blocks)
         released = [border.cross(self._gate.release(microbatch, tensor)) for tensor in cargo.packet.tensors]
         output = unflatten(cargo.packet.skeleton[0], released)
-        self._surroundings.before_user(microbatch)
         self.results[microbatch], mark = self._user.close(microbatch, output)
         if torch.is_grad_enabled():
             self._left[microbatch] = entrance, border, mark

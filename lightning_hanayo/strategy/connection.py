@@ -11,6 +11,7 @@ from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.gated_stage import GatedFirstStage, GatedLastStage
 from lightning_hanayo.runtime.mail import Mail
+from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.reduction import Reduction
 from lightning_hanayo.runtime.shared_gradients import SharedGradients
 from lightning_hanayo.runtime.stage import FirstStage, LastStage, MiddleStage, Stage
@@ -34,6 +35,7 @@ def connect(
     own: list[nn.Parameter],
     groups: Groups,
     cube: Cube | None,
+    streams: RandomStreams | None,
 ) -> Pipeline:
     """Make this rank's stages of `model` a part of its pipeline.
 
@@ -45,6 +47,7 @@ def connect(
         own: the parameters that this rank trains.
         groups: this rank's process groups.
         cube: the ranks that hold each stage together; None for one.
+        streams: where random numbers come from; None: from torch's own generators as they are.
     """
     stack, rank = ownership.stack, transport.rank
     own_stages = ownership.stages_of(rank)
@@ -56,10 +59,13 @@ def connect(
             swap.install(ownership.blocks(stage), queues[stage], keep=keep)
     entering = Entering()
     num_local = len(ownership.stages[0]) if cube is None else 0
-    user = UserStep(stack.blocks, num_local, stack.name, entering)
+    own_streams = {} if streams is None else {"begin_stream": streams.begin_step}
+    user = UserStep(stack.blocks, num_local, stack.name, entering, **own_streams)
     ends, last = _ends(ownership, user, queues) if cube is None else _gated_ends(ownership, user, queues, cube)
-    if len(ends) > 1:  # a single stage runs the blocks where the user's code calls them
-        bridge.install(stack.blocks)
+    whole = len(ends) == 1  # a single stage runs the blocks where the user's code calls them
+    if streams is not None or not whole:
+        bridge.install(stack.blocks, streams, whole=whole)
+    if not whole:
         _keep_padding(model)
     around = {stage: cube.surroundings(stage) if cube is not None else None for stage in own_stages}
     stages = {s: ends.get(s) or MiddleStage(ownership.blocks(s), queues[s], around[s]) for s in own_stages}
@@ -68,7 +74,8 @@ def connect(
         reduction, dense_reduction = Reduction(trained, groups.data), None
     else:
         reduction, dense_reduction = _reductions(trained, groups, cube)
-    engine = Engine(stages, Mail(transport), reduction.start, Trace())
+    action_streams = {} if streams is None else {"begin_stream": streams.begin}
+    engine = Engine(stages, Mail(transport), reduction.start, Trace(), **action_streams)
     return Pipeline(
         layout,
         ownership,
@@ -83,6 +90,7 @@ def connect(
         Alone() if cube is None else cube.sharing,
         None if cube is None else cube.dense,
         dense_reduction,
+        streams,
     )
 
 

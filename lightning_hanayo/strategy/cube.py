@@ -4,7 +4,7 @@ setup       layers of the blocks become 3-D ones, everything else is cut over th
 a batch     each rank plays its share of it; dense parameters are whole meanwhile
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
 
@@ -16,13 +16,11 @@ from lightning_hanayo.strategy.groups import Team, objects
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.sharing import Replicated, Shared, Sharing
 from lightning_hanayo.tensor3d.dense import DenseParameters
-from lightning_hanayo.tensor3d.dropout import spread_dropout
 from lightning_hanayo.tensor3d.gate import ReplicatingGate, Residual, SharingGate
-from lightning_hanayo.tensor3d.grid import Grid
 from lightning_hanayo.tensor3d.passage import Passage
 from lightning_hanayo.tensor3d.setting import Setting
 from lightning_hanayo.tensor3d.shard import Shard
-from lightning_hanayo.tensor3d.surroundings import Randomness, StageSurroundings
+from lightning_hanayo.tensor3d.surroundings import StageSurroundings
 from lightning_hanayo.tensor3d.swap import SwapPlan
 
 
@@ -33,14 +31,12 @@ class Cube:
         team: the ranks.
         plan: what becomes of the blocks.
         options: how it is used.
-        seed: of the random numbers; the same on all ranks of the cube.
     """
 
-    def __init__(self, team: Team, plan: SwapPlan, options: Options, *, seed: int) -> None:
+    def __init__(self, team: Team, plan: SwapPlan, options: Options) -> None:
         self.plan = plan
         self.grid = team.grid
         self._options = options
-        self._randomness = Randomness(seed)
         residual = Residual(plan.batch_dim, plan.sequence_dim) if plan.known else None
         shares = options.cube_outside == "share"
         gate = (SharingGate if shares else ReplicatingGate)(self.grid, residual)
@@ -83,8 +79,6 @@ class Cube:
         alike: set[Tensor] = set()
         if self._options.cube_outside == "replicate":
             alike.update(parameter for module in outside for parameter in module.parameters(recurse=False))
-        else:
-            _drop_apart(outside, self.grid)
         rest = [parameter for parameter in parameters if parameter not in self.shards]
         self.dense = DenseParameters(rest, self.grid, dict.fromkeys(alike, 1 / self.grid.num_ranks))
         self.dense.cut()
@@ -92,9 +86,14 @@ class Cube:
             scalar = Shard((), "" if parameter in alike else "xyz")
             self.shards[parameter] = self.dense.shards.get(parameter, scalar)
 
+    @property
+    def place_outside(self) -> int:
+        """This rank's place among those whose user code works on different samples."""
+        return self.grid.index("xyz") if self._options.cube_outside == "share" else 0
+
     def surroundings(self, stage: int) -> StageSurroundings:
         """Of one of this rank's stages."""
-        return StageSurroundings(self._settings.get(stage) or Setting(self.grid), self._randomness)
+        return StageSurroundings(self._settings.get(stage) or Setting(self.grid))
 
     def partial(self, parameter: nn.Parameter) -> str:
         """The axes along which its gradient has still to be summed after a batch."""
@@ -131,10 +130,3 @@ class Cube:
         """Of all ranks, in their order."""
         x, y, z = map(range, self.grid.sizes)
         return list(product(x, y, z))
-
-
-def _drop_apart(modules: Iterable[nn.Module], grid: Grid) -> None:
-    """Samples of different ranks don't lose the same features."""
-    for module in modules:
-        if type(module) is nn.Dropout:
-            spread_dropout(module, Setting(grid))

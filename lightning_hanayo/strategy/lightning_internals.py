@@ -85,6 +85,21 @@ def looks_at_old_gradients(trainer: "pl.Trainer") -> bool:
     )
 
 
+def batch_key(trainer: "pl.Trainer") -> str:
+    """Names the batch under way: the same on every layout and after a resume, another one for every batch of a run.
+
+    In training: the optimizer step and the batch's place among those that are accumulated for it. In evaluation: the
+    step after which it takes place and the batch's place in it.
+    """
+    stage = trainer.state.stage
+    assert stage is not None
+    if trainer.training:
+        place = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
+        return f"{stage.value} {trainer.global_step} {place % trainer.accumulate_grad_batches}"
+    loop: Any = trainer._active_loop
+    return f"{stage.value} {trainer.global_step} {loop.batch_progress.current.ready - 1}"
+
+
 def continues_accumulation(trainer: "pl.Trainer", batch_idx: int) -> bool:
     """Whether Lightning won't zero gradients for this batch."""
     return batch_idx % trainer.accumulate_grad_batches != 0

@@ -1,7 +1,7 @@
 """The pipeline: one data replica's ranks, and what one of them does with a batch."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.program import Program
+from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.reduction import Reduction
 from lightning_hanayo.runtime.stage import LastStage
 from lightning_hanayo.runtime.user_step import UserStep
@@ -72,13 +73,18 @@ class Pipeline:
     dense: DenseParameters | None = None
     """those that are cut over a cube between batches"""
     dense_reduction: Reduction | None = None
+    streams: RandomStreams | None = None
+    """where the random numbers of steps and blocks come from; None: from torch's own generators as they are"""
     _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
 
-    def train(self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool) -> Any:
+    def train(
+        self, batch: Any, key: str, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool
+    ) -> Any:
         """Run forward and backward of a batch. Called by all ranks; only rank 0's arguments count.
 
         Args:
             batch: what is cut into micro-batches.
+            key: names the batch; its random numbers depend on it.
             step: the user's `training_step`.
             shares_of: each micro-batch's share in the loss.
             log_of: merges what the step logs.
@@ -88,11 +94,11 @@ class Pipeline:
         Returns:
             On pipeline rank 0 the step's results, merged; None elsewhere. The gradients are in `.grad`.
         """
-        return self._play(batch, step, shares_of, log_of, scale=scale, reduce=reduce, train=True)
+        return self._play(batch, key, step, shares_of, log_of, scale=scale, reduce=reduce, train=True)
 
-    def evaluate(self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf) -> Any:
+    def evaluate(self, batch: Any, key: str, step: StepOf, shares_of: SharesOf, log_of: LogOf) -> Any:
         """Run the forward of a batch; as `train`."""
-        return self._play(batch, step, shares_of, log_of, scale=1.0, reduce=False, train=False)
+        return self._play(batch, key, step, shares_of, log_of, scale=1.0, reduce=False, train=False)
 
     def close(self) -> None:
         """End the threads, once the others have got what this rank sent them."""
@@ -110,7 +116,16 @@ class Pipeline:
         self.chain.transport.close()
 
     def _play(
-        self, batch: Any, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool, train: bool
+        self,
+        batch: Any,
+        key: str,
+        step: StepOf,
+        shares_of: SharesOf,
+        log_of: LogOf,
+        *,
+        scale: float,
+        reduce: bool,
+        train: bool,
     ) -> Any:
         if self.rank > 0:
             self._run(*self.chain.share(), train=train, reduce=reduce)
@@ -123,17 +138,17 @@ class Pipeline:
         self.last.weights = [shares.of_gradient[piece] * scale for piece in split.own]
         kind = f"train={train} reduce={reduce} grad={torch.is_grad_enabled()}"
         with log.collecting():
-            self._run(
-                *self.chain.share([len(parts), microbatches.signature(batch, parts, kind)]), train=train, reduce=reduce
-            )
+            announced = self.chain.share([len(parts), microbatches.signature(batch, parts, kind), key])
+            self._run(*announced, train=train, reduce=reduce)
         results = [self.last.results.pop(m) for m in range(len(parts))]
         return self.sharing.merge(results, split, shares.of_loss)
 
-    def _run(self, num_microbatches: int, signature: int, *, train: bool, reduce: bool) -> None:
+    def _run(self, num_microbatches: int, signature: int, key: str, *, train: bool, reduce: bool) -> None:
         if self.dense is not None:
             self.dense.gather()
         sums = reduce and not self.reduction.is_alone
-        self.engine.play(self._program(num_microbatches, train), signature, reduce=sums)
+        with self.streams.batch(key) if self.streams is not None else nullcontext():
+            self.engine.play(self._program(num_microbatches, train), signature, reduce=sums)
         self.reduction.finish()
         if self.dense is not None:
             self.dense.scatter()

@@ -30,6 +30,7 @@ from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.handover import Handover
 from lightning_hanayo.runtime.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stage import loss_of
 from lightning_hanayo.strategy import data, lightning_internals, refusals
 from lightning_hanayo.strategy.assembly import assemble, layout_of, plan_cube, tensors_of
@@ -236,7 +237,7 @@ class HanayoStrategy(PlacedStrategy):
         if self._cube is None:
             if self.world_size > 1 and not any(isinstance(parameter, Placeholder) for parameter in module.parameters()):
                 agree(tensors_of(module))
-            self._cube = self._make_cube(module, stack, seed)
+            self._cube = self._make_cube(module, stack)
         self._pipeline = assemble(
             module,
             stack,
@@ -248,17 +249,26 @@ class HanayoStrategy(PlacedStrategy):
             runs=self._runs,
             cube=self._cube,
             seed=seed,
+            streams=self._random_streams(layout, seed),
             on_failure=self._failures.on_transfer,
         )
         self._runs = [run for run in self._pipeline.ownership.stages if run]  # a second fit finds placeholders
 
-    def _make_cube(self, module: "pl.LightningModule", stack: Stack, seed: int) -> Cube | None:
+    def _random_streams(self, layout: Layout, seed: int) -> RandomStreams | None:
+        """None where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws."""
+        if self.world_size == 1 and layout.num_microbatches == 1:
+            return None
+        place = self._cube.place_outside if self._cube is not None else 0
+        whole = layout.num_stages == 1 and self._cube is None
+        return RandomStreams(seed, self.data_rank, self.root_device, place=place, repeats=whole)
+
+    def _make_cube(self, module: "pl.LightningModule", stack: Stack) -> Cube | None:
         plan, team = plan_cube(module, stack, self.options, self.topology), self.groups.cube
         if plan is None or team is None:
             return None
         if self.is_global_zero:
             rank_zero_info(f"cube={self.topology.cube}\n{plan.report}")
-        return Cube(team, plan, self.options, seed=seed + self.global_rank // team.grid.num_ranks)
+        return Cube(team, plan, self.options)
 
     def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         lightning_internals.keep_sigterm_local(trainer)
@@ -344,6 +354,7 @@ class HanayoStrategy(PlacedStrategy):
         with self.precision_plugin.train_step_context():
             result = self.pipeline.train(
                 batch,
+                lightning_internals.batch_key(trainer),
                 lambda microbatch: module.training_step(microbatch, *args, **kwargs),
                 partial(self._shares, sync=True),
                 partial(MicrobatchLog, trainer),
@@ -377,9 +388,11 @@ class HanayoStrategy(PlacedStrategy):
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        log_of = partial(MicrobatchLog, self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        log_of = partial(MicrobatchLog, trainer)
         shares_of = partial(self._shares, sync=False)  # no gradients, so the data ranks needn't agree
-        return self.pipeline.evaluate(batch, lambda part: step(part, *args, **kwargs), shares_of, log_of)
+        key = lightning_internals.batch_key(trainer)
+        return self.pipeline.evaluate(batch, key, lambda part: step(part, *args, **kwargs), shares_of, log_of)
 
     def _shares(self, microbatches: Sequence[Any], *, sync: bool) -> Shares:
         """Evaluation may see batches without labels: it counts them by samples then."""

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.seeds import default_generator, mix
 from lightning_hanayo.tensor3d.setting import Setting
-
-_GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 
 @contextmanager
@@ -30,29 +29,14 @@ def own_stream(setting: Setting, device: torch.device) -> Iterator[None]:
     if setting.grid.num_ranks == 1:
         yield
         return
-    seed = _seed(int(torch.randint(_MASK, ())), setting.grid.index("xyz"))
-    generator = _generator(device)
+    seed = mix(int(torch.randint(1 << 62, ())), setting.grid.index("xyz"))
+    generator = default_generator(device)
     state = generator.get_state()
     generator.manual_seed(seed)
     try:
         yield
     finally:
         generator.set_state(state)
-
-
-def _seed(number: int, rank: int) -> int:
-    """Far apart for neighbours: splitmix64."""
-    value = (number + (rank + 1) * _GOLDEN) % (1 << 64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        value = (value ^ (value >> shift)) * factor % (1 << 64)
-    return (value ^ (value >> 31)) & _MASK
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    generators: tuple[torch.Generator, ...] = getattr(torch, device.type).default_generators
-    return generators[device.index]
 
 
 class Dropout3D(nn.Dropout):

@@ -1,0 +1,142 @@
+"""Random streams: every draw of a step depends on a key, not on the layout or on the order in which a rank works.
+
+the step's own code    key: seed, data rank, step, micro-batch, place in the cube
+block i of the stack   key: seed, data rank, step, micro-batch, i
+
+    rank 0    | code 0 | block 0 | block 1 | code 1 | block 0 | ...     each | starts a stream; code 0 goes on
+    rank 1                       | block 2 | block 3 |  ...             with its own one behind the stack
+
+So dropout masks are the same for any number of pipeline ranks and waves, under every schedule, with recomputation and
+after a resume. Keys cover torch's default generators on the CPU and on the rank's device; Python's and NumPy's
+generators are left alone. After a batch torch's generators are as they were before it.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hanayo.seeds import default_generator, mix, seed_of
+
+
+class RandomStreams:
+    """One rank's streams.
+
+    Example:
+        >>> streams = RandomStreams(seed=0, data_rank=0, device=torch.device("cpu"))
+        >>> with streams.batch("train 0"):
+        ...     streams.begin(microbatch=0)
+        ...     with streams.block(3):
+        ...         mask = torch.rand(2)
+
+    Args:
+        seed: the same on all ranks.
+        data_rank: this rank's place on the data axis.
+        device: where the model is stored.
+        place: this rank's place in the cube, where each rank of it runs user code on other samples.
+        repeats: whether the step may call a block several times, as it may where one rank runs all of it.
+    """
+
+    def __init__(
+        self, seed: int, data_rank: int, device: torch.device, *, place: int = 0, repeats: bool = False
+    ) -> None:
+        self._fixed = seed, data_rank
+        self._place = place
+        self._repeats = repeats
+        devices = [torch.device("cpu"), *([device] if device.type != "cpu" else [])]
+        self._generators = [default_generator(each) for each in devices]
+        self._batch = ""
+        self._microbatch: int | None = None
+        self._seed = 0
+        self._first_draws: dict[tuple[int, int], int] = {}
+
+    @contextmanager
+    def batch(self, key: str) -> Iterator[None]:
+        """Inside, the draws of one batch are keyed.
+
+        Args:
+            key: names the batch; the same on all ranks, and again after a resume.
+        """
+        before = self._states()
+        self._batch = key
+        try:
+            yield
+        finally:
+            self._microbatch = None
+            self._first_draws.clear()
+            self._restore(before)
+
+    def begin(self, microbatch: int) -> None:
+        """The rank's next action is one of this micro-batch."""
+        self._microbatch = microbatch
+        self._seed = seed_of(*self._fixed, self._batch, microbatch)
+        self._start(self._seed)
+
+    def begin_step(self, microbatch: int) -> None:
+        """The step's own code for this micro-batch starts."""
+        own = seed_of(*self._fixed, self._batch, microbatch, self._place) if self._place else self._seed
+        self._start(own)
+
+    def block(self, index: int) -> AbstractContextManager[Any]:
+        """Inside, block `index` draws from its own stream; afterwards its caller goes on with the one it had."""
+        if self._microbatch is None or torch._C._are_functorch_transforms_active():
+            return nullcontext()
+        return _BlockStream(self, index)
+
+    def _seed_of(self, index: int) -> int:
+        """The seed of a block's stream.
+
+        A block that the step calls again gets another stream each time, from a number that the step's own stream gives.
+        An activation checkpoint restores that stream before it computes the block again, so the number tells then
+        which of the calls it is.
+        """
+        draw = int(torch.randint(1 << 62, (), device="cpu"))
+        assert self._microbatch is not None
+        is_first = not self._repeats or self._first_draws.setdefault((self._microbatch, index), draw) == draw
+        return mix(self._seed if is_first else draw, index)
+
+    def _start(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _restore(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+class _BlockStream:
+    """One call of a block. A class, since a generator function would cost as much as the work itself."""
+
+    __slots__ = ("_index", "_states", "_streams")
+
+    def __init__(self, streams: RandomStreams, index: int) -> None:
+        self._streams = streams
+        self._index = index
+
+    def __enter__(self) -> None:
+        seed = self._streams._seed_of(self._index)
+        self._states = self._streams._states()
+        self._streams._start(seed)
+
+    def __exit__(self, *_: object) -> None:
+        self._streams._restore(self._states)
+
+
+class BlockRandomness:
+    """What a block knows of its rank's streams. A copied or pickled block belongs to no stream."""
+
+    def __init__(self, streams: RandomStreams, index: int) -> None:
+        self._streams = streams
+        self._index = index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """See `RandomStreams.block`."""
+        return self._streams.block(self._index)

@@ -1,0 +1,327 @@
+"""Random numbers: masks, noise and dropped layers are the same on every layout, under every schedule, after a resume.
+
+P = 1, B = 4      every block in one process           the reference: as by hand with the keys
+P = 2, W = 2      a block of another rank draws what it draws there
+"""
+
+import warnings
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hanayo.seeds import mix, seed_of
+from tests.harness import models
+from tests.harness.models import NUM_BLOCKS, Batch
+from tests.harness.oracle import split
+from tests.harness.pool import Pool
+from tests.harness.running import (
+    Layout,
+    Outcome,
+    Recorder,
+    Training,
+    assert_close,
+    data_rank,
+    make_loader,
+    make_strategy,
+    make_trainer,
+    merge,
+)
+
+DOUBLE = torch.float64
+BATCHES = partial(models.vectors, (8, 11, 8))
+ONE_PROCESS = Layout(1, 1, 1, "1f1b")
+"""our strategy with one stage: blocks run where the step calls them"""
+
+
+class DroppingBlock(models.Block):
+    """A module's dropout, a function's, and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(super().forward(self.dropout(x)), 0.1, self.training)
+        return x + 0.01 * torch.randn_like(x)
+
+
+class Dropping(models.MLP):
+    """Draws before the stack, in every block, and behind the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(self.embedding(x), 0.1, self.training)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.head(functional.dropout(x, 0.1, self.training))
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class CheckpointedOutside(Dropping):
+    """The step's own code wraps each block: where it runs there, it is computed again."""
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class Reentrant(Dropping):
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=True)
+
+
+class CheckpointedBlock(DroppingBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CheckpointedInside(Dropping):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:  # not made anew: their values would be others
+            block.__class__ = CheckpointedBlock
+
+
+LAYOUTS = [
+    Layout(2, 1, 1),
+    Layout(2, 2, 1, "hanayo-zb"),
+    Layout(4, 1, 1, "1f1b"),
+    Layout(2, 1, 1, "gpipe"),
+    Layout(1, 2, 1),
+    Layout(2, 1, 1, "zbv"),
+]
+
+
+@cache
+def reference(pool: Pool, model: Any = Dropping, accumulate: int = 1) -> Outcome:
+    (outcome,) = pool.run(1, fit, model, ONE_PROCESS, accumulate)
+    return outcome
+
+
+def fit(model: Any, layout: Layout, accumulate: int = 1) -> Outcome:
+    recorder = Recorder()
+    trainer = make_trainer(
+        layout,
+        strategy=make_strategy(layout),
+        max_steps=3,
+        accumulate_grad_batches=accumulate,
+        callbacks=[recorder],
+    )
+    module = models.build(model, DOUBLE)
+    share = Training(model, BATCHES, DOUBLE).share(data_rank(layout), layout.data)
+    trainer.fit(module, make_loader(share))
+    return recorder.outcome
+
+
+def by_hand(model: Any, seed: int) -> tuple[dict[str, Tensor], float]:
+    """The first batch's gradients and loss, with every stream begun by its key."""
+    module = models.build(model, DOUBLE)
+    module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+    (batch, *_) = Training(model, BATCHES, DOUBLE).share(0, 1)
+    total = 0.0
+    for m, part in enumerate(split(batch, 4)):
+        key = seed_of(seed, 0, "train 0 0", m)
+
+        def call(index: int, inner: Any, x: Tensor, key: int = key) -> Tensor:
+            torch.randint(1 << 62, ())
+            state = torch.get_rng_state()
+            torch.default_generator.manual_seed(mix(key, index))
+            y = inner(x)
+            torch.set_rng_state(state)
+            return y
+
+        inners = [type(block).forward.__get__(block) for block in module.blocks]
+        for index, (block, inner) in enumerate(zip(module.blocks, inners, strict=True)):
+            block.forward = partial(call, index, inner)
+        torch.default_generator.manual_seed(key)
+        loss = module.training_step(part, 0)
+        (loss * len(part["x"]) / len(batch["x"])).backward()
+        total += loss.item() * len(part["x"]) / len(batch["x"])
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}, total
+
+
+def test_streams_begin_with_their_keys(pool: Pool) -> None:
+    ((gradients, loss),) = pool.run(1, by_hand, Dropping, 0)
+    outcome = reference(pool)
+    assert_close(outcome.gradients, gradients, 1e-12)
+    assert outcome.losses[0] == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_masks_do_not_depend_on_the_layout(pool: Pool, layout: Layout) -> None:
+    outcome = merge(pool.run(layout.world_size, fit, Dropping, layout), layout)
+    assert_close(outcome.weights, reference(pool).weights, 1e-10)
+    assert outcome.losses == pytest.approx(reference(pool).losses)
+
+
+WAVES = Layout(2, 2, 1, "hanayo-zb")
+RECOMPUTED = [
+    (CheckpointedOutside, ONE_PROCESS),
+    (CheckpointedOutside, WAVES),
+    (CheckpointedInside, ONE_PROCESS),
+    (CheckpointedInside, WAVES),
+    (Reentrant, ONE_PROCESS),  # in a pipeline the re-entrant form finds no gradient in what stands for an output
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), RECOMPUTED, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_masks_do_not_depend_on_recomputation(pool: Pool, model: Any, layout: Layout) -> None:
+    outcome = merge(pool.run(layout.world_size, fit, model, layout), layout)
+    assert_close(outcome.weights, reference(pool).weights, 1e-10)
+
+
+def test_accumulated_batches_draw_anew(pool: Pool) -> None:
+    outcome = merge(pool.run(2, fit, Dropping, Layout(2, 1, 1), 2), Layout(2, 1, 1))
+    assert_close(outcome.weights, reference(pool, accumulate=2).weights, 1e-10)
+
+
+@pytest.mark.parametrize("data", [2])
+def test_data_ranks_draw_apart_and_alike_on_every_layout(pool: Pool, data: int) -> None:
+    alone, wave = Layout(1, 1, data, "1f1b"), Layout(2, 1, data)
+    outcomes = [merge(pool.run(layout.world_size, fit, Dropping, layout), layout) for layout in (alone, wave)]
+    assert_close(outcomes[1].weights, outcomes[0].weights, 1e-10)
+    first, second = pool.run(2, masks, alone)
+    assert first[0, 0] != second[0, 0]
+
+
+class Noting(models.MLP):
+    """Notes what each block draws, by micro-batch and block."""
+
+    class Block(models.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.notes.append(torch.rand(4).tolist())  # type: ignore[union-attr]
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(NUM_BLOCKS))
+        for block in self.blocks:
+            block.notes = []  # type: ignore[assignment]
+
+
+def masks(layout: Layout) -> dict[tuple[int, int], list[float]]:
+    """What this rank's blocks draw in the first batch, by (micro-batch, block)."""
+    trainer = make_trainer(layout, strategy=make_strategy(layout), max_steps=1)
+    module = models.build(Noting)
+    trainer.fit(module, make_loader(models.vectors((8,))))
+    return {(m, i): note for i, block in enumerate(module.blocks) for m, note in enumerate(block.notes)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2, 1, "hanayo-zb"), Layout(2, 1, 1, "gpipe")], ids=str)
+def test_no_two_draws_are_alike(pool: Pool, layout: Layout) -> None:
+    """Neither those of two stages, nor of two micro-batches, nor shifted by a draw."""
+    merged = {key: note for rank in pool.run(2, masks, layout) for key, note in rank.items()}
+    assert len(merged) == 4 * NUM_BLOCKS
+    assert merged == pool.run(1, masks, ONE_PROCESS)[0]
+    numbers = [number for note in merged.values() for number in note]
+    assert len(set(numbers)) == len(numbers)
+
+
+def saved(path: str, layout: Layout, steps: int, resume: str | None) -> Outcome:
+    """Three equal batches an epoch: a loader that begins anew in the middle of one makes no difference."""
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+    recorder = Recorder()
+    trainer = make_trainer(layout, strategy=make_strategy(layout), max_steps=steps, callbacks=[recorder])
+    (batch,) = Training(Dropping, partial(models.vectors, (8,)), DOUBLE).share(0, 1)
+    trainer.fit(models.build(Dropping, DOUBLE), make_loader([batch] * 3), ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return recorder.outcome
+
+
+@pytest.mark.parametrize("stop", [2, 3], ids=["within an epoch", "at its end"])
+@pytest.mark.parametrize("then", [Layout(2, 1, 1), ONE_PROCESS], ids=str)
+def test_a_resumed_run_draws_as_one_that_never_stopped(pool: Pool, tmp_path: Any, then: Layout, stop: int) -> None:
+    (whole,) = pool.run(1, saved, str(tmp_path / "whole.ckpt"), ONE_PROCESS, 5, None)
+    pool.run(2, saved, str(tmp_path / "first.ckpt"), Layout(2, 1, 1), stop, None)
+    resumed = pool.run(then.world_size, saved, str(tmp_path / "then.ckpt"), then, 5, str(tmp_path / "first.ckpt"))
+    assert_close(merge(resumed, then).weights, whole.weights, 1e-10)
+
+
+class TwoViews(models.MLP):
+    """Two passes through the stack, whose difference is what dropout makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(2))
+
+    def loss(self, batch: Batch) -> Tensor:
+        first, second = self(batch["x"]), self(batch["x"])
+        self.log("apart", (first - second).abs().mean())
+        return first.square().mean() + second.square().mean()
+
+
+class TwoViewsAgain(TwoViews):
+    """As `TwoViews`, with every block computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def views(model: Any) -> tuple[float, dict[str, Tensor]]:
+    recorder = Recorder()
+    trainer = make_trainer(ONE_PROCESS, strategy=make_strategy(ONE_PROCESS), max_steps=1, callbacks=[recorder])
+    trainer.fit(models.build(model, DOUBLE), make_loader(models.vectors((8,), DOUBLE)))
+    return float(trainer.callback_metrics["apart"]), recorder.outcome.gradients
+
+
+def test_a_second_pass_draws_anew(pool: Pool) -> None:
+    """Contrastive training on one rank lives on it; a block that is computed again finds the numbers of its pass."""
+    ((apart, gradients),) = pool.run(1, views, TwoViews)
+    assert apart > 1e-3
+    ((again, recomputed),) = pool.run(1, views, TwoViewsAgain)
+    assert again == apart
+    assert_close(recomputed, gradients, 1e-12)
+
+
+def states(layout: Layout) -> tuple[bool, bool, list[float]]:
+    """Whether torch's own generator is, after a batch, as it was before; and whether a plain Trainer's weights come."""
+    before: list[Tensor] = []
+    same: list[bool] = []
+
+    class Watching(Recorder):
+        def on_train_batch_start(self, *_: Any) -> None:
+            before.append(torch.get_rng_state())
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            same.append(torch.equal(torch.get_rng_state(), before.pop()))
+
+    recorder = Watching()
+    strategy = make_strategy(layout) if layout.num_microbatches else "auto"
+    trainer = make_trainer(layout, strategy=strategy, max_steps=2, callbacks=[recorder])
+    module: LightningModule = models.build(Dropping, DOUBLE)
+    torch.manual_seed(7)
+    trainer.fit(module, make_loader(models.vectors((8, 8), DOUBLE)))
+    return all(same), torch.initial_seed() == 7, [w.sum().item() for w in recorder.outcome.weights.values()]
+
+
+def test_torchs_own_generator_is_left_as_it_was(pool: Pool) -> None:
+    for layout in (ONE_PROCESS, Layout(2, 1, 1)):
+        for same, seed, _ in pool.run(layout.world_size, states, layout):
+            assert same and seed
+
+
+def test_one_rank_with_one_microbatch_draws_a_plain_trainers_numbers(pool: Pool) -> None:
+    ((_, _, ours),) = pool.run(1, states, Layout(num_microbatches=1, schedule="auto"))
+    ((_, _, plain),) = pool.run(1, states, Layout(num_microbatches=0))
+    assert ours == plain
+
+
+@pytest.mark.parametrize("outside", ["share", "replicate"])
+def test_a_cube_draws_alike_with_waves_and_without(pool: Pool, outside: str) -> None:
+    cubes = [Layout(1, 1, 1, "1f1b", cube=(1, 2, 1), outside=outside)]
+    cubes.append(Layout(2, 2, 1, "hanayo-zb", cube=(1, 2, 1), outside=outside))
+    outcomes = [merge(pool.run(layout.world_size, fit, Dropping, layout), layout) for layout in cubes]
+    assert_close(outcomes[1].weights, outcomes[0].weights, 1e-10)

@@ -4,13 +4,19 @@
     the schedule  F F B B ...                  hand over
 
 Lightning zeroes gradients after the training step, so the step takes its gradients away again and leaves what it found.
+
+While batches accumulate, new gradients are added to the old ones as they are made. If Lightning's backward then sends
+another factor than was expected, it is too late to multiply the new ones alone. So where the user's code may send one,
+they are made apart from the old ones, and added when the factor is known.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_hanayo.errors import UnsupportedError
 
 
 class Handover:
@@ -20,13 +26,26 @@ class Handover:
         parameters: all that this rank trains.
         continues: whether the batch adds to the gradients that are there, as all but the first of accumulated ones do.
         keeps: whether gradients that the batch doesn't add to are put back; otherwise their memory is free.
+        apart: whether the batch makes its gradients apart from those that it adds to.
+        finish: called when all gradients are in place.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, continues: bool, keeps: bool = True) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        continues: bool,
+        keeps: bool = True,
+        apart: bool = False,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
         self._parameters = list(parameters)
+        self._continues = continues
+        self._apart = continues and apart
+        self._finish = finish
         self._found = [parameter.grad if continues or keeps else None for parameter in self._parameters]
         self._fresh: list[Tensor | None] = []
-        if not continues:
+        if not continues or apart:
             self._put([None] * len(self._parameters))
 
     def take(self) -> None:
@@ -44,16 +63,42 @@ class Handover:
         return _HandOver.apply(self, scale, value.detach(), _ANCHOR)  # type: ignore[no-any-return]
 
     def give(self, factor: Tensor) -> None:
-        """Give the gradients to the parameters, times `factor`: unread where reading it would wait for a device."""
-        made = [gradient for gradient in self._fresh if gradient is not None]
-        if made and (factor.device.type != "cpu" or factor != 1.0):
-            torch._foreach_mul_(made, factor)
-        self._put(self._fresh)
+        """Give the gradients to the parameters, times `factor`: unread where reading it would wait for a device.
+
+        Raises:
+            UnsupportedError: an unexpected factor, and the gradients are added to older ones already.
+        """
+        if self._continues and not self._apart:
+            _check(factor)
+        else:
+            made = [gradient for gradient in self._fresh if gradient is not None]
+            if made and (factor.device.type != "cpu" or factor != 1.0):
+                torch._foreach_mul_(made, factor)
+        self._put(self._sums() if self._apart else self._fresh)
         self._fresh = self._found = []
+        self._finish()
+
+    def _sums(self) -> list[Tensor | None]:
+        """What was found, plus what the batch has made."""
+        pairs = list(zip(self._found, self._fresh, strict=True))
+        return [made if old is None else old if made is None else old.add_(made) for old, made in pairs]
 
     def _put(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def _check(factor: Tensor) -> None:
+    """See that the factor is 1; on a device without waiting for it, which then ends the process."""
+    message = (
+        "While batches accumulate, the loss that Lightning sends backward was multiplied by something else than "
+        "1 / accumulate_grad_batches. Scale it in training_step, or in an override of LightningModule.backward or "
+        "on_before_backward."
+    )
+    if factor.device.type != "cpu":
+        torch._assert_async(factor == 1.0, message)
+    elif factor != 1.0:
+        raise UnsupportedError(message)
 
 
 class _HandOver(torch.autograd.Function):

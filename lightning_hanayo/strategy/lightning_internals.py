@@ -73,16 +73,30 @@ def expected_gradient(trainer: "pl.Trainer") -> float:
     return 1.0 / trainer.accumulate_grad_batches
 
 
-def looks_at_old_gradients(trainer: "pl.Trainer") -> bool:
-    """Whether a hook may look at the last step's gradients before they are zeroed. Else they needn't be kept."""
+def may_scale_backward(trainer: "pl.Trainer") -> bool:
+    """Whether user code may send another gradient into the loss than `expected_gradient`: an override or a plugin."""
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    hooks = ("pre_backward", "backward")
+    foreign = any(name in vars(base) for name in hooks for base in type(precision).__mro__ if not _is_lightnings(base))
+    return foreign or is_overridden("backward", module) or listens(trainer, "on_before_backward")
+
+
+def _is_lightnings(kind: type) -> bool:
+    return kind.__module__.startswith(("lightning.", "lightning_hanayo."))
+
+
+def listens(trainer: "pl.Trainer", hook: str) -> bool:
+    """Whether the module or a callback overrides `hook`, in its class or on the instance."""
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # an attribute that only a connector declares
-    module = trainer.lightning_module
-    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
-    return any(is_overridden(hook, module) for hook in hooks) or any(
-        type(callback).on_before_zero_grad is not pl.Callback.on_before_zero_grad
-        or "on_before_zero_grad" in vars(callback)
+    return is_overridden(hook, trainer.lightning_module) or any(
+        getattr(type(callback), hook) is not getattr(pl.Callback, hook) or hook in vars(callback)
         for callback in callbacks
     )
+
+
+def looks_at_old_gradients(trainer: "pl.Trainer") -> bool:
+    """Whether a hook may look at the last step's gradients before they are zeroed. Else they needn't be kept."""
+    return is_overridden("optimizer_zero_grad", trainer.lightning_module) or listens(trainer, "on_before_zero_grad")
 
 
 def batch_key(trainer: "pl.Trainer") -> str:

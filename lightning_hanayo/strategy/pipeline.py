@@ -19,7 +19,7 @@ from lightning_hanayo.runtime.reduction import Reduction
 from lightning_hanayo.runtime.stage import LastStage
 from lightning_hanayo.runtime.user_step import UserStep
 from lightning_hanayo.runtime.whole_stage import WholeStage
-from lightning_hanayo.schedule import forward_only
+from lightning_hanayo.schedule import forward_only, reduction_order
 from lightning_hanayo.strategy.loss_weight import Shares
 from lightning_hanayo.strategy.sharing import Sharing, Split
 from lightning_hanayo.tensor3d.dense import DenseParameters
@@ -100,6 +100,16 @@ class Pipeline:
         """Run the forward of a batch; as `train`."""
         return self._play(batch, key, step, shares_of, log_of, scale=1.0, reduce=False, train=False)
 
+    def reduce(self) -> None:
+        """Sum the gradients that are there over data ranks, where `train` didn't. Called by all ranks."""
+        if not self.reduction.is_alone:
+            own = self.ownership.stages_of(self.rank)
+            for stage in reduction_order(self.layout.table(self.layout.num_microbatches)):
+                if stage in own:
+                    self.reduction.start(stage)
+            self.reduction.finish()
+        self._reduce_dense()
+
     def close(self) -> None:
         """End the threads, once the others have got what this rank sent them."""
         self.engine.mail.finish()
@@ -152,9 +162,14 @@ class Pipeline:
         self.reduction.finish()
         if self.dense is not None:
             self.dense.scatter()
-            if reduce and self.dense_reduction is not None:
-                self.dense_reduction.start(0)
-                self.dense_reduction.finish()
+        if reduce:
+            self._reduce_dense()
+
+    def _reduce_dense(self) -> None:
+        """Sum the parts of parameters outside the 3-D layers over data ranks."""
+        if self.dense_reduction is not None:
+            self.dense_reduction.start(0)
+            self.dense_reduction.finish()
 
     def _program(self, num_microbatches: int, train: bool) -> Program:
         key = (num_microbatches, train)

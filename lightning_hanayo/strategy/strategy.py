@@ -346,10 +346,13 @@ class HanayoStrategy(PlacedStrategy):
         scale = lightning_internals.expected_gradient(trainer)
         continues = lightning_internals.continues_accumulation(trainer, batch_idx)
         stopping = trainer.should_stop
+        reduces, apart = not self._accumulating, continues and lightning_internals.may_scale_backward(trainer)
         handover = Handover(
             self.pipeline.parameters,
             continues=continues,
             keeps=lightning_internals.looks_at_old_gradients(trainer),
+            apart=apart,
+            **({"finish": self.pipeline.reduce} if apart and reduces else {}),
         )
         with self.precision_plugin.train_step_context():
             result = self.pipeline.train(
@@ -359,7 +362,7 @@ class HanayoStrategy(PlacedStrategy):
                 partial(self._shares, sync=True),
                 partial(MicrobatchLog, trainer),
                 scale=scale,
-                reduce=not self._accumulating,
+                reduce=reduces and not apart,
             )
         handover.take()
         value = loss_of(result) if self.pipeline.rank == 0 else torch.zeros((), device=self.root_device)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.handover import Handover
 
 
@@ -53,6 +54,30 @@ def test_what_was_expected_is_expected_in_the_losss_precision(parameters: list[n
     handover.take()
     (handover.loss(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 7) / 7).backward()
     assert torch.equal(parameters[0].grad, torch.full((2,), made))
+
+
+def test_another_gradient_scales_what_the_batch_made_alone(parameters: list[nn.Parameter]) -> None:
+    finished: list[float] = []
+    for value, total in ((3.0, 1.5), (4.0, 3.5)):
+        handover = Handover(
+            parameters,
+            continues=value != 3.0,
+            apart=True,
+            finish=lambda: finished.append(parameters[0].grad[0].item()),
+        )
+        for parameter in parameters:
+            assert parameter.grad is None
+            parameter.grad = torch.full_like(parameter, value)
+        handover.take()
+        handover.loss(torch.tensor(value), 1.0).backward(torch.tensor(0.5))
+        assert [p.grad.unique().item() for p in parameters] == [total, total]
+    assert finished == [1.5, 3.5]
+
+
+def test_an_unforeseen_gradient_is_refused_while_batches_accumulate(parameters: list[nn.Parameter]) -> None:
+    play(parameters, 3.0, continues=False).backward()
+    with pytest.raises(UnsupportedError, match="accumulate_grad_batches"):
+        play(parameters, 4.0, continues=True).backward(torch.tensor(0.5))
 
 
 def test_unused_parameters_stay_without(parameters: list[nn.Parameter]) -> None:

@@ -31,5 +31,12 @@ class WeightGradients(Protocol):
     def is_open(self) -> bool:
         """Whether products are kept: an input gradient is being computed, and the weights' come later."""
 
+    @property
+    def version(self) -> int:
+        """What a layer keeps of its weight is worth nothing once this number has changed: the weight may have too.
+
+        A weight's own `_version` doesn't tell: fused optimizers leave it as it is.
+        """
+
     def put(self, parameter: "Tensor", product: Product, *operands: "Tensor") -> None:
         """Keep a product whose result is to be added to `parameter.grad`. The operands belong to no graph."""

@@ -59,6 +59,8 @@ class Engine:
             elif reduce:
                 self._keep_what_was_handed()
                 self._reduce(move.stage)
+        for stage in self.stages.values():
+            stage.end()
         if program.trains:
             self.trace.end()
 

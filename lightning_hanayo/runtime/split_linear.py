@@ -38,7 +38,7 @@ class SplitLinear:
         self.transposed = transposed
         self.product = transposed_gradient if transposed else weight_gradient
         self._module = weakref.ref(module)
-        self._cast: tuple[int, weakref.ref[Tensor]] | None = None
+        self._cast: tuple[tuple[int, int], weakref.ref[Tensor]] | None = None
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
@@ -68,11 +68,12 @@ class SplitLinear:
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`: one copy for all micro-batches under way, gone with the last of them."""
-        known = self._cast[1]() if self._cast is not None and self._cast[0] == weight._version else None
+        """The weight in `dtype`: one copy for all micro-batches under way, gone with the last graph that holds it."""
+        key = self.queue.version, weight._version
+        known = self._cast[1]() if self._cast is not None and self._cast[0] == key else None
         if known is None or known.dtype is not dtype:
             known = weight.detach().to(dtype)
-            self._cast = weight._version, weakref.ref(known)
+            self._cast = key, weakref.ref(known)
         return known
 
     def check(self, value: Tensor) -> None:

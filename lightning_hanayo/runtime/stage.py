@@ -67,6 +67,10 @@ class Stage(ABC):
         self._queue.clear()
         self._surroundings.begin_batch()
 
+    def end(self) -> None:
+        """The batch is over, and the optimizer may change the weights: forget what layers keep of them."""
+        self._queue.clear()
+
 
 class MiddleStage(Stage):
     """Blocks alone."""

@@ -21,11 +21,17 @@ class WeightQueue:
     def __init__(self) -> None:
         self._waiting: dict[int, dict[Tensor, _Pieces]] = {}
         self._open: dict[Tensor, _Pieces] | None = None
+        self._version = 0
 
     @property
     def is_open(self) -> bool:
         """Whether products are kept."""
         return self._open is not None
+
+    @property
+    def version(self) -> int:
+        """See `WeightGradients`: another one in every batch, and between two."""
+        return self._version
 
     @property
     def num_bytes(self) -> int:
@@ -70,8 +76,9 @@ class WeightQueue:
                 add(*late)
 
     def clear(self) -> None:
-        """Forget everything, after a failed batch."""
+        """Forget everything, before a batch and after it."""
         self._waiting.clear()
+        self._version += 1
 
 
 def add(parameter: Tensor, made: _Made) -> None:

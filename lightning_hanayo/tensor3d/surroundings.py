@@ -18,6 +18,7 @@ class StageSurroundings:
         """See `runtime.gate.Surroundings`."""
         self._lengths.clear()
         self._setting.late.forget()
+        self._setting.order.forget()
 
     def before_forward(self, microbatch: int, note: int) -> None:
         """See `runtime.gate.Surroundings`: the note is the length of the sequences."""
@@ -28,4 +29,4 @@ class StageSurroundings:
     def before_backward(self, microbatch: int) -> None:
         """See `runtime.gate.Surroundings`: a layer that is computed again finds what it found before."""
         self._setting.length = self._lengths.get(microbatch) or None
-        self._setting.order.begin()
+        self._setting.order.begin(recomputes=True)

@@ -68,18 +68,22 @@ class Weight:
 
     def start(self, dtype: torch.dtype) -> Pending:
         """Start to bring the weight together in `dtype`, unless that has been done ahead. Called by all of x."""
-        key = (self.parameter._version, dtype)
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            if ahead[0] == key:
-                return ahead[1]
-            ahead[1].wait()
+        if self._ahead is not None and self._ahead[0] == (self.parameter._version, dtype):
+            (_, there), self._ahead = self._ahead, None
+            return there
+        self.forget_ahead()
         return self._start(dtype)
 
     def start_ahead(self, dtype: torch.dtype) -> None:
         """Start it for the next product, which another layer's compute can hide."""
         if self._ahead is None and self._axis.size > 1:
             self._ahead = (self.parameter._version, dtype), self._start(dtype)
+
+    def forget_ahead(self) -> None:
+        """Let go of what `start_ahead` has brought together, once it is there."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].wait()
 
     def start_sum(self, gradient: Tensor) -> Pending:
         """[N/y, K/z], partial over x, to the parameter's gradient."""
@@ -128,29 +132,50 @@ def with_own_weight(part: Part, memo: Any) -> Part:
 class Order:
     """The order in which a stage's layers are called, learnt as they are: what comes next can be gathered ahead.
 
+    forward      block 0: a b     block 1: c d         b is followed by c
+    backward     block 1: c d     block 0: a b         blocks that are computed again: d is followed by a
+
     Args:
         depth: how many weights may be on their way, or there, before they are needed.
     """
 
     def __init__(self, depth: int = 2) -> None:
         self._depth = depth
-        self._following: dict[Weight, Weight] = {}
+        self._forward: dict[Weight, Weight] = {}
+        self._recomputation: dict[Weight, Weight] = {}
+        self._following = self._forward
         self._last: Weight | None = None
+        self._ahead: list[Weight] = []
 
-    def begin(self) -> None:
-        """A stage's forward begins: what was called last, elsewhere, isn't followed by what is called first here."""
+    def begin(self, *, recomputes: bool = False) -> None:
+        """A stage's forward or backward begins: what was called last isn't followed by what is called first here."""
+        self._following = self._recomputation if recomputes else self._forward
         self._last = None
 
     def after(self, weight: Weight) -> list[Weight]:
-        """Note that `weight` is used now; what followed it the last time."""
+        """Note that `weight` is used now; what followed it the last time. Called by all ranks of the grid.
+
+        What was gathered ahead, but doesn't come next any more, is let go.
+        """
         if self._last is not None:
             self._following[self._last] = weight
         self._last = weight
         ahead: list[Weight] = []
-        while len(ahead) < self._depth and (following := self._following.get(weight)) is not None:
+        following = self._following.get(weight)
+        while len(ahead) < self._depth and following is not None:
             ahead.append(following)
-            weight = following
-        return ahead
+            following = self._following.get(following)
+        for other in self._ahead:
+            if other is not weight and other not in ahead:
+                other.forget_ahead()
+        self._ahead = ahead
+        return list(ahead)
+
+    def forget(self) -> None:
+        """A batch begins: let go of what was gathered ahead in the one before, whose weights may be other ones."""
+        for weight in self._ahead:
+            weight.forget_ahead()
+        self._ahead = []
 
 
 class LateSums:

@@ -63,7 +63,7 @@ class ShadowLoader(_Walker):
             for _ in range(len(self)):
                 yield ShadowBatch()
         else:
-            while self._chain.share():
+            while self._chain.share("data"):
                 yield ShadowBatch()
 
 
@@ -72,9 +72,9 @@ class AnnouncingLoader(_Walker):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
-            self._chain.share(True)
+            self._chain.share("data", True)
             yield batch
-        self._chain.share(False)
+        self._chain.share("data", False)
 
 
 class CubeLoader(_Walker):

@@ -29,14 +29,14 @@ class SharedMetrics(_LoggerConnector):
         """Give all ranks of the pipeline what rank 0 knows. Called by all of them."""
         kinds = ("_callback_metrics", "_logged_metrics")
         own = {kind: {k: _plain(v) for k, v in getattr(self, kind).items()} for kind in kinds}
-        for kind, metrics in self.chain.share(own).items():
+        for kind, metrics in self.chain.share("metrics", own).items():
             if self.chain.transport.rank > 0:
                 getattr(self, kind).update({k: _tensor(v, self.chain.transport.device) for k, v in metrics.items()})
 
     def share_step(self, loss: Tensor) -> Tensor:
         """Share what the step has logged; return its loss, rank 0's on every rank."""
         self.share_live()
-        value = self.chain.share(_plain(loss) if self.chain.transport.rank == 0 else None)
+        value = self.chain.share("loss", _plain(loss) if self.chain.transport.rank == 0 else None)
         return loss if self.chain.transport.rank == 0 else _tensor(value, self.chain.transport.device)
 
     def share_live(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.runtime.chain import Chain
+from lightning_hanayo.runtime.chain import Chain, UnexpectedMessage
 from lightning_hanayo.runtime.loopback import Hub
 
 VALUES = [None, True, 0, [4, 2**52], {"loss": [0.1, "float32"]}, float("inf")]
@@ -16,7 +16,10 @@ VALUES = [None, True, 0, [4, 2**52], {"loss": [0.1, "float32"]}, float("inf")]
 def share(num_ranks: int, values: list[Any]) -> list[list[Any]]:
     """What each rank gets."""
     chains = [Chain(transport) for transport in Hub(num_ranks, timeout=1.0).transports()]
-    return [[chain.share(value if rank == 0 else "ignored") for value in values] for rank, chain in enumerate(chains)]
+    return [
+        [chain.share("metrics", value if rank == 0 else "ignored") for value in values]
+        for rank, chain in enumerate(chains)
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -27,3 +30,11 @@ def test_all_ranks_get_the_first_ones_values(num_ranks: int) -> None:
 def test_longer_than_a_frame() -> None:
     texts = ["x" * length for length in (0, 500, 501, 502, 503, 504, 505, 600, 100_000, 1)]
     assert share(3, texts) == [texts] * 3
+
+
+def test_a_wrong_kind_names_both_and_the_message_stays() -> None:
+    first, second, third = (Chain(transport) for transport in Hub(3, timeout=1.0).transports())
+    first.share("metrics", {"loss": 1.0})
+    with pytest.raises(UnexpectedMessage, match=r"pipeline rank 1 .*'batch'.* rank 0 .*'metrics'"):
+        second.share("batch")
+    assert second.share("metrics") == third.share("metrics") == {"loss": 1.0}

@@ -49,7 +49,7 @@ def packets() -> list[float]:
         mail.exchange([(mine, other, Packet(("tuple", ("tensor", 0)), (value,)))], [(theirs, other)])
         (arrived,) = mail.collect(theirs).tensors
         assert arrived.shape == (size,) and arrived.requires_grad
-        got.append(float(arrived.detach().sum()) + chain.share(0.5 if transport.rank == 0 else None))
+        got.append(float(arrived.detach().sum()) + chain.share("loss", 0.5 if transport.rank == 0 else None))
         mail.finish()
     chain.finish()
     return got

@@ -58,16 +58,25 @@ def signature(batch: Any, parts: Sequence[int], kind: str) -> int:
     return stable_hash(repr((kind, tuple(parts), shapes)))
 
 
-def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]) -> Any:
+def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float], *, has_loss: bool = False) -> Any:
     """What a step returned for each micro-batch, as one: samples side by side, other numbers as weighted mean.
 
     Tensors, arrays and lists as long as their micro-batch are concatenated, scalars averaged with `weights` (which sum
     to 1); containers keep their type. One result stays as it is.
+
+    Args:
+        results: one per micro-batch.
+        parts: the sizes of the micro-batches, in samples.
+        weights: each micro-batch's share in a mean.
+        has_loss: whether a training step returned them. Its loss, a tensor or the mapping's "loss", is averaged
+            whenever it has one element: of shape [1] it would look like the result of one sample.
     """
     first = results[0]
     if len(results) == 1:
         return first
     if isinstance(first, Tensor):
+        if has_loss and all(result.numel() == 1 for result in results):
+            return _mean(results, weights)
         return _merge_tensors(results, parts, weights)
     if isinstance(first, np.ndarray):
         return np.concatenate(results) if _are_samples(results, parts) else first
@@ -76,7 +85,10 @@ def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]
     if isinstance(first, list) and _lists_samples(results, parts):
         return [item for result in results for item in result]
     if isinstance(first, Mapping):
-        merged = {key: merge([result[key] for result in results], parts, weights) for key in first}
+        merged = {
+            key: merge([result[key] for result in results], parts, weights, has_loss=has_loss and key == "loss")
+            for key in first
+        }
         return merged if type(first) is dict else type(first)(**merged)
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first)]
@@ -91,10 +103,13 @@ def _merge_tensors(results: Sequence[Tensor], parts: Sequence[int], weights: Seq
     first = results[0]
     if _are_samples(results, parts):
         return torch.cat(list(results))
-    if first.ndim == 0 and first.is_floating_point():
-        parts_with_weight = [r * w for r, w in zip(results, weights, strict=True) if w]
-        return torch.stack(parts_with_weight).sum() if parts_with_weight else first
-    return first
+    return _mean(results, weights) if first.ndim == 0 and first.is_floating_point() else first
+
+
+def _mean(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Weighted, in the shape of each; a micro-batch without weight counts for nothing, even if its value is NaN."""
+    weighted = [result * weight for result, weight in zip(results, weights, strict=True) if weight]
+    return torch.stack(weighted).sum(0) if weighted else results[0]
 
 
 def _are_samples(arrays: Sequence[Any], parts: Sequence[int]) -> bool:

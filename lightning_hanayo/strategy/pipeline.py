@@ -151,7 +151,7 @@ class Pipeline:
             announced = self.chain.share("batch", [len(parts), microbatches.signature(batch, parts, kind), key])
             self._run(*announced, train=train, reduce=reduce)
         results = [self.last.results.pop(m) for m in range(len(parts))]
-        return self.sharing.merge(results, split, shares.of_loss)
+        return self.sharing.merge(results, split, shares.of_loss, has_loss=train)
 
     def _announced(self) -> tuple[int, int, str]:
         """What pipeline rank 0 says of the batch.

@@ -47,12 +47,20 @@ class Sharing(ABC):
     def collect(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of their pieces. Called by all of them."""
 
-    def merge(self, results: Sequence[Any], split: Split, weights: Sequence[float]) -> Any:
-        """What the step has returned for each of this rank's pieces, and elsewhere for the others', as one."""
+    def merge(self, results: Sequence[Any], split: Split, weights: Sequence[float], *, has_loss: bool) -> Any:
+        """What the step has returned for each of this rank's pieces, and elsewhere for the others', as one.
+
+        `has_loss` says whether it was a training step.
+        """
         everybody = self.collect(list(results))
         made = [result for row in zip(*everybody, strict=True) for result in row]
         kept = [i for i, size in enumerate(split.sizes) if size]
-        return microbatches.merge([made[i] for i in kept], [split.sizes[i] for i in kept], [weights[i] for i in kept])
+        return microbatches.merge(
+            [made[i] for i in kept],
+            [split.sizes[i] for i in kept],
+            [weights[i] for i in kept],
+            has_loss=has_loss,
+        )
 
 
 class Alone(Sharing):

@@ -371,7 +371,7 @@ class HanayoStrategy(PlacedStrategy):
                 refusals.refuse_stop()
             if reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):
                 value = connector_of(trainer).share_step(value)
-        loss = handover.loss(value, scale)
+        loss = handover.loss(value.reshape(()), scale).reshape(value.shape)  # a loss may have the shape [1]
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     @override

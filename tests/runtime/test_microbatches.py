@@ -124,3 +124,15 @@ def test_numbers_are_averaged_with_their_shares() -> None:
     results = [{"loss": torch.tensor(v), "f": v, "text": "a"} for v in (1.0, 2.0, 4.0, float("nan"))]
     merged = merge(results, PARTS, WEIGHTS)
     assert merged["loss"].item() == 2.0 and merged["text"] == "a" and merge([None] * 4, PARTS, WEIGHTS) is None
+
+
+def test_the_loss_of_a_training_step_is_averaged_in_its_shape() -> None:
+    """[1.0] [2.0] [4.0] [nan], of one sample each: samples in other results, one loss here."""
+    losses = [torch.tensor([value]) for value in (1.0, 2.0, 4.0, float("nan"))]
+    parts = [1, 1, 1, 1]
+    assert merge(losses, parts, WEIGHTS).shape == (4,)
+    assert torch.equal(merge(losses, parts, WEIGHTS, has_loss=True), torch.tensor([2.0]))
+    results = [{"loss": loss, "predicted": loss} for loss in losses]
+    merged = merge(results, parts, WEIGHTS, has_loss=True)
+    assert torch.equal(merged["loss"], torch.tensor([2.0])) and merged["predicted"].shape == (4,)
+    assert torch.equal(merge(losses, PARTS, WEIGHTS, has_loss=True), torch.tensor([2.0])), "larger micro-batches"

@@ -170,6 +170,18 @@ class ReturnsMore(MLP):
         return {"loss": functional.cross_entropy(logits, batch["y"]), "logits": logits, "text": "more"}
 
 
+class LossOfOneElement(MLP):
+    """Its loss has the shape [1], as that of one sample does before it is averaged."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch).reshape(1)
+
+
+class LossOfOneElementInADictionary(LossOfOneElement):
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:  # type: ignore[override]
+        return {"loss": super().training_step(batch, batch_idx), "samples": batch["y"]}
+
+
 class HiddenStates(models.HuggingFace):
     """Asks for all hidden states, and looks at none."""
 

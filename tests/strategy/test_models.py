@@ -1,14 +1,27 @@
 """Models that users really write train as in one process, unmodified, over two ranks."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from lightning import Callback, LightningModule
+from torch import Tensor
 
 from tests.harness import models
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Training, assert_bit_equal, assert_close, run
+from tests.harness.running import (
+    Layout,
+    Training,
+    assert_bit_equal,
+    assert_close,
+    make_loader,
+    make_trainer,
+    merge_owned,
+    own_weights,
+    run,
+)
 from tests.strategy import odd_models as odd
 
 DOUBLE = torch.float64
@@ -68,3 +81,30 @@ def test_dropout_and_batch_norm_train(pool: Pool) -> None:
 def test_optimizers(pool: Pool, kind: str) -> None:
     training = Training(partial(odd.Optimized, kind, **OPTIMIZERS[kind]), VECTORS, DOUBLE, steps=3)
     assert_close(run(pool, training, Layout(2, 1, 1)).weights, plain(pool, training).weights, 1e-10)
+
+
+class Outputs(Callback):
+    """What Lightning hands to callbacks as the step's outputs."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(outputs)
+
+
+def one_element(model: type[LightningModule], layout: Layout) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    outputs = Outputs()
+    trainer = make_trainer(layout, max_epochs=1, accumulate_grad_batches=2, callbacks=[outputs])
+    module = models.build(model, DOUBLE)
+    trainer.fit(module, make_loader(models.vectors((4, 3, 8), DOUBLE)))
+    return own_weights(module), outputs.seen
+
+
+@pytest.mark.parametrize("model", [odd.LossOfOneElement, odd.LossOfOneElementInADictionary])
+def test_a_loss_of_one_element_is_no_sample(pool: Pool, model: type[LightningModule]) -> None:
+    """Micro-batches of one sample and of two."""
+    ((weights, outputs),) = pool.run(1, one_element, model, Layout())
+    ranks = pool.run(2, one_element, model, WAVE)
+    assert_close(merge_owned([own for own, _ in ranks]), weights, 1e-10)
+    torch.testing.assert_close(ranks[0][1], outputs, rtol=0, atol=1e-10)

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -89,7 +90,7 @@ def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]
             key: merge([result[key] for result in results], parts, weights, has_loss=has_loss and key == "loss")
             for key in first
         }
-        return merged if type(first) is dict else type(first)(**merged)
+        return with_values(first, merged)
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first)]
         return replace(first, **{n: merge([getattr(r, n) for r in results], parts, weights) for n in names})
@@ -97,6 +98,51 @@ def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]
         items = [merge(list(row), parts, weights) for row in zip(*results, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     return first
+
+
+def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the type of `mapping`, which stays as it is, with other `values` for its keys.
+
+    Subclasses of dict (a defaultdict, an output of transformers) are copied, with whatever else they hold, and get
+    their values one by one. Other types are made from a dictionary, as Lightning does where it moves a batch.
+
+    Raises:
+        HanayoError: the type can be made in neither way.
+    """
+    kind = type(mapping)
+    if kind is dict:
+        return values
+    # Where the items are the attributes, a copy would keep the old values as attributes.
+    copies_first = isinstance(mapping, dict) and getattr(mapping, "__dict__", None) is not mapping
+    try:
+        return (_refilled if copies_first else _made_anew)(mapping, values)
+    except TypeError:  # an __init__ that wants something else, or values that can't be set
+        pass
+    try:
+        return (_made_anew if copies_first else _refilled)(mapping, values)
+    except TypeError as error:
+        raise HanayoError(
+            f"a {kind.__module__}.{kind.__qualname__} can't be made again with other values, as each micro-batch needs "
+            f"it. Let its __init__ take a dictionary, or give it __copy__ and __setitem__."
+        ) from error
+
+
+def _refilled(mapping: Any, values: dict[Any, Any]) -> Any:
+    if not isinstance(mapping, dict) and not hasattr(type(mapping), "__copy__"):
+        raise TypeError("a copy might share its values with the original")
+    twin = copy(mapping)
+    for key, value in values.items():
+        twin[key] = value
+    return twin
+
+
+def _made_anew(mapping: Any, values: dict[Any, Any]) -> Any:
+    if is_dataclass(mapping) and not isinstance(mapping, type):
+        return replace(mapping, **values)
+    made = type(mapping)(values)
+    if made.keys() != values.keys():
+        raise TypeError("__init__ takes something else than the items")
+    return made
 
 
 def _merge_tensors(results: Sequence[Tensor], parts: Sequence[int], weights: Sequence[float]) -> Tensor:
@@ -148,8 +194,7 @@ def _cut(batch: Any, where: slice | list[int], samples: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[where] if batch.ndim and batch.shape[0] == samples else batch
     if isinstance(batch, Mapping):
-        cut = {key: inside(value) for key, value in batch.items()}
-        return cut if type(batch) is dict else type(batch)(cut)  # type: ignore[call-arg]
+        return with_values(batch, {key: inside(value) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(inside, batch))
     if isinstance(batch, (list, tuple)):

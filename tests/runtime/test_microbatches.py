@@ -3,8 +3,10 @@
 11 samples, 4 micro-batches   [0 1 2] [3 4 5] [6 7 8] [9 10]
 """
 
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,68 @@ class Sample:
     scale: float = 2.0
 
 
+class Attributes(dict[str, Any]):
+    """Items as attributes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Scaled(dict[str, Any]):
+    """Holds more than its items, which its __init__ takes first."""
+
+    def __init__(self, scale: float, items: dict[str, Any]) -> None:
+        super().__init__(items)
+        self.scale = scale
+
+
+class ReadOnly(Mapping[str, Any]):
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Changeable(ReadOnly, MutableMapping[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+
+class Unpacked(ReadOnly):
+    """Nothing but its own arguments makes another one."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__({"x": x, "y": y})
+
+
+@dataclass
+class Fields(Mapping[str, Any]):
+    """A dataclass that can be read like a dictionary."""
+
+    x: Tensor | None = None
+    y: Tensor | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        return len(vars(self))
+
+
 @given(some.integers(1, 200), some.integers(1, 40))
 def test_sizes(samples: int, microbatches: int) -> None:
     found = sizes(samples, microbatches)
@@ -41,6 +105,12 @@ def text_batch() -> Any:
     from transformers import BatchEncoding
 
     return BatchEncoding({"input_ids": X, "labels": X[:, 0]})
+
+
+def model_output(x: Tensor, y: Tensor) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=y)
 
 
 BATCHES = {  # batch -> where its samples are, in a micro-batch
@@ -66,6 +136,48 @@ def test_containers_are_cut_inside_and_keep_their_type(kind: str) -> None:
             assert torch.equal(torch.cat(parts), whole)
         else:
             assert sum(parts, []) == whole
+
+
+MAPPINGS = {
+    "defaultdict": lambda x, y: defaultdict(list, x=x, y=y),
+    "OrderedDict": lambda x, y: OrderedDict(x=x, y=y),
+    "UserDict": lambda x, y: UserDict(x=x, y=y),
+    "nested": lambda x, y: defaultdict(list, x=x, more=UserDict(y=defaultdict(None, y=y))),
+    "items as attributes": lambda x, y: Attributes(x=x, y=y),
+    "more than items": lambda x, y: Scaled(2.0, {"x": x, "y": y}),
+    "Mapping": lambda x, y: ReadOnly({"x": x, "y": y}),
+    "MutableMapping": lambda x, y: Changeable({"x": x, "y": y}),
+    "a view": lambda x, y: MappingProxyType({"x": x, "y": y}),
+    "a dataclass": Fields,
+    "transformers' output": model_output,
+}
+
+
+@pytest.mark.parametrize("kind", MAPPINGS)
+def test_mappings_are_cut_and_merged(kind: str) -> None:
+    batch = MAPPINGS[kind](X, X[:, 0])
+    pieces = split(batch, PARTS)
+    assert [num_samples(piece) for piece in pieces] == PARTS and num_samples(batch) == 11
+    merged = merge(pieces, PARTS, WEIGHTS)
+    for made in (*pieces, merged):
+        assert type(made) is type(batch) and list(made) == list(batch)
+        for attribute in ("default_factory", "scale"):
+            assert getattr(made, attribute, None) == getattr(batch, attribute, None)
+    assert all(str(merged[key]) == str(batch[key]) for key in batch)
+
+
+def test_items_that_are_attributes_are_cut_as_such() -> None:
+    assert torch.equal(split(Attributes(x=X), PARTS)[3].x, X[9:])
+
+
+def test_counts_stay_counts() -> None:
+    cut = split({"x": X, "words": Counter("abca")}, PARTS)
+    assert [piece["words"] for piece in cut] == [Counter("abca")] * 4 and type(cut[0]["words"]) is Counter
+
+
+def test_a_mapping_that_cant_be_made_again_says_what_to_do() -> None:
+    with pytest.raises(HanayoError, match=r"Unpacked can't be made again .* Let its __init__ take a dictionary"):
+        split(Unpacked(X, X), PARTS)
 
 
 def test_what_isnt_as_long_as_the_batch_is_shared() -> None:

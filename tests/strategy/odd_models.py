@@ -1,5 +1,6 @@
 """Models that users really write, each with a habit that a pipeline could trip over."""
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -180,6 +181,15 @@ class LossOfOneElement(MLP):
 class LossOfOneElementInADictionary(LossOfOneElement):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:  # type: ignore[override]
         return {"loss": super().training_step(batch, batch_idx), "samples": batch["y"]}
+
+
+class Predicts(MLP):
+    """Returns what it predicts in a mapping of the batch's type."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        made = copy(batch)
+        made["x"] = self(batch["x"])
+        return made
 
 
 class HiddenStates(models.HuggingFace):

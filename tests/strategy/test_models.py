@@ -1,5 +1,7 @@
 """Models that users really write train as in one process, unmodified, over two ranks."""
 
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +11,7 @@ from lightning import Callback, LightningModule
 from torch import Tensor
 
 from tests.harness import models
+from tests.harness.models import Batch
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
 from tests.harness.running import (
@@ -108,3 +111,31 @@ def test_a_loss_of_one_element_is_no_sample(pool: Pool, model: type[LightningMod
     ranks = pool.run(2, one_element, model, WAVE)
     assert_close(merge_owned([own for own, _ in ranks]), weights, 1e-10)
     torch.testing.assert_close(ranks[0][1], outputs, rtol=0, atol=1e-10)
+
+
+def as_defaultdict(batch: Batch) -> Any:
+    return defaultdict(list, batch, more=UserDict(y=batch["y"]))
+
+
+def as_text_batch(batch: Batch) -> Any:
+    from transformers import BatchEncoding
+
+    return BatchEncoding(batch)
+
+
+def mappings(convert: Callable[[Batch], Any], layout: Layout) -> tuple[dict[str, Tensor], Any]:
+    batches = [convert(batch) for batch in models.vectors((8, 5), DOUBLE)]
+    trainer = make_trainer(layout, max_epochs=1)
+    module = models.build(odd.Predicts, DOUBLE)
+    trainer.fit(module, make_loader(batches))
+    return own_weights(module), trainer.predict(module, make_loader(batches))
+
+
+@pytest.mark.parametrize("convert", [as_defaultdict, OrderedDict, UserDict, as_text_batch])
+def test_batches_that_are_mappings(pool: Pool, convert: Callable[[Batch], Any]) -> None:
+    ((weights, predicted),) = pool.run(1, mappings, convert, Layout())
+    ranks = pool.run(2, mappings, convert, WAVE)
+    assert_close(merge_owned([own for own, _ in ranks]), weights, 1e-10)
+    for ours, alone in zip(ranks[0][1], predicted, strict=True):
+        assert type(ours) is type(alone) and list(ours) == list(alone)
+        torch.testing.assert_close(ours["x"], alone["x"], rtol=0, atol=1e-10)

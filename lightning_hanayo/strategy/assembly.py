@@ -16,6 +16,7 @@ from lightning_hanayo.partition.stack import Stack, find_stack, num_outside
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.runtime.process_group import OnFailure, ProcessGroupTransport
 from lightning_hanayo.runtime.random_streams import RandomStreams
+from lightning_hanayo.strategy.changes import Changes
 from lightning_hanayo.strategy.connection import connect
 from lightning_hanayo.strategy.cube import Cube
 from lightning_hanayo.strategy.groups import Groups
@@ -77,6 +78,7 @@ def assemble(
     cube: Cube | None,
     seed: int,
     streams: RandomStreams | None,
+    changes: Changes,
     on_failure: OnFailure,
 ) -> Pipeline:
     """Cut `model` into this rank's stages and connect them. Called by all ranks of the world.
@@ -93,6 +95,7 @@ def assemble(
         cube: the ranks that hold each stage together; None for one.
         seed: of the values of what was built on the meta device.
         streams: where random numbers come from; None: from torch's own generators as they are.
+        changes: remembers what is set on the model's modules for the run.
         on_failure: what to do when a transfer fails.
     """
     table = layout.table(layout.num_microbatches)
@@ -108,7 +111,7 @@ def assemble(
         _spread(model, ownership, transport.rank, own, cube)
     if blueprint is not None:
         give_values(blueprint, _own_modules(model, ownership, transport.rank), device, cube)
-    return connect(model, layout, ownership, transport, own, groups, cube, streams)
+    return connect(model, layout, ownership, transport, own, groups, cube, streams, changes)
 
 
 def _spread(model: nn.Module, ownership: Ownership, rank: int, own: list[nn.Parameter], cube: Cube) -> None:

@@ -21,6 +21,7 @@ from lightning_hanayo.runtime.user_step import UserStep
 from lightning_hanayo.runtime.weight_queue import WeightQueue
 from lightning_hanayo.runtime.whole_stage import WholeStage
 from lightning_hanayo.schedule import Kind
+from lightning_hanayo.strategy.changes import Changes
 from lightning_hanayo.strategy.cube import Cube
 from lightning_hanayo.strategy.groups import Groups
 from lightning_hanayo.strategy.pipeline import Entering, Pipeline
@@ -36,6 +37,7 @@ def connect(
     groups: Groups,
     cube: Cube | None,
     streams: RandomStreams | None,
+    changes: Changes,
 ) -> Pipeline:
     """Make this rank's stages of `model` a part of its pipeline.
 
@@ -48,6 +50,7 @@ def connect(
         groups: this rank's process groups.
         cube: the ranks that hold each stage together; None for one.
         streams: where random numbers come from; None: from torch's own generators as they are.
+        changes: remembers what is set on the model's modules.
     """
     stack, rank = ownership.stack, transport.rank
     own_stages = ownership.stages_of(rank)
@@ -66,7 +69,7 @@ def connect(
     if streams is not None or not whole:
         bridge.install(stack.blocks, streams, whole=whole)
     if not whole:
-        _keep_padding(model)
+        _keep_padding(model, changes)
     around = {stage: cube.surroundings(stage) if cube is not None else None for stage in own_stages}
     stages = {s: ends.get(s) or MiddleStage(ownership.blocks(s), queues[s], around[s]) for s in own_stages}
     trained = {stage: ownership.stage_parameters(model, stage) for stage in own_stages}
@@ -151,11 +154,11 @@ def _splits(layout: Layout) -> bool:
     return any(action.kind is Kind.W for row in rows for action in row)
 
 
-def _keep_padding(model: nn.Module) -> None:
+def _keep_padding(model: nn.Module, changes: Changes) -> None:
     """Nested tensors, which `nn.TransformerEncoder` makes of padded ones in evaluation, can't cross. Values agree."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
+            changes.set(module, "use_nested_tensor", False)
 
 
 def disconnect(pipeline: Pipeline) -> None:

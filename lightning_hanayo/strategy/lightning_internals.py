@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_hanayo.strategy.changes import Changes
 
-def keep_sigterm_local(trainer: "pl.Trainer") -> None:
+
+def keep_sigterm_local(trainer: "pl.Trainer", changes: Changes) -> None:
     """No collective for SIGTERM, neither before each batch nor in the signal's handler.
 
     The first drains the pipe with a host sync per batch (Lightning issue #21487); the second hangs all ranks that the
@@ -32,8 +34,8 @@ def keep_sigterm_local(trainer: "pl.Trainer") -> None:
             launcher.kill(signum)
         trainer._signal_connector.received_sigterm = True
 
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-    trainer._signal_connector._sigterm_notifier_fn = note  # type: ignore[method-assign]
+    changes.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
+    changes.set(trainer._signal_connector, "_sigterm_notifier_fn", note)
 
 
 def takes_dataloader_iter(module: "pl.LightningModule") -> bool:
@@ -122,15 +124,15 @@ def continues_accumulation(trainer: "pl.Trainer", batch_idx: int) -> bool:
 _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 
 
-def skip_hooks_without_data(module: "pl.LightningModule") -> None:
+def skip_hooks_without_data(module: "pl.LightningModule", changes: Changes) -> None:
     """On a rank that gets no data: batch transfer has nothing to work on, and no step has collected anything.
 
     What the ends of evaluation log comes from pipeline rank 0 anyway.
     """
     for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
-        setattr(module, hook, _as_it_is)
+        changes.set(module, hook, _as_it_is)
     for hook in _EVALUATION_ENDS:
-        setattr(module, hook, _nothing)
+        changes.set(module, hook, _nothing)
 
 
 def _as_it_is(batch: Any, *_: Any, **__: Any) -> Any:
@@ -159,11 +161,12 @@ class GatherOver:
         return GatherOver, ()
 
 
-def set_metric_groups(module: nn.Module, group: Any) -> None:
+def set_metric_groups(module: nn.Module, group: Any, changes: Changes) -> None:
     """Let torchmetrics sync over the data ranks of this pipeline rank alone."""
     for part in module.modules():
         if isinstance(part, Metric) and isinstance(part.dist_sync_fn, GatherOver | None):
-            part.dist_sync_fn = GatherOver(group) if group is not None else None
+            part.dist_sync_fn = None  # a copy that was made during another run still holds that run's
+            changes.set(part, "dist_sync_fn", GatherOver(group))
 
 
 def copy_state(metric: Metric) -> Any:
@@ -184,10 +187,3 @@ def optimizers_to_device(optimizers: Sequence[Optimizer], device: torch.device) 
         placeholders = {p: optimizer.state.pop(p) for p in list(optimizer.state) if p.is_meta}
         _optimizer_to_device(optimizer, device)
         optimizer.state.update(placeholders)
-
-
-def restore(trainer: "pl.Trainer") -> None:
-    """Give the module its own methods back, when the ranks part."""
-    for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler", *_EVALUATION_ENDS):
-        vars(trainer.lightning_module).pop(hook, None)
-    set_metric_groups(trainer.lightning_module, None)

@@ -1,8 +1,8 @@
 """The shared metrics: what pipeline rank 0 has logged, known on every rank of its pipeline."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.runtime.chain import Chain
+from lightning_hanayo.strategy.changes import Changes
 
 
 class SharedMetrics(_LoggerConnector):
@@ -80,29 +81,28 @@ class SharedMetrics(_LoggerConnector):
         return super().logged_metrics if self.computes else self._logged_metrics
 
 
-def on_train_epoch_end(module: "pl.LightningModule") -> None:
-    """The module's own hook, and then its metrics for all ranks: callbacks that monitor them look right after it."""
-    type(module).on_train_epoch_end(module)
+def on_train_epoch_end(module: "pl.LightningModule", own: Callable[[], object] | None) -> None:
+    """The module's own hook, and then its metrics for all ranks: callbacks that monitor them look right after it.
+
+    `own` is the hook if the user has set it on the instance.
+    """
+    if own is None:
+        type(module).on_train_epoch_end(module)
+    elif callable(own):  # Lightning passes over anything else
+        own()
     connector = module.trainer._logger_connector
     if isinstance(connector, SharedMetrics):
         connector.share_live()
 
 
-def share_metrics(trainer: "pl.Trainer", chain: Chain, *, computes: bool, warns: bool) -> SharedMetrics:
+def share_metrics(trainer: "pl.Trainer", chain: Chain, changes: Changes, *, computes: bool, warns: bool) -> None:
     """Make the trainer's metrics known on every rank of the pipeline, and of its cubes."""
-    connector: Any = trainer._logger_connector
-    connector.__class__ = SharedMetrics
-    connector.chain, connector.computes, connector.warns = chain, computes, warns
-    module = trainer.lightning_module
-    module.on_train_epoch_end = MethodType(on_train_epoch_end, module)  # type: ignore[method-assign]
-    return connector  # type: ignore[no-any-return]
-
-
-def unshare_metrics(trainer: "pl.Trainer") -> None:
-    """Give trainer and module their own connector and hook back, when the ranks part."""
-    if isinstance(trainer._logger_connector, SharedMetrics):
-        trainer._logger_connector.__class__ = _LoggerConnector  # type: ignore[assignment]
-    vars(trainer.lightning_module).pop("on_train_epoch_end", None)
+    connector, module = trainer._logger_connector, trainer.lightning_module
+    changes.set(connector, "__class__", SharedMetrics)
+    for name, value in {"chain": chain, "computes": computes, "warns": warns}.items():
+        changes.set(connector, name, value)
+    hook = partial(on_train_epoch_end, module, vars(module).get("on_train_epoch_end"))
+    changes.set(module, "on_train_epoch_end", hook)
 
 
 def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) -> bool:

@@ -34,6 +34,7 @@ from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stage import loss_of
 from lightning_hanayo.strategy import data, lightning_internals, refusals
 from lightning_hanayo.strategy.assembly import assemble, layout_of, plan_cube, tensors_of
+from lightning_hanayo.strategy.changes import Changes
 from lightning_hanayo.strategy.clip import clip_by_norm, clip_by_norm_of_parts
 from lightning_hanayo.strategy.connection import disconnect
 from lightning_hanayo.strategy.cube import Cube
@@ -46,7 +47,7 @@ from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.placement import PlacedStrategy
 from lightning_hanayo.strategy.precision import adapt
-from lightning_hanayo.strategy.shared_metrics import connector_of, reads_step_metrics, share_metrics, unshare_metrics
+from lightning_hanayo.strategy.shared_metrics import connector_of, reads_step_metrics, share_metrics
 
 
 class HanayoStrategy(PlacedStrategy):
@@ -142,7 +143,7 @@ class HanayoStrategy(PlacedStrategy):
         self._pipeline: Pipeline | None = None
         self._accumulating = False
         self._restores_late = False
-        self._example: Any = None
+        self._changes = Changes()
         self._runs: list[range] | None = None
         self._cube: Cube | None = None
         self._metrics_chain: Chain | None = None
@@ -250,6 +251,7 @@ class HanayoStrategy(PlacedStrategy):
             cube=self._cube,
             seed=seed,
             streams=self._random_streams(layout, seed),
+            changes=self._changes,
             on_failure=self._failures.on_transfer,
         )
         self._runs = [run for run in self._pipeline.ownership.stages if run]  # a second fit finds placeholders
@@ -271,14 +273,14 @@ class HanayoStrategy(PlacedStrategy):
         return Cube(team, plan, self.options)
 
     def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
-        lightning_internals.keep_sigterm_local(trainer)
-        share_metrics(trainer, self._chain(), computes=self.pipe_rank == 0, warns=self.topology.data > 1)
-        lightning_internals.set_metric_groups(module, self.groups.metrics)
+        changes = self._changes
+        lightning_internals.keep_sigterm_local(trainer, changes)
+        share_metrics(trainer, self._chain(), changes, computes=self.pipe_rank == 0, warns=self.topology.data > 1)
+        lightning_internals.set_metric_groups(module, self.groups.metrics, changes)
         if self.pipe_rank > 0:
-            lightning_internals.skip_hooks_without_data(module)
-        if self.topology.replica_size > 1:
-            self._example = module.example_input_array  # given back in the end
-            module.example_input_array = None  # summaries and graphs would run the model outside a step
+            lightning_internals.skip_hooks_without_data(module, changes)
+        if self.topology.replica_size > 1:  # summaries and graphs would run the model outside a step
+            changes.set(module, "example_input_array", None)
 
     def _chain(self) -> Chain:
         """Over all ranks that train one copy of the model: those of a cube log alike, and rank 0 says what counts."""
@@ -295,13 +297,6 @@ class HanayoStrategy(PlacedStrategy):
                 )
             )
         return self._metrics_chain
-
-    def _give_back(self, module: "pl.LightningModule") -> None:
-        """Undo `_setup_trainer`."""
-        unshare_metrics(module.trainer)
-        lightning_internals.restore(module.trainer)
-        if self.topology.replica_size > 1:
-            module.example_input_array = self._example
 
     @override
     def model_to_device(self) -> None:
@@ -450,9 +445,8 @@ class HanayoStrategy(PlacedStrategy):
         """Leave the other ranks after a failure: nobody here waits for them any more."""
         if self._failures is not None:
             self._failures.stop()
+        self._changes.undo()
         if self._pipeline is not None:
-            assert self.lightning_module is not None
-            self._give_back(self.lightning_module)
             self._pipeline.abandon()
         self._groups = None
         if _distributed_is_initialized():
@@ -464,8 +458,8 @@ class HanayoStrategy(PlacedStrategy):
         self._restores_late = False
         if self._failures is not None:
             self._failures.stop()
-        if self._pipeline is not None and module is not None:
-            self._give_back(module)
+        self._changes.undo()
+        if self._pipeline is not None:
             disconnect(self._pipeline)
         lightning_internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
         if module is not None:

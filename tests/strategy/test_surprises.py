@@ -1,12 +1,15 @@
 """What works in one process and can't, or not so, in a pipeline: it works, or is refused by name; it never hangs."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning import Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
@@ -134,3 +137,80 @@ def keeps_example() -> list[int]:
 
 def test_the_users_example_comes_back(pool: Pool) -> None:
     assert pool.run(2, keeps_example) == [[2, models.WIDTH]] * 2
+
+
+HOOKS = (
+    "on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end",
+    "on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device", "on_train_epoch_start",
+)  # fmt: skip
+
+
+def note(calls: list[int], *args: Any, **_: Any) -> Any:
+    """A hook that is set on a module instead of a method: it is called without the module."""
+    calls.append(len(args))
+    return args[0] if args else None
+
+
+class Pickles(Callback):
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        for twin in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+            assert vars(twin)["on_train_epoch_start"].args == ([0],), "it has been called before"
+
+
+class Evaluates(models.MLP):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.loss(batch)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch["x"])
+
+
+def instance_hooks(layout: Layout) -> tuple[dict[str, list[int]], dict[str, bool], list[list[str]]]:
+    """What each hook was called for, whether it is still there, and what module and trainer hold in the end."""
+    module, loader = models.build(Evaluates), make_loader(batches())
+    calls: dict[str, list[int]] = {name: [] for name in HOOKS}
+    hooks = {name: partial(note, calls[name]) for name in HOOKS}
+    for name, hook in hooks.items():
+        setattr(module, name, hook)
+    trainer = make_trainer(layout, max_epochs=1, callbacks=[Pickles()])
+    trainer.fit(module, loader, loader)
+    trainer.test(module, loader, verbose=False)
+    trainer.predict(module, loader)
+    kept = {name: vars(module).get(name) is hook for name, hook in hooks.items()}
+    owners = (module, trainer._logger_connector, trainer._signal_connector, trainer.fit_loop.epoch_loop)
+    return calls, kept, [sorted(vars(owner)) for owner in owners]
+
+
+def test_hooks_set_on_the_instance_are_called_and_kept(pool: Pool) -> None:
+    ((calls, kept, held),) = pool.run(1, instance_hooks, Layout())
+    assert all(calls.values()) and all(kept.values())
+    ranks = pool.run(2, instance_hooks, WAVE)
+    assert ranks[0] == (calls, kept, held)
+    assert ranks[1][1:] == (kept, held), "nothing of ours stays"
+    assert ranks[1][0]["on_train_epoch_end"] == calls["on_train_epoch_end"]
+    assert not ranks[1][0]["on_validation_epoch_end"] and not ranks[1][0]["on_predict_epoch_end"], "no data"
+
+
+class Breaks(models.MLP):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        raise KeyError("broken")
+
+
+def breaks() -> tuple[bool, list[str]]:
+    module, hook = models.build(Breaks), partial(note, [])
+    module.on_train_epoch_end = hook  # type: ignore[method-assign]
+    trainer = make_trainer(Layout(), strategy="hanayo", devices=1, max_epochs=1)
+    with pytest.raises(KeyError, match="broken"):
+        trainer.fit(module, make_loader(batches()))
+    return vars(module)["on_train_epoch_end"] is hook, sorted(vars(trainer._logger_connector))
+
+
+def breaks_alone() -> list[str]:
+    return sorted(vars(make_trainer(Layout())._logger_connector))
+
+
+def test_hooks_are_kept_after_a_failure(pool: Pool) -> None:
+    ((kept, held),) = pool.run(1, breaks)
+    assert kept and held == pool.run(1, breaks_alone)[0]

@@ -58,6 +58,8 @@ def load_module(module: nn.Module, state: Mapping[str, Any], parts: Parts | None
 def optimizer_state(optimizer: Optimizer, transport: Transport, parts: Parts | None = None) -> dict[str, Any]:
     """The optimizer's whole state dict on pipeline rank 0; elsewhere this rank's. Called by all ranks."""
     state = optimizer.state_dict()
+    if _is_stand_in(optimizer):
+        return state
     own = _own(optimizer, state["state"])
     everything = gather(transport, own if parts is None else _each(optimizer, own, parts.whole))
     if everything is not None:
@@ -68,9 +70,17 @@ def optimizer_state(optimizer: Optimizer, transport: Transport, parts: Parts | N
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], parts: Parts | None = None) -> None:
     """Load a whole state dict, without what belongs to placeholders."""
+    if _is_stand_in(optimizer):
+        optimizer.load_state_dict(dict(state))
+        return
     own = _own(optimizer, state["state"])
     own = own if parts is None else _each(optimizer, own, parts.part)
     optimizer.load_state_dict({**state, "state": own})
+
+
+def _is_stand_in(optimizer: Optimizer) -> bool:
+    """Lightning's, where `configure_optimizers` returns None: it has no parameters, and nothing in its state dict."""
+    return not optimizer.param_groups
 
 
 def _each(

@@ -104,7 +104,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> Non
                 "LBFGS takes all parameters as one vector, but a rank holds only its own. Use an optimizer "
                 "that works on each parameter alone, as AdamW."
             )
-        if prod(topology.cube) > 1 and not is_elementwise(optimizer):
+        if prod(topology.cube) > 1 and optimizer.param_groups and not is_elementwise(optimizer):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} isn't known to work on each element of a parameter alone, and in a cube a "
                 f"rank holds a part of each: norms, rows or whole matrices would be wrong. Use AdamW or SGD, say, or "

@@ -26,6 +26,7 @@ from tests.harness.running import (
     assert_close,
     data_rank,
     make_loader,
+    make_strategy,
     make_trainer,
     merge,
 )
@@ -90,6 +91,33 @@ def test_file_is_a_single_process_file(pool: Pool, tmp_path: Path, kind: str) ->
     assert alone.keys() <= ours.keys()
     for part in alone:
         assert_same(ours[part], alone[part], part)
+
+
+class WithoutOptimizer(models.MLP):
+    """Trains nothing, as for its metrics alone."""
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_no_optimizer(pool: Pool, tmp_path: Path, pipe: int) -> None:
+    pool.run(pipe, train_without, Layout(pipe), tmp_path)
+    pool.run(1, train_without, ALONE, tmp_path / "alone")
+    for name in ("half.ckpt", "full.ckpt"):
+        ours, alone = (torch.load(tmp_path / folder / name, weights_only=True) for folder in ("", "alone"))
+        for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
+            assert_same(ours[part], alone[part], part)
+
+
+def train_without(layout: Layout, folder: Path) -> None:
+    """Save, resume, and save again; gradients are clipped, of which there are none."""
+    warnings.filterwarnings("ignore", message=".*will run with no optimizer|.*no gradient clipping will occur")
+    for epochs, name, start in ((1, "half.ckpt", None), (2, "full.ckpt", folder / "half.ckpt")):
+        saver, options = Saver(folder / name), {"max_epochs": epochs, "gradient_clip_val": 0.1}
+        strategy = "auto" if folder.name == "alone" else make_strategy(layout)
+        trainer = make_trainer(layout, callbacks=[saver], strategy=strategy, **options)
+        trainer.fit(models.build(WithoutOptimizer), make_loader(models.vectors((8, 8))), ckpt_path=start)
 
 
 @pytest.fixture(scope="module")

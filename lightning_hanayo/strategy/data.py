@@ -1,6 +1,6 @@
 """The data loaders: pipeline rank 0 reads the user's, the ranks above it walk in step with a shadow of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -38,13 +38,19 @@ def _ends_unforeseen(loader: Any) -> bool:
     return sized_len(loader) is None or stream or hasattr(loader, "load_state_dict")
 
 
+ChainOf = Callable[[], Chain]
+"""Returns the pipeline's chain. Loaders may be asked for, and for their length, before the pipeline is there."""
+CubeOf = Callable[[], dist.ProcessGroup]
+"""Returns the ranks of the cube."""
+
+
 class _Walker:
-    def __init__(self, loader: Any, chain: Chain) -> None:
+    def __init__(self, loader: Any, chain_of: ChainOf) -> None:
         self.loader = loader
-        self._chain = chain
+        self._chain_of = chain_of
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_chain", "_cube") or name.startswith("__"):
+        if name in ("loader", "_chain_of", "_cube_of") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.loader, name)  # state_dict, sampler, set_epoch: whatever Lightning asks a loader for
 
@@ -63,7 +69,8 @@ class ShadowLoader(_Walker):
             for _ in range(len(self)):
                 yield ShadowBatch()
         else:
-            while self._chain.share("data"):
+            chain = self._chain_of()
+            while chain.share("data"):
                 yield ShadowBatch()
 
 
@@ -71,37 +78,40 @@ class AnnouncingLoader(_Walker):
     """The user's loader of unknown length on pipeline rank 0: tells the others whether there is one more batch."""
 
     def __iter__(self) -> Iterator[Any]:
+        chain = self._chain_of()
         for batch in self.loader:
-            self._chain.share("data", True)
+            chain.share("data", True)
             yield batch
-        self._chain.share("data", False)
+        chain.share("data", False)
 
 
 class CubeLoader(_Walker):
     """The user's loader on a cube of ranks: the first of them reads it, and gives each batch to the others."""
 
-    def __init__(self, loader: Any, chain: Chain, cube: dist.ProcessGroup) -> None:
-        super().__init__(loader, chain)
-        self._cube = cube
+    def __init__(self, loader: Any, chain_of: ChainOf, cube_of: CubeOf) -> None:
+        super().__init__(loader, chain_of)
+        self._cube_of = cube_of
 
     def __iter__(self) -> Iterator[Any]:
-        if self._cube.rank() == 0:
+        cube = self._cube_of()
+        if cube.rank() == 0:
             for batch in self.loader:
-                yield self._share((batch,))[0]
-            self._share(())
+                yield _share((batch,), cube)[0]
+            _share((), cube)
         else:
-            while batch := self._share(()):
+            while batch := _share((), cube):
                 yield batch[0]
 
-    def _share(self, value: tuple[Any, ...]) -> Any:
-        objects = [value]
-        dist.broadcast_object_list(objects, group=self._cube, group_src=0)
-        return value or objects[0]
+
+def _share(value: tuple[Any, ...], cube: dist.ProcessGroup) -> Any:
+    objects = [value]
+    dist.broadcast_object_list(objects, group=cube, group_src=0)
+    return value or objects[0]
 
 
-def process(loader: Any, chain: Chain, pipe_rank: int, cube: dist.ProcessGroup | None = None) -> Any:
-    """What a rank iterates over instead of the user's `loader`."""
+def process(loader: Any, chain_of: ChainOf, pipe_rank: int, cube_of: CubeOf | None = None) -> Any:
+    """What a rank iterates over instead of the user's `loader`. `cube_of` is None without a cube."""
     if pipe_rank > 0:
-        return ShadowLoader(loader, chain)
-    shared = loader if cube is None else CubeLoader(loader, chain, cube)
-    return AnnouncingLoader(shared, chain) if _ends_unforeseen(loader) else shared
+        return ShadowLoader(loader, chain_of)
+    shared = loader if cube_of is None else CubeLoader(loader, chain_of, cube_of)
+    return AnnouncingLoader(shared, chain_of) if _ends_unforeseen(loader) else shared

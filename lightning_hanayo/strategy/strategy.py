@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -147,6 +148,7 @@ class HanayoStrategy(PlacedStrategy):
         self._runs: list[range] | None = None
         self._cube: Cube | None = None
         self._metrics_chain: Chain | None = None
+        self._data_chain: Chain | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -192,6 +194,7 @@ class HanayoStrategy(PlacedStrategy):
         met = _distributed_is_initialized()
         _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
         self._failures = Failures(self.global_rank)
+        self._metrics_chain = self._data_chain = None
         if self._groups is None or not met:
             self._groups = Groups.create(
                 self.topology,
@@ -284,19 +287,27 @@ class HanayoStrategy(PlacedStrategy):
 
     def _chain(self) -> Chain:
         """Over all ranks that train one copy of the model: those of a cube log alike, and rank 0 says what counts."""
-        if self._cube is None or self._failures is None:
+        if self._cube is None:
             return self.pipeline.chain
         if self._metrics_chain is None:
-            self._metrics_chain = Chain(
-                ProcessGroupTransport(
-                    self.groups.replica_ranks,
-                    control=self.groups.replica,
-                    channels={},
-                    device=self.root_device,
-                    on_failure=self._failures.on_transfer,
-                )
-            )
+            self._metrics_chain = self._chain_over(self.groups.replica_ranks, self.groups.replica)
         return self._metrics_chain
+
+    def _chain_of_data(self) -> Chain:
+        """Over the ranks of the pipeline, whether it is there or not: Lightning may read a stream's first batch early.
+
+        It shares a group and a tag with the pipeline's chain; all ranks use the two in the same order.
+        """
+        if self._data_chain is None:
+            self._data_chain = self._chain_over(self.groups.pipe_ranks, self.groups.control)
+        return self._data_chain
+
+    def _chain_over(self, ranks: Sequence[int], control: dist.ProcessGroup) -> Chain:
+        assert self._failures is not None, "there once the processes have met"
+        on_failure = self._failures.on_transfer
+        return Chain(
+            ProcessGroupTransport(ranks, control=control, channels={}, device=self.root_device, on_failure=on_failure)
+        )
 
     @override
     def model_to_device(self) -> None:
@@ -319,8 +330,12 @@ class HanayoStrategy(PlacedStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        cube = self.groups.cube.whole if self.groups.cube is not None else None
-        return data.process(dataloader, self.pipeline.chain, self.pipe_rank, cube)
+        cube_of = self._ranks_of_cube if prod(self.topology.cube) > 1 else None
+        return data.process(dataloader, self._chain_of_data, self.pipe_rank, cube_of)
+
+    def _ranks_of_cube(self) -> dist.ProcessGroup:
+        assert self.groups.cube is not None
+        return self.groups.cube.whole
 
     # steps
 
@@ -448,7 +463,11 @@ class HanayoStrategy(PlacedStrategy):
         self._changes.undo()
         if self._pipeline is not None:
             self._pipeline.abandon()
-        self._groups = None
+        for chain in (self._metrics_chain, self._data_chain):
+            if chain is not None:
+                chain.forget()
+                chain.transport.close()
+        self._groups = self._metrics_chain = self._data_chain = None
         if _distributed_is_initialized():
             dist.destroy_process_group()
 
@@ -459,6 +478,9 @@ class HanayoStrategy(PlacedStrategy):
         if self._failures is not None:
             self._failures.stop()
         self._changes.undo()
+        for chain in (self._metrics_chain, self._data_chain):
+            if chain is not None:
+                chain.finish()
         if self._pipeline is not None:
             disconnect(self._pipeline)
         lightning_internals.optimizers_to_device(self.optimizers, torch.device("cpu"))

@@ -5,6 +5,7 @@ rank 1   .   .   .   end        unknown: "one more" x 3, "end" come down the cha
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -25,14 +26,15 @@ class Stream(IterableDataset[torch.Tensor]):
 
 def test_known_length() -> None:
     loader = DataLoader(torch.arange(3.0), batch_size=2)  # type: ignore[arg-type]
-    assert process(loader, CHAIN, 0) is loader
-    shadow = process(loader, CHAIN, 1)
+    assert process(loader, lambda: CHAIN, 0) is loader
+    shadow = process(loader, lambda: CHAIN, 1)
     assert len(shadow) == len(list(shadow)) == len(list(shadow)) == 2
 
 
 def test_unknown_length() -> None:
     above = [Chain(transport) for transport in Hub(3, timeout=1.0).transports()]
-    loaders = [process(DataLoader(Stream(), batch_size=2), chain, rank) for rank, chain in enumerate(above)]
+    chains = [partial(lambda chain: chain, chain) for chain in above]
+    loaders = [process(DataLoader(Stream(), batch_size=2), chain_of, rank) for rank, chain_of in enumerate(chains)]
     for _ in range(2):
         walks = [iter(loader) for loader in loaders]
         lengths = [0, 0, 0]
@@ -68,7 +70,7 @@ class Resumable(DataLoader[torch.Tensor]):
 def test_a_resumed_loader_takes_its_shadow_along() -> None:
     chains = [Chain(transport) for transport in Hub(2, timeout=1.0).transports()]
     first, shadow = (
-        process(Resumable(torch.arange(4.0)), chain, rank)  # type: ignore[arg-type]
+        process(Resumable(torch.arange(4.0)), lambda chain=chain: chain, rank)  # type: ignore[arg-type]
         for rank, chain in enumerate(chains)
     )
     assert len(first) == len(shadow) == 4
@@ -76,3 +78,15 @@ def test_a_resumed_loader_takes_its_shadow_along() -> None:
     for loader in (first, shadow):
         loader.load_state_dict({"begin": 3})
     assert len(list(first)) == len(list(shadow)) == 1
+
+
+def no_chain() -> Chain:
+    raise AssertionError("asked for before it is there")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_lengths_are_known_before_the_pipeline(rank: int) -> None:
+    loader = process(Resumable(torch.arange(4.0)), no_chain, rank)  # type: ignore[arg-type]
+    assert len(loader) == 4
+    with pytest.raises(AssertionError, match="before it is there"):
+        next(iter(loader))

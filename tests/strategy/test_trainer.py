@@ -80,6 +80,27 @@ class LogsInHooks(Model):
         self.log("end", torch.tensor(2.0))
 
 
+class Counts(Model):
+    """Plans its schedule with the number of steps, which it asks for as soon as it can."""
+
+    def setup(self, stage: str) -> None:
+        self.early = self.trainer.estimated_stepping_batches if stage == "fit" else None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = models.MLP.configure_optimizers(self)
+        assert self.early == self.trainer.estimated_stepping_batches
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=int(self.early))
+        return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+
+class CountsEarly(Callback):
+    def __init__(self) -> None:
+        self.steps: float = 0
+
+    def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self.steps = trainer.estimated_stepping_batches
+
+
 class TwoLoaders(Model):
     def training_step(self, batch: dict[str, Batch], batch_idx: int) -> Tensor:  # type: ignore[override]
         return self.loss(batch["a"]) + self.head.weight.sum() * batch["b"]["x"].mean()
@@ -201,6 +222,13 @@ def table(trainer: Any, module: LightningModule, folder: Path) -> None:
     trainer(max_steps=3, schedule=str(path), num_waves=1).fit(module, loader(8, 8, 3), loader(8))
 
 
+def steps_counted(trainer: Any, module: LightningModule, _: Path, *, streams: bool = False) -> Any:
+    counts, own = CountsEarly(), models.build(Model if streams else Counts, torch.float64)
+    options = {"max_epochs": 2} | ({"max_steps": 5} if streams else {"accumulate_grad_batches": 3})
+    trainer(callbacks=[counts], limit_val_batches=2, **options).fit(own, stream() if streams else loader(), loader(8))
+    return counts.steps
+
+
 RUNS: dict[str, Run] = {
     "every loop": every_loop,
     "two fits": two_fits,
@@ -227,6 +255,8 @@ RUNS: dict[str, Run] = {
     "balance by hand": partial(cut, [3.0, 1, 1, 1, 1, 1, 1, 1]),
     "interleaved": interleaved,
     "a table from a file": table,
+    "steps counted at set-up": steps_counted,
+    "steps of a stream counted at set-up": partial(steps_counted, streams=True),
 }
 
 
@@ -268,6 +298,8 @@ def test_same_weights_and_metrics(pool: Pool, tmp_path: Path, kind: str) -> None
         for rank in ranks:
             for ours, theirs in zip(rank["returned"][:3], alone["returned"][:3], strict=True):
                 assert ours == [pytest.approx(theirs[0], rel=1e-9)]
+    if kind.startswith("steps"):
+        assert [rank["returned"] for rank in ranks] == [alone["returned"]] * 2
     if kind == "checkpoints by step":
         for rank in ranks:
             assert rank["returned"][:2] == alone["returned"][:2]

@@ -1,6 +1,7 @@
 """The assembly: how a whole model becomes what one rank holds of it, by layout, stack and cube."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -25,6 +26,16 @@ from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.tensor3d.swap import SwapPlan, plan_swap
 from lightning_hanayo.topology import Topology
+
+
+@dataclass
+class Prepared:
+    """What is kept of a module that has been set up once: another run finds its stages cut and its layers swapped."""
+
+    runs: list[range] | None = None
+    """the blocks of each stage"""
+    cube: Cube | None = None
+    """None without a cube too"""
 
 
 def layout_of(model: nn.Module, options: Options, topology: Topology, *, steady: bool) -> tuple[Stack, Layout]:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -34,7 +35,7 @@ from lightning_hanayo.runtime.process_group import ProcessGroupTransport
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stage import loss_of
 from lightning_hanayo.strategy import data, lightning_internals, refusals
-from lightning_hanayo.strategy.assembly import assemble, layout_of, plan_cube, tensors_of
+from lightning_hanayo.strategy.assembly import Prepared, assemble, layout_of, plan_cube, tensors_of
 from lightning_hanayo.strategy.changes import Changes
 from lightning_hanayo.strategy.clip import clip_by_norm, clip_by_norm_of_parts
 from lightning_hanayo.strategy.connection import disconnect
@@ -145,8 +146,7 @@ class HanayoStrategy(PlacedStrategy):
         self._accumulating = False
         self._restores_late = False
         self._changes = Changes()
-        self._runs: list[range] | None = None
-        self._cube: Cube | None = None
+        self._prepared: WeakKeyDictionary[pl.LightningModule, Prepared] = WeakKeyDictionary()
         self._metrics_chain: Chain | None = None
         self._data_chain: Chain | None = None
 
@@ -155,6 +155,17 @@ class HanayoStrategy(PlacedStrategy):
         """This rank's part of the pipeline; there while the Trainer runs."""
         assert self._pipeline is not None, "the pipeline is there while the Trainer runs"
         return self._pipeline
+
+    @property
+    def _own(self) -> Prepared:
+        """What is kept of the current module."""
+        assert self.lightning_module is not None
+        return self._prepared.setdefault(self.lightning_module, Prepared())
+
+    @property
+    def _cube(self) -> Cube | None:
+        """This rank's part in the cube that holds the current module, once that is set up."""
+        return self._own.cube if self.lightning_module is not None else None
 
     # start
 
@@ -194,7 +205,7 @@ class HanayoStrategy(PlacedStrategy):
         met = _distributed_is_initialized()
         _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
         self._failures = Failures(self.global_rank)
-        self._metrics_chain = self._data_chain = None
+        self._pipeline = self._metrics_chain = self._data_chain = None  # of the run before, or of another module
         if self._groups is None or not met:
             self._groups = Groups.create(
                 self.topology,
@@ -241,7 +252,7 @@ class HanayoStrategy(PlacedStrategy):
         if self._cube is None:
             if self.world_size > 1 and not any(isinstance(parameter, Placeholder) for parameter in module.parameters()):
                 agree(tensors_of(module))
-            self._cube = self._make_cube(module, stack)
+            self._own.cube = self._make_cube(module, stack)
         self._pipeline = assemble(
             module,
             stack,
@@ -250,14 +261,14 @@ class HanayoStrategy(PlacedStrategy):
             self.groups,
             device=self.root_device,
             example=lightning_internals.example_of(module),
-            runs=self._runs,
+            runs=self._own.runs,
             cube=self._cube,
             seed=seed,
             streams=self._random_streams(layout, seed),
             changes=self._changes,
             on_failure=self._failures.on_transfer,
         )
-        self._runs = [run for run in self._pipeline.ownership.stages if run]  # a second fit finds placeholders
+        self._own.runs = [run for run in self._pipeline.ownership.stages if run]  # a second fit finds placeholders
 
     def _random_streams(self, layout: Layout, seed: int) -> RandomStreams | None:
         """None where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws."""

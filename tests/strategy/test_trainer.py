@@ -170,6 +170,25 @@ def two_fits(trainer: Any, module: LightningModule, _: Path) -> None:
     again.fit(module, loader(), loader(8))
 
 
+class Deep(Model):
+    """Of another class and depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(models.Block() for _ in range(3))
+
+
+def two_modules(trainer: Any, module: LightningModule, _: Path) -> Any:
+    """One after the other with one Trainer, and the first one once more."""
+    other, weights = models.build(Deep, torch.float64), []
+    one = trainer(max_epochs=0)
+    for turn, own in enumerate((module, other, module, other), 1):
+        one.fit_loop.max_epochs = turn
+        one.fit(own, loader(), loader(8))
+        weights.append(own_weights(own, one))
+    return weights
+
+
 def several_validations(trainer: Any, module: LightningModule, _: Path) -> None:
     trainer(max_epochs=1).fit(module, loader(), [loader(8), loader(5, 3)])
 
@@ -232,6 +251,7 @@ def steps_counted(trainer: Any, module: LightningModule, _: Path, *, streams: bo
 RUNS: dict[str, Run] = {
     "every loop": every_loop,
     "two fits": two_fits,
+    "two modules": two_modules,
     "an odd end while accumulating": fit(accumulate_grad_batches=3),
     "accumulation by epoch": fit(callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})]),
     "overfit": fit(overfit_batches=2),
@@ -298,6 +318,9 @@ def test_same_weights_and_metrics(pool: Pool, tmp_path: Path, kind: str) -> None
         for rank in ranks:
             for ours, theirs in zip(rank["returned"][:3], alone["returned"][:3], strict=True):
                 assert ours == [pytest.approx(theirs[0], rel=1e-9)]
+    if kind == "two modules":
+        for turn, expected in enumerate(alone["returned"]):
+            assert_close(merge_owned([rank["returned"][turn] for rank in ranks]), expected, 1e-10)
     if kind.startswith("steps"):
         assert [rank["returned"] for rank in ranks] == [alone["returned"]] * 2
     if kind == "checkpoints by step":
@@ -345,3 +368,14 @@ def lagging() -> None:
 
 def test_rank_0_doesnt_leave_before_the_others_know_its_metrics(pool: Pool) -> None:
     pool.run(2, lagging)
+
+
+def two_modules_in_a_cube(layout: Layout) -> Any:
+    return two_modules(partial(make_trainer, layout), models.build(Model, torch.float64), Path())
+
+
+def test_two_modules_in_a_cube(pool: Pool) -> None:
+    (alone,) = pool.run(1, two_modules_in_a_cube, Layout())
+    for weights in pool.run(2, two_modules_in_a_cube, Layout(cube=(1, 2, 1))):
+        for own, expected in zip(weights, alone, strict=True):
+            assert_close(own, expected, 1e-10)

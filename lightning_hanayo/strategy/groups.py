@@ -132,3 +132,25 @@ def objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
     everybody: list[Any] = [None] * group.size()
     dist.all_gather_object(everybody, value, group)
     return everybody
+
+
+class Gather(torch.autograd.Function):
+    """[...] of each rank of a group to [ranks, ...]; a rank's gradient is the sum of what all ranks send back for it.
+
+    torch's own (2.13) is deprecated, and its backward over gloo takes ranks of a group for ranks of the world.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Called by all ranks of the group, with tensors of one shape."""
+        ctx.group = group
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Called by all ranks of the group."""
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()], None

@@ -1,6 +1,7 @@
 """The placement: where a process lies on the axes, and what the ranks do all together."""
 
 from abc import ABC
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.strategy.groups import Groups
+from lightning_hanayo.strategy.groups import Gather, Groups
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.topology import Topology, resolve
 
@@ -115,5 +116,18 @@ class PlacedStrategy(ParallelStrategy, ABC):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        group = group or self.groups.data
-        return super().all_gather(tensor, group, sync_grads) if group is not None else tensor.unsqueeze(0)
+        """Over the ranks that see other samples than this one. Called by all of them.
+
+        `LightningModule.all_gather` passes the world where its caller named no group. The ranks above pipeline rank 0
+        don't run the step that calls it, so the world would never meet there.
+
+        Returns:
+            [ranks, ...]; in a world of one rank the tensor as it is, as Lightning documents it.
+        """
+        if self.world_size == 1:
+            return tensor
+        if group is None or group is dist.group.WORLD:
+            group = self.groups.metrics
+        with nullcontext() if sync_grads else torch.no_grad():
+            gathered: Tensor = Gather.apply(tensor, group)
+        return gathered

@@ -15,6 +15,7 @@ from lightning_hanayo.partition.ownership import Ownership, Placeholder, leave_o
 from lightning_hanayo.partition.profile import profile
 from lightning_hanayo.partition.stack import Stack, find_stack, num_outside
 from lightning_hanayo.planner.layout import Layout, choose
+from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.process_group import OnFailure, ProcessGroupTransport
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.strategy.changes import Changes
@@ -89,6 +90,7 @@ def assemble(
     cube: Cube | None,
     seed: int,
     streams: RandomStreams | None,
+    chain: Chain,
     changes: Changes,
     on_failure: OnFailure,
 ) -> Pipeline:
@@ -107,6 +109,7 @@ def assemble(
         seed: of the values of what was built on the meta device.
         streams: where random numbers come from; None: from torch's own generators as they are.
         changes: remembers what is set on the model's modules for the run.
+        chain: over the ranks of the pipeline.
         on_failure: what to do when a transfer fails.
     """
     table = layout.table(layout.num_microbatches)
@@ -122,7 +125,7 @@ def assemble(
         _spread(model, ownership, transport.rank, own, cube)
     if blueprint is not None:
         give_values(blueprint, _own_modules(model, ownership, transport.rank), device, cube)
-    return connect(model, layout, ownership, transport, own, groups, cube, streams, changes)
+    return connect(model, layout, ownership, transport, own, groups, cube, streams, chain, changes)
 
 
 def _spread(model: nn.Module, ownership: Ownership, rank: int, own: list[nn.Parameter], cube: Cube) -> None:

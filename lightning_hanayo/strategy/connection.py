@@ -37,6 +37,7 @@ def connect(
     groups: Groups,
     cube: Cube | None,
     streams: RandomStreams | None,
+    chain: Chain,
     changes: Changes,
 ) -> Pipeline:
     """Make this rank's stages of `model` a part of its pipeline.
@@ -50,6 +51,7 @@ def connect(
         groups: this rank's process groups.
         cube: the ranks that hold each stage together; None for one.
         streams: where random numbers come from; None: from torch's own generators as they are.
+        chain: over the ranks of the pipeline.
         changes: remembers what is set on the model's modules.
     """
     stack, rank = ownership.stack, transport.rank
@@ -84,7 +86,7 @@ def connect(
         ownership,
         rank,
         engine,
-        Chain(transport),
+        chain,
         reduction,
         user,
         last,

@@ -50,7 +50,7 @@ class _Walker:
         self._chain_of = chain_of
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_chain_of", "_cube_of") or name.startswith("__"):
+        if name in ("loader", "_chain_of", "_cube_of", "_announced") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.loader, name)  # state_dict, sampler, set_epoch: whatever Lightning asks a loader for
 
@@ -62,10 +62,14 @@ class _Walker:
 
 
 class ShadowLoader(_Walker):
-    """As many shadow batches as the user's loader has batches; an unforeseen end comes down the chain."""
+    """As many shadow batches as the user's loader has batches; `announced`: as many as come down the chain."""
+
+    def __init__(self, loader: Any, chain_of: ChainOf, *, announced: bool) -> None:
+        super().__init__(loader, chain_of)
+        self._announced = announced
 
     def __iter__(self) -> Iterator[ShadowBatch]:
-        if not _ends_unforeseen(self.loader):
+        if not self._announced:
             for _ in range(len(self)):
                 yield ShadowBatch()
         else:
@@ -109,9 +113,21 @@ def _share(value: tuple[Any, ...], cube: dist.ProcessGroup) -> Any:
     return value or objects[0]
 
 
-def process(loader: Any, chain_of: ChainOf, pipe_rank: int, cube_of: CubeOf | None = None) -> Any:
-    """What a rank iterates over instead of the user's `loader`. `cube_of` is None without a cube."""
+def process(loader: Any, chain_of: ChainOf, pipe_rank: int, cube_of: CubeOf | None = None, *, logs: bool = True) -> Any:
+    """What a rank iterates over instead of the user's `loader`.
+
+    A loader may also end before its length. Then the metrics at the epoch's end tell the ranks above; where none follow
+    the batches on the same chain, each batch is announced.
+
+    Args:
+        loader: the user's.
+        chain_of: gives the chain over the pipeline's ranks.
+        pipe_rank: this rank's place on the pipe axis.
+        cube_of: gives the group of this rank's cube; None without a cube.
+        logs: whether metrics are shared at the epoch's end: not in predictions.
+    """
+    announced = _ends_unforeseen(loader) or cube_of is not None or not logs
     if pipe_rank > 0:
-        return ShadowLoader(loader, chain_of)
+        return ShadowLoader(loader, chain_of, announced=announced)
     shared = loader if cube_of is None else CubeLoader(loader, chain_of, cube_of)
-    return AnnouncingLoader(shared, chain_of) if _ends_unforeseen(loader) else shared
+    return AnnouncingLoader(shared, chain_of) if announced else shared

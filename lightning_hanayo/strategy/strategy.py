@@ -148,7 +148,7 @@ class HanayoStrategy(PlacedStrategy):
         self._changes = Changes()
         self._prepared: WeakKeyDictionary[pl.LightningModule, Prepared] = WeakKeyDictionary()
         self._metrics_chain: Chain | None = None
-        self._data_chain: Chain | None = None
+        self._chain_of_pipe: Chain | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -205,7 +205,7 @@ class HanayoStrategy(PlacedStrategy):
         met = _distributed_is_initialized()
         _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
         self._failures = Failures(self.global_rank)
-        self._pipeline = self._metrics_chain = self._data_chain = None  # of the run before, or of another module
+        self._pipeline = self._metrics_chain = self._chain_of_pipe = None  # of the run before, or of another module
         if self._groups is None or not met:
             self._groups = Groups.create(
                 self.topology,
@@ -266,6 +266,7 @@ class HanayoStrategy(PlacedStrategy):
             seed=seed,
             streams=self._random_streams(layout, seed),
             changes=self._changes,
+            chain=self._pipe_chain(),
             on_failure=self._failures.on_transfer,
         )
         self._own.runs = [run for run in self._pipeline.ownership.stages if run]  # a second fit finds placeholders
@@ -299,19 +300,16 @@ class HanayoStrategy(PlacedStrategy):
     def _chain(self) -> Chain:
         """Over all ranks that train one copy of the model: those of a cube log alike, and rank 0 says what counts."""
         if self._cube is None:
-            return self.pipeline.chain
+            return self._pipe_chain()
         if self._metrics_chain is None:
             self._metrics_chain = self._chain_over(self.groups.replica_ranks, self.groups.replica)
         return self._metrics_chain
 
-    def _chain_of_data(self) -> Chain:
-        """Over the ranks of the pipeline, whether it is there or not: Lightning may read a stream's first batch early.
-
-        It shares a group and a tag with the pipeline's chain; all ranks use the two in the same order.
-        """
-        if self._data_chain is None:
-            self._data_chain = self._chain_over(self.groups.pipe_ranks, self.groups.control)
-        return self._data_chain
+    def _pipe_chain(self) -> Chain:
+        """Over the ranks of the pipeline, before it is set up too: Lightning may read a stream's first batch early."""
+        if self._chain_of_pipe is None:
+            self._chain_of_pipe = self._chain_over(self.groups.pipe_ranks, self.groups.control)
+        return self._chain_of_pipe
 
     def _chain_over(self, ranks: Sequence[int], control: dist.ProcessGroup) -> Chain:
         assert self._failures is not None, "there once the processes have met"
@@ -342,7 +340,9 @@ class HanayoStrategy(PlacedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         cube_of = self._ranks_of_cube if prod(self.topology.cube) > 1 else None
-        return data.process(dataloader, self._chain_of_data, self.pipe_rank, cube_of)
+        assert self.lightning_module is not None
+        logs = self.lightning_module.trainer.state.fn != TrainerFn.PREDICTING
+        return data.process(dataloader, self._pipe_chain, self.pipe_rank, cube_of, logs=logs)
 
     def _ranks_of_cube(self) -> dist.ProcessGroup:
         assert self.groups.cube is not None
@@ -474,11 +474,11 @@ class HanayoStrategy(PlacedStrategy):
         self._changes.undo()
         if self._pipeline is not None:
             self._pipeline.abandon()
-        for chain in (self._metrics_chain, self._data_chain):
+        for chain in (self._metrics_chain, self._chain_of_pipe):
             if chain is not None:
                 chain.forget()
                 chain.transport.close()
-        self._groups = self._metrics_chain = self._data_chain = None
+        self._groups = self._metrics_chain = self._chain_of_pipe = None
         if _distributed_is_initialized():
             dist.destroy_process_group()
 
@@ -489,7 +489,7 @@ class HanayoStrategy(PlacedStrategy):
         if self._failures is not None:
             self._failures.stop()
         self._changes.undo()
-        for chain in (self._metrics_chain, self._data_chain):
+        for chain in (self._metrics_chain, self._chain_of_pipe):
             if chain is not None:
                 chain.finish()
         if self._pipeline is not None:

@@ -33,10 +33,10 @@ def count(kind: str) -> tuple[int, list[float]]:
     shared = 0
     share = Chain.share
 
-    def counted(self: Chain, value: Any = None) -> Any:
+    def counted(self: Chain, kind: Any, value: Any = None) -> Any:
         nonlocal shared
         shared += 1
-        return share(self, value)
+        return share(self, kind, value)
 
     reader = Reader()
     saving = ModelCheckpoint("checkpoints", every_n_train_steps=2, monitor="train_loss")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
-from tests.harness.running import Layout, make_loader, make_trainer
+from tests.harness.running import Layout, make_loader, make_strategy, make_trainer
 
 WAVE = Layout(2, 1, 1)
 
@@ -214,3 +214,47 @@ def breaks_alone() -> list[str]:
 def test_hooks_are_kept_after_a_failure(pool: Pool) -> None:
     ((kept, held),) = pool.run(1, breaks)
     assert kept and held == pool.run(1, breaks_alone)[0]
+
+
+class EndsEarly(DataLoader[Any]):
+    """Its length is one too high."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+class Counted(models.MLP):
+    """Counts the samples it validates, and predicts."""
+
+    validated = 0
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validated += len(self(batch["x"]))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch["x"])
+
+
+def ends_early(layout: Layout) -> list[Any]:
+    """What Lightning makes of loaders that end before their length."""
+    strategy = make_strategy(layout) if layout.world_size > 1 else "auto"
+    trainer = make_trainer(layout, strategy=strategy, max_epochs=3, num_sanity_val_steps=1, accumulate_grad_batches=2)
+    module = models.build(Counted, torch.float64)
+    batches = models.vectors((8, 8, 8, 8), torch.float64)
+    trainer.fit(module, EndsEarly(batches, batch_size=None), EndsEarly(batches[:2], batch_size=None))  # type: ignore[arg-type]
+    predicted = trainer.predict(module, EndsEarly(batches[:2], batch_size=None))  # type: ignore[arg-type]
+    return [
+        trainer.global_step,
+        trainer.current_epoch,
+        None if predicted is None else sum(part.sum().item() for part in predicted if isinstance(part, Tensor)),
+    ]
+
+
+@pytest.mark.parametrize("layout", [WAVE, Layout(2, 1, 1, cube=(1, 2, 1))], ids=str)
+def test_a_loader_that_ends_before_its_length(pool: Pool, layout: Layout) -> None:
+    (plain,) = pool.run(1, ends_early, Layout())
+    steps, epochs, total = plain
+    for rank, seen in enumerate(pool.run(layout.world_size, ends_early, layout, timeout=30.0)):
+        assert seen[:2] == [steps, epochs], f"rank {rank}"
+        if rank == 0:
+            assert seen[2] == pytest.approx(total)

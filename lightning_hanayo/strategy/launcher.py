@@ -24,6 +24,10 @@ class CheckingLauncher(_SubprocessScriptLauncher):
 
     check: Callable[["pl.Trainer | None"], None] = staticmethod(lambda trainer: None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes, which are this one's."""
+        return vars(self) | {"procs": []}
+
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any

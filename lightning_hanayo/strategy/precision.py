@@ -1,18 +1,20 @@
 """The precision: any plugin of Lightning's, with the clipping of a pipeline."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.optim import Optimizer
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.changes import Changes
 
 Clip = Callable[[list[Any], float], object]
 
 
-def adapt(plugin: Precision, clip: Clip) -> Precision:
-    """`plugin` itself, its class swapped for a subclass of the same name (checkpoints store it) that calls `clip`.
+def check_precision(plugin: Precision) -> None:
+    """Refuse what ranks can't decide alone.
 
     Raises:
         UnsupportedError: fp16 with a gradient scaler, whose check for infinities sees one rank's gradients only.
@@ -22,15 +24,12 @@ def adapt(plugin: Precision, clip: Clip) -> Precision:
             "precision='16-mixed' scales the loss by what one rank finds in its own gradients, so the ranks of a "
             "pipeline would part. Use precision='bf16-mixed', which needs no scaling."
         )
-    if hasattr(type(plugin), "_hanayo"):
-        plugin._clip = clip  # type: ignore[attr-defined]
-        return plugin
-    base = type(plugin)
 
-    def clip_grad_by_norm(self: Any, optimizer: Optimizer, clip_val: float) -> None:
-        self._clip(list(self.main_params(optimizer)), clip_val)
 
-    members = {"clip_grad_by_norm": clip_grad_by_norm, "_hanayo": True, "__qualname__": base.__qualname__}
-    plugin.__class__ = type(base.__name__, (base,), {**members, "__module__": base.__module__})
-    plugin._clip = clip  # type: ignore[attr-defined]
-    return plugin
+def adapt(plugin: Precision, clip: Clip, changes: Changes) -> None:
+    """Have `plugin` clip by norm with `clip` until `changes` are undone. It keeps its class, which checkpoints name."""
+    changes.set(plugin, "clip_grad_by_norm", partial(_clip_grad_by_norm, plugin, clip))
+
+
+def _clip_grad_by_norm(plugin: Precision, clip: Clip, optimizer: Optimizer, clip_val: float) -> None:
+    clip(list(plugin.main_params(optimizer)), clip_val)

@@ -48,7 +48,7 @@ from lightning_hanayo.strategy.loss_weight import Shares, counts_labels, shares
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.placement import PlacedStrategy
-from lightning_hanayo.strategy.precision import adapt
+from lightning_hanayo.strategy.precision import adapt, check_precision
 from lightning_hanayo.strategy.shared_metrics import connector_of, reads_step_metrics, share_metrics
 
 
@@ -149,6 +149,20 @@ class HanayoStrategy(PlacedStrategy):
         self._prepared: WeakKeyDictionary[pl.LightningModule, Prepared] = WeakKeyDictionary()
         self._metrics_chain: Chain | None = None
         self._chain_of_pipe: Chain | None = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
+        live = dict.fromkeys(("_groups", "_failures", "_pipeline", "_metrics_chain", "_data_chain"))
+        runs = self._own.runs if self.lightning_module is not None else None
+        return super().__getstate__() | live | {"_changes": Changes(), "_prepared": runs}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        runs = state["_prepared"]
+        super().__setstate__(state | {"_prepared": WeakKeyDictionary()})
+        if self.lightning_module is not None:
+            self._own.runs = runs
 
     @property
     def pipeline(self) -> Pipeline:
@@ -289,6 +303,7 @@ class HanayoStrategy(PlacedStrategy):
 
     def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         changes = self._changes
+        adapt(self.precision_plugin, self._clip, changes)
         lightning_internals.keep_sigterm_local(trainer, changes)
         share_metrics(trainer, self._chain(), changes, computes=self.pipe_rank == 0, warns=self.topology.data > 1)
         lightning_internals.set_metric_groups(module, self.groups.metrics, changes)
@@ -329,7 +344,9 @@ class HanayoStrategy(PlacedStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = adapt(precision_plugin, self._clip) if precision_plugin is not None else None
+        if precision_plugin is not None:
+            check_precision(precision_plugin)
+        self._precision_plugin = precision_plugin
 
     def _clip(self, parameters: list[Tensor], max_norm: float) -> None:
         if self._cube is not None:

@@ -1,17 +1,37 @@
-"""The module may be copied, pickled and saved while it trains; its copies know no process group."""
+"""The module may be copied, pickled and saved while it trains; its copies know no process group.
+
+The Trainer may be copied and pickled before and after a run, as a plain one may, and its copies train.
+"""
 
 import copy
 import io
 import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import DoublePrecision
 
+from lightning_hanayo import HanayoStrategy
+from lightning_hanayo.strategy.launcher import CheckingLauncher
 from tests.harness import models
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, make_loader, make_trainer
+from tests.harness.running import (
+    Layout,
+    assert_close,
+    make_loader,
+    make_strategy,
+    make_trainer,
+    merge_owned,
+    own_weights,
+)
 
 
 class Copies(Callback):
@@ -33,3 +53,61 @@ def train(model: type[LightningModule]) -> None:
 @pytest.mark.parametrize("model", [models.MLP, models.Metrics])
 def test_copied_while_it_trains(pool: Pool, model: type[LightningModule]) -> None:
     pool.run(2, train, model)
+
+
+def by_pickle(trainer: Trainer) -> Trainer:
+    return pickle.loads(pickle.dumps(trainer))  # type: ignore[no-any-return]
+
+
+def by_cloudpickle(trainer: Trainer) -> Trainer:
+    import cloudpickle
+
+    return pickle.loads(cloudpickle.dumps(trainer))  # type: ignore[no-any-return]
+
+
+COPIES = [by_pickle, copy.deepcopy, *([by_cloudpickle] if find_spec("cloudpickle") else [])]
+
+
+class Own(DoublePrecision):
+    """A user's plugin."""
+
+
+def copied(layout: Layout, strategy: Callable[[], Any], copied_by: Callable[[Trainer], Trainer]) -> list[Any]:
+    """Weights after an epoch of a copied Trainer, after another one of its own copy, and of that with another model."""
+    options = {"strategy": strategy(), "gradient_clip_val": 0.1, "plugins": [Own()]}
+    loader, weights = make_loader(models.vectors((8, 8))), []
+    trainer = copied_by(make_trainer(layout, max_epochs=1, **options))
+    trainer.fit(models.build(models.MLP), loader)
+    weights.append(own_weights(trainer.lightning_module))
+    for epochs, module in ((2, None), (3, models.build(models.Skip))):
+        trainer = copied_by(trainer)
+        assert type(trainer.precision_plugin) is Own
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module or trainer.lightning_module, loader)
+        weights.append(own_weights(trainer.lightning_module))
+    return weights
+
+
+@pytest.mark.parametrize("copied_by", COPIES)
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 1, 1), pytest.param(Layout(2, 2, 1), id="by name")], ids=lambda layout: str(layout)
+)
+def test_a_copied_trainer_trains(pool: Pool, layout: Layout, copied_by: Callable[[Trainer], Trainer]) -> None:
+    strategy: Any = partial(str, "hanayo") if layout.waves == 2 else partial(make_strategy, layout)
+    (alone,) = pool.run(1, copied, Layout(), partial(str, "auto"), copied_by)
+    ranks = pool.run(2, copied, layout, strategy, copied_by)
+    for turn, expected in enumerate(alone):
+        assert_close(merge_owned([rank[turn] for rank in ranks]), expected, 1e-10)
+
+
+def test_a_strategy_by_itself() -> None:
+    strategy = pickle.loads(pickle.dumps(HanayoStrategy(num_waves=2, cube=2)))
+    assert (strategy.options.num_waves, strategy.options.cube) == (2, 2)
+
+
+def test_processes_stay_with_the_launcher_that_started_them() -> None:
+    launcher = CheckingLauncher(LightningEnvironment(), 2, 1)
+    launcher.procs = [subprocess.Popen([sys.executable, "-c", ""])]
+    for twin in (pickle.loads(pickle.dumps(launcher)), copy.deepcopy(launcher)):
+        assert twin.procs == [] and twin.num_processes == 2
+    assert launcher.procs[0].wait() == 0

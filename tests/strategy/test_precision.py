@@ -8,7 +8,8 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.precision import adapt
+from lightning_hanayo.strategy.changes import Changes
+from lightning_hanayo.strategy.precision import adapt, check_precision
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.running import Layout, Recorder, data_rank, make_loader, make_trainer, merge
@@ -23,21 +24,28 @@ PLUGINS = [
 
 @pytest.mark.parametrize("make", PLUGINS)
 def test_adapted_in_place(make: Any) -> None:
-    plugin, kind = make(), type(make())
+    plugin, kind, changes = make(), type(make()), Changes()
     before = (kind.__module__, kind.__qualname__)
+    held = dict(vars(plugin))
     clipped: list[object] = []
     for name in "ab":  # a second Trainer brings its own
-        assert adapt(plugin, lambda parameters, value, name=name: clipped.append((name, value))) is plugin
+        adapt(plugin, lambda parameters, value, name=name: clipped.append((name, value)), changes)
     assert isinstance(plugin, kind) and (type(plugin).__module__, type(plugin).__qualname__) == before
-    assert type(plugin).__mro__[1] is kind
+    assert type(plugin) is kind
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     plugin.clip_gradients(optimizer, 0.5, "norm")
     assert clipped == [("b", 0.5)]
+    changes.undo()
+    assert vars(plugin) == held
+    plugin.clip_gradients(optimizer, 0.5, "norm")
+    assert len(clipped) == 1
 
 
 def test_fp16_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="precision='bf16-mixed'"):
-        adapt(MixedPrecision("16-mixed", "cpu"), print)
+        check_precision(MixedPrecision("16-mixed", "cpu"))
+    with pytest.raises(UnsupportedError, match="precision='bf16-mixed'"):
+        make_trainer(Layout(2), plugins=[MixedPrecision("16-mixed", "cpu")])
 
 
 def train(layout: Layout, precision: str) -> Any:

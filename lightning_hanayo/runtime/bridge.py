@@ -29,6 +29,7 @@ from lightning_hanayo.runtime.tree import Flattener, Skeleton
 _INNER = "_forward_behind_bridge"
 _COMPILED = "_compiled_behind_bridge"
 _ELSEWHERE = "_lies_on_another_rank"
+_WHOLE = "_runs_where_it_is_called"
 _RANDOMNESS = "_random_stream"
 
 
@@ -50,16 +51,16 @@ def install(blocks: Sequence[nn.Module], streams: RandomStreams | None = None, *
         streams: where the blocks' random numbers come from; None: from torch's own generators as they are.
         whole: whether this rank runs the whole step, so that every block runs where it is called.
     """
-    stand_in = forward_of_whole if whole else forward
     for index, block in enumerate(blocks):
         if _INNER not in vars(block):
             object.__setattr__(block, _INNER, vars(block).get("forward"))
             object.__setattr__(block, _ELSEWHERE, any(parameter.is_meta for parameter in block.parameters()))
+            object.__setattr__(block, _WHOLE, whole)
             object.__setattr__(block, _RANDOMNESS, None if streams is None else BlockRandomness(streams, index))
-            block.forward = MethodType(stand_in, block)
+            block.forward = MethodType(forward, block)
             if block._compiled_call_impl is not None:
                 object.__setattr__(block, _COMPILED, _Compiled(block._compiled_call_impl))
-                block._compiled_call_impl = MethodType(stand_in, block)
+                block._compiled_call_impl = MethodType(forward, block)
 
 
 def remove(blocks: Sequence[nn.Module]) -> None:
@@ -67,7 +68,9 @@ def remove(blocks: Sequence[nn.Module]) -> None:
     for block in blocks:
         if _INNER in vars(block):
             inner = vars(block).pop(_INNER)
-            del block.forward, vars(block)[_ELSEWHERE], vars(block)[_RANDOMNESS]
+            del block.forward
+            for name in (_ELSEWHERE, _WHOLE, _RANDOMNESS):
+                del vars(block)[name]
             if inner is not None:
                 block.forward = inner
             compiled = vars(block).pop(_COMPILED, None)
@@ -77,17 +80,12 @@ def remove(blocks: Sequence[nn.Module]) -> None:
 
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What stands for the block's forward: a step's visitor is asked first. Its name is what pickle looks up."""
-    if torch.compiler.is_dynamo_compiling() and getattr(block, _COMPILED, None) is not None:
-        return _inner(block, *args, **kwargs)  # reached from `run`: the visitor has been asked
-    visitor = current_visitor()
+    if torch.compiler.is_dynamo_compiling() and (getattr(block, _COMPILED, None) is not None or getattr(block, _WHOLE)):
+        return _inner(block, *args, **kwargs)  # reached from `run`, which has asked; or the whole step is compiled
+    visitor = None if vars(block)[_WHOLE] else current_visitor()
     if visitor is None:
         return run(block, *args, **kwargs)
     return visitor.visit(block, args, kwargs)
-
-
-def forward_of_whole(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """As `forward`, where one rank runs the whole step. A step that is compiled as one draws from one stream."""
-    return _inner(block, *args, **kwargs) if torch.compiler.is_dynamo_compiling() else run(block, *args, **kwargs)
 
 
 def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

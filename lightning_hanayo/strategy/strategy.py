@@ -153,7 +153,7 @@ class HanayoStrategy(PlacedStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
-        live = dict.fromkeys(("_groups", "_failures", "_pipeline", "_metrics_chain", "_data_chain"))
+        live = dict.fromkeys(("_groups", "_failures", "_pipeline", "_metrics_chain", "_chain_of_pipe"))
         runs = self._own.runs if self.lightning_module is not None else None
         return super().__getstate__() | live | {"_changes": Changes(), "_prepared": runs}
 

@@ -1,0 +1,93 @@
+"""What keyed random numbers cost: the time to begin a stream, beside a block's forward.
+
+python -m recipes.benchmarks.random_streams --table random_streams.md
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
+
+READING = """\
+A rank begins a stream before each forward and backward action, one where the step's own code starts, and one around
+each call of a block, after which the caller's stream goes on. A batch saves torch's generators and restores them.
+
+    python -m recipes.benchmarks.random_streams --table docs/benchmarks/random_streams.md"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write what was asked for. Returns the exit code."""
+    parser = new_parser("random_streams", __doc__)
+    parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="of which the median counts (default 9)")
+    parser.add_argument("--calls", type=whole, default=2000, metavar="N", help="in each (default 2000)")
+    parser.add_argument("--device", default="cpu", help="where the model is (default cpu)")
+    return run(_measure, parser.parse_args(arguments))
+
+
+def _measure(options: argparse.Namespace) -> Findings:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, which reads it once
+    import torch
+
+    from recipes.benchmarks.result import Spread
+
+    machine = describe(f"{options.device}, threads: {torch.get_num_threads()}")
+    found = {name: Spread.of(_times(call, options)) for name, call in _cases(torch.device(options.device)).items()}
+    rows = [f"| {name} | {us.median:.1f} | {us.least:.1f}-{us.most:.1f} |" for name, us in found.items()]
+    head = ["# Keyed random numbers", "", *(f"- {line}" for line in machine), ""]
+    table = ["| what | microseconds | min-max |", "|---|---:|---:|", *rows]
+    figures = {name: {"us": us.median, "least": us.least, "most": us.most} for name, us in found.items()}
+    return Findings("\n".join([*head, *table, "", READING, ""]), {"machine": machine, "cases": figures})
+
+
+def _cases(device: Any) -> dict[str, Callable[[], object]]:
+    import torch
+
+    from lightning_hanayo.runtime.random_streams import RandomStreams
+    from recipes.gpt.module import Block
+
+    streams = RandomStreams(0, 0, device)
+    batch = streams.batch("train 0 0")
+    batch.__enter__()  # the process ends with it
+    streams.begin(0)
+    block, x = Block(128, 4, 0.0).to(device), torch.randn(1, 128, 128, device=device)
+
+    def in_stream() -> None:
+        with streams.block(3):
+            pass
+
+    def a_batch() -> None:
+        with RandomStreams(0, 0, device).batch("train 0 0"):
+            pass
+
+    @torch.no_grad()
+    def forward() -> None:
+        block(x)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return {
+        "an action": lambda: streams.begin(1),
+        "the step's own code": lambda: streams.begin_step(1),
+        "a call of a block": in_stream,
+        "a batch": a_batch,
+        "for comparison: a block's forward, 128 tokens of width 128": forward,
+    }
+
+
+def _times(call: Callable[[], object], options: argparse.Namespace) -> list[float]:
+    """Microseconds per call, a value for each round."""
+    found = []
+    for _ in range(options.rounds):
+        start = time.perf_counter()
+        for _ in range(options.calls):
+            call()
+        found.append((time.perf_counter() - start) / options.calls * 1e6)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

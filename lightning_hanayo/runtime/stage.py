@@ -19,6 +19,7 @@ from lightning_hanayo.runtime import graph
 from lightning_hanayo.runtime.cargo import Cargo
 from lightning_hanayo.runtime.gate import Nothing, Surroundings
 from lightning_hanayo.runtime.graph import Entrance
+from lightning_hanayo.runtime.microbatches import with_values
 from lightning_hanayo.runtime.packet import Packet, gradients, spread
 from lightning_hanayo.runtime.shared_gradients import SharedGradients
 from lightning_hanayo.runtime.user_step import UserStep, without_values
@@ -227,4 +228,6 @@ def detached(tree: Any) -> Any:
         return tree.detach()
     if type(tree) in (tuple, list):
         return type(tree)(map(detached, tree))
-    return {key: detached(value) for key, value in tree.items()} if type(tree) is dict else tree
+    if isinstance(tree, Mapping):
+        return with_values(tree, {key: detached(value) for key, value in tree.items()})
+    return tree

@@ -39,6 +39,21 @@ def check_module(module: "pl.LightningModule", strategy: Any) -> None:
         )
 
 
+def check_layers(module: nn.Module) -> None:
+    """Refuse a model whose layers are spread over a cube already.
+
+    Raises:
+        UnsupportedError: another Trainer has trained it, or a copy of one.
+    """
+    for name, part in module.named_modules():
+        if getattr(part, "shards", None):
+            raise UnsupportedError(
+                f"{name} holds one rank's part of its weights: another Trainer has trained this "
+                f"{type(module).__name__} on a cube of ranks. Build it anew and load a checkpoint, or go on with the "
+                f"same Trainer."
+            )
+
+
 def check_example(module: "pl.LightningModule", options: Options) -> None:
     """See that `balance="time"` has something to measure.
 

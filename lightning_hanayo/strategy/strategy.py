@@ -264,6 +264,7 @@ class HanayoStrategy(PlacedStrategy):
         stack, layout = self._layout(trainer, module)  # the same error on all ranks, before the first message
         seed = self.broadcast(torch.initial_seed())
         if self._cube is None:
+            refusals.check_layers(module)
             if self.world_size > 1 and not any(isinstance(parameter, Placeholder) for parameter in module.parameters()):
                 agree(tensors_of(module))
             self._own.cube = self._make_cube(module, stack)

@@ -12,13 +12,13 @@ x, y, z = 2, 2, 2        rank = (x * 2 + y) * 2 + z
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.topology import Topology
 
 PLANES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
@@ -76,6 +76,14 @@ class Axis:
         self.place = place
         self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
         """the group, if its own collectives are as good as they can be"""
+
+    def __getstate__(self) -> dict[str, int]:
+        """A process group belongs to its process: a pickled axis knows its size, and no other rank."""
+        return {"size": self.size, "place": self.place}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        gone: Any = _GoneGroup() if state["size"] > 1 else None
+        vars(self).update(state, group=gone, _native=gone)
 
     def all_gather(self, tensor: Tensor) -> Pending:
         """[...] of each to [size, ...]."""
@@ -149,6 +157,18 @@ class Axis:
         if self.group is None:
             return Pending(None, lambda: tensor)
         return Pending(self.group.reduce(tensor, target), lambda: tensor)
+
+
+class _GoneGroup:
+    """Stands for the process group of a pickled axis."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)  # what copy and pickle ask of every object
+        raise UnsupportedError(
+            "this layer was pickled while it was spread over the ranks of a cube: the copy holds one rank's part of "
+            "the weights, and can't compute with it. Build the model anew, and load a checkpoint."
+        )
 
 
 MakeGroup = Callable[[str], "dist.ProcessGroup | None"]

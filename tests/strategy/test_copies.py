@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -20,9 +21,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import DoublePrecision
 
 from lightning_hanayo import HanayoStrategy
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.launcher import CheckingLauncher
 from tests.harness import models
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, RunFailed
 from tests.harness.running import (
     Layout,
     assert_close,
@@ -111,3 +113,37 @@ def test_processes_stay_with_the_launcher_that_started_them() -> None:
     for twin in (pickle.loads(pickle.dumps(launcher)), copy.deepcopy(launcher)):
         assert twin.procs == [] and twin.num_processes == 2
     assert launcher.procs[0].wait() == 0
+
+
+CUBE = Layout(cube=(1, 2, 1))
+
+
+def trained_in_a_cube() -> tuple[Trainer, LightningModule]:
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model could validate
+    trainer, module = make_trainer(CUBE, max_steps=1), models.build(models.gpt)
+    trainer.fit(module, make_loader(models.windows((8,))))
+    return trainer, module
+
+
+def pickled_in_a_cube() -> str:
+    trainer, module = trained_in_a_cube()
+    copied = pickle.loads(pickle.dumps(trainer))
+    for name, value in module.state_dict().items():
+        assert torch.equal(copied.lightning_module.state_dict()[name], value)
+    with pytest.raises(UnsupportedError, match="pickled while it was spread") as caught:
+        copied.lightning_module.blocks[0](torch.zeros(1, 4, models.WIDTH))
+    return str(caught.value)
+
+
+def test_a_copy_from_a_cube_has_values_and_no_ranks(pool: Pool) -> None:
+    assert len(pool.run(2, pickled_in_a_cube)) == 2
+
+
+def trained_by_another() -> None:
+    _, module = trained_in_a_cube()
+    make_trainer(CUBE, max_steps=1).fit(module, make_loader(models.windows((8,))))
+
+
+def test_what_one_trainer_has_spread_no_other_one_trains(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match="another Trainer has trained this GPT on a cube"):
+        pool.run(2, trained_by_another)

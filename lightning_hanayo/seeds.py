@@ -1,7 +1,7 @@
 """Seeds: numbers made from keys, the same in every process, and the generators that they are given to."""
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -33,5 +33,7 @@ def default_generator(device: "torch.device") -> "torch.Generator":
 
     if device.type == "cpu":
         return torch.default_generator
-    generators: tuple[torch.Generator, ...] = getattr(torch, device.type).default_generators
+    backend: Any = getattr(torch, device.type)
+    backend.init()  # before that it has no generators
+    generators: tuple[torch.Generator, ...] = backend.default_generators
     return generators[device.index or 0]

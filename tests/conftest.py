@@ -3,9 +3,13 @@
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
+import hypothesis
 import pytest
 
+from tests.harness.limits import CLOCK, Watchdog
 from tests.harness.pool import Pool
 from tests.harness.tiers import ORDER, Durations, tier_of
 
@@ -17,10 +21,29 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[DURATIONS] = Durations()
     config.stash[POOL] = Pool()
     config.pluginmanager.register(_Clock(config.stash[DURATIONS]))
+    _no_limit_per_example()
+
+
+def _no_limit_per_example() -> None:
+    """A test as a whole has a limit, which is scaled by how slow the machine is; its examples have none."""
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("suite")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[POOL].close()
+    CLOCK.stop()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Count a test's limit in scaled seconds, whether it is the suite's or a marker's."""
+    import pytest_timeout
+
+    expired = partial(pytest_timeout.timeout_timer, item, settings)
+    item.cancel_timeout = Watchdog(settings.timeout, expired, f"limit of {item.name}").cancel  # type: ignore[attr-defined]
+    return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,7 +81,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     lines = config.stash[DURATIONS].lines()
     if lines:
         terminalreporter.section("duration per tier")
-        terminalreporter.write_line("\n".join(lines))
+        terminalreporter.write_line("\n".join([*lines, CLOCK.summary()]))
 
 
 @pytest.fixture(scope="session")

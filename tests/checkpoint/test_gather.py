@@ -7,12 +7,13 @@ import torch
 
 from lightning_hanayo.checkpoint.gather import gather
 from lightning_hanayo.runtime.loopback import Hub
+from tests.harness.limits import real_seconds
 
 
 def gathered(trees: list[Any]) -> list[Any]:
     """What each rank gets."""
     results: list[Any] = [None] * len(trees)
-    transports = Hub(len(trees), timeout=5.0).transports()
+    transports = Hub(len(trees), timeout=real_seconds(30)).transports()
 
     def call(rank: int) -> None:
         results[rank] = gather(transports[rank], trees[rank])

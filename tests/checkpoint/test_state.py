@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
 from lightning_hanayo.partition.ownership import leave_out
 from lightning_hanayo.runtime.loopback import Hub
+from tests.harness.limits import real_seconds
 
 
 class Model(nn.Module):
@@ -38,7 +39,7 @@ def part(model: nn.Module, rank: int) -> nn.Module:
 
 def together(call: Any) -> list[Any]:
     results: list[Any] = [None, None]
-    transports = Hub(2, timeout=5.0).transports()
+    transports = Hub(2, timeout=real_seconds(30)).transports()
     threads = [Thread(target=lambda r=r: results.__setitem__(r, call(r, transports[r]))) for r in range(2)]
     for thread in threads:
         thread.start()

@@ -1,6 +1,5 @@
 """The outermost command line: help without heavy imports, exit codes, one message for a mistake."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from lightning_hanayo import cli
 from lightning_hanayo.cli import failure
 from lightning_hanayo.errors import HanayoError
+from tests.harness import limits
 
 HEAVY = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]
 
@@ -20,16 +20,14 @@ from lightning_hanayo.cli import run
 assert run(["--help"]) == 0
 print(sorted(set({HEAVY}) & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = limits.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
     assert all(name in done.stdout for name in cli.COMMANDS)
 
 
 def test_the_module_is_the_console_script() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_hanayo", "fti"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = limits.run([sys.executable, "-m", "lightning_hanayo", "fti"])
     assert done.returncode == 2
     assert done.stderr == (
         "hanayo: error: unknown command 'fti'; did you mean 'fit'? Known: fit, validate, test, predict, schedule. "

@@ -14,6 +14,7 @@ from lightning_hanayo import cli
 from lightning_hanayo.cli.schedule import SUBCOMMANDS, options
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import Schedule, build, schedule_names, simulate
+from tests.harness import limits
 
 Captured = pytest.CaptureFixture[str]
 HEAVY = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]
@@ -59,7 +60,7 @@ except SystemExit as end:
     assert end.code == 0
 print(sorted(set({HEAVY}) & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = limits.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     assert "usage: hanayo schedule" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
@@ -72,7 +73,7 @@ from lightning_hanayo.cli import run
 assert run(["schedule", "compare", "-P", "2", "-o", "a.png", "-o", "a.html", "-o", "a.json"]) == 0
 print([name for name in ("torch", "lightning") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = limits.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -354,6 +355,6 @@ def test_what_is_no_file_is_refused(capsys: Captured) -> None:
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     line = f"{sys.executable} -m lightning_hanayo schedule show hanayo -P 8 -B 64 -W 4 | head -n 1"
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60, check=False)
+    done = limits.run(line, shell=True)
     assert done.stdout.startswith("hanayo: 8 ranks")
     assert done.stderr == ""

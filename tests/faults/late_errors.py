@@ -1,14 +1,17 @@
 """Models for `hanayo fit` whose mistake shows only in the processes: `late_errors.Odd`, `late_errors.Late`."""
 
 import os
-import time
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader
+
+from lightning_hanayo.strategy.failure import _KEY
+from tests.harness.limits import stretch_grace, wait_until
 
 WIDTH = 4
 
@@ -54,7 +57,9 @@ class Late(Odd):
     """Lightning's own kind of mistake, which rank 1 meets first."""
 
     def on_fit_start(self) -> None:
-        time.sleep(1.5 * (self.global_rank == 0))
+        stretch_grace()
+        if self.global_rank == 0:
+            wait_until(lambda: _get_default_store().check([_KEY]), 60.0)
         raise MisconfigurationException("a monitor needs a logger")
 
 

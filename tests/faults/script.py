@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hanayo import HanayoStrategy
+from tests.harness.limits import stretch_grace
 
 SITES = ("training_step", "backward", "loader", "hook", "optimizer", "sigterm", "asleep", "nowhere")
 WIDTH = 8
@@ -40,7 +41,7 @@ class Fault:
                 return
             raise RuntimeError("the vase " + f"broke on rank {self.rank}")
         if site == self.site == "asleep":
-            time.sleep(60)
+            time.sleep(3600)
 
 
 class BreaksBackward(torch.autograd.Function):
@@ -116,6 +117,7 @@ def train(pipe: int, data: int, fault: Fault) -> None:
 def main(pipe: str, data: str, site: str, rank: str) -> None:
     with open(os.environ["START_FILE"], "a") as file:
         file.write(f"{os.getpid()}\n")
+    stretch_grace()
     train(int(pipe), int(data), Fault(site, rank))
     print("finished")
 

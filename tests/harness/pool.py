@@ -23,10 +23,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
+from tests.harness.limits import CLOCK, VARIABLE, Deadline, real_seconds, wait_until
 from tests.harness.worker import DUMP_STACKS, Failure, Task
 
 MAX_WORKERS = 8
-GRACE_S = 10.0  # what the other ranks get to end after the first failure
+GRACE_S = 10.0  # scaled seconds that the other ranks get to end after the first failure
 SHOWN_OUTPUT = 4000  # bytes of a rank's output in an error
 ROOT = Path(__file__).parents[2]
 QUIET = ("PeerFailed",)  # a rank that ends because another one failed
@@ -102,7 +103,7 @@ class Pool:
         Each rank finds MASTER_ADDR, a fresh MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment.
 
         Raises:
-            RunFailed: a rank raised, died, left a thread running, or took longer than `timeout` seconds.
+            RunFailed: a rank raised, died, left a thread running, or took longer than `timeout` scaled seconds.
         """
         __tracebackhide__ = True  # pytest shows the test's line and the rank's trace
         requests = self._requests(world_size, function, arguments)
@@ -112,13 +113,13 @@ class Pool:
         pending = {worker.connection: rank for rank, worker in enumerate(workers)}
         results: list[Any] = [None] * world_size
         failures: list[Failure] = []
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         try:
             for worker, request in zip(workers, requests, strict=True):
                 worker.connection.send_bytes(request)
             while pending:
-                ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-                if not ready:
+                ready = wait(list(pending), deadline.pause())
+                if not ready and deadline.over():
                     break
                 for connection in ready:
                     assert isinstance(connection, Connection)
@@ -128,7 +129,7 @@ class Pool:
                         results[rank] = value
                     else:
                         failures.append(value)
-                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                        deadline = deadline.at_most(GRACE_S)
             if pending:
                 failures += self._timed_out(workers, printed, pending, timeout)
         finally:
@@ -168,6 +169,7 @@ class Pool:
                 "LOCAL_RANK": str(rank),  # this one tells Lightning that the processes exist already
                 "NODE_RANK": "0",
                 "WORLD_SIZE": str(world_size),
+                VARIABLE: str(CLOCK.factor),
             }
             task = pickle.dumps(Task(function, arguments, environment, list(warnings.filters)))
             requests.append(pickle.dumps((rank, sys.path, self._directory.name, task)))
@@ -187,9 +189,11 @@ class Pool:
     def _timed_out(
         self, workers: list[_Worker], printed: list[int], pending: dict[Connection, int], timeout: float
     ) -> list[Failure]:
-        for rank in pending.values():
+        before = {rank: workers[rank].printed() for rank in pending.values()}
+        for rank in before:
             workers[rank].signal(DUMP_STACKS)
-        time.sleep(0.3)
+        wait_until(lambda: all(workers[rank].printed() > size for rank, size in before.items()), 2.0)
+        time.sleep(real_seconds(0.1))  # the stacks of one process are written in several pieces
         return [
             Failure(
                 rank,

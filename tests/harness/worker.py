@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.harness.limits import VARIABLE, stretch_grace
+
 DUMP_STACKS = signal.SIGUSR1  # writes the stacks of all threads to the worker's log
 QUIET_THREADS = ("TMonitor",)  # tqdm's: one per process, for ever
-PATIENCE_S = 2.0  # for threads that are just ending
+PATIENCE_S = 2.0  # for threads that are just ending, on an idle machine
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def _answer(request: bytes) -> bytes:
         with _clean(rank, directory):
             task: Task = pickle.loads(payload)
             os.environ.update(task.environment)
+            stretch_grace()
             with warnings.catch_warnings():
                 warnings.filters[:] = task.filters
                 warnings._filters_mutated()  # type: ignore[attr-defined]
@@ -111,9 +114,10 @@ def _clean(rank: int, directory: str) -> Iterator[None]:
         error._when = time.monotonic()  # type: ignore[attr-defined]
         _restore(environment)
         raise
+    slowness = float(os.environ.get(VARIABLE, "1"))
     _restore(environment)
     leftover = [thread for thread in threading.enumerate() if thread not in before and thread.name not in QUIET_THREADS]
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S * slowness
     for thread in leftover:
         thread.join(max(0.0, deadline - time.monotonic()))
     alive = [thread.name for thread in leftover if thread.is_alive()]

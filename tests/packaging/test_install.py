@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.harness import limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,9 +31,7 @@ class Install:
         """What `code` prints in a process of this environment, started outside any checkout."""
         code = "import sys, warnings\nwarnings.simplefilter('ignore')\n" + code
         settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(
-            [self.python, "-c", code], capture_output=True, text=True, timeout=100, cwd=self.folder, env=settings
-        )
+        done = limits.run([self.python, "-c", code], 100, cwd=self.folder, env=settings)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -68,7 +67,7 @@ def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     how = ["--no-deps", "--no-build-isolation", "--ignore-installed"]
     target = ["--editable", str(checkout)] if request.param == "editable" else [str(checkout)]
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
-    done = subprocess.run([*pip, *how, *target], capture_output=True, text=True, timeout=100, env=settings)
+    done = limits.run([*pip, *how, *target], 100, env=settings)
     assert done.returncode == 0, done.stderr
     home = checkout if request.param == "editable" else Path(paths["purelib"])
     return Install(python, home / "lightning_hanayo", folder)
@@ -104,5 +103,5 @@ except SyntaxError:
 
 def test_the_console_script_answers(install: Install) -> None:
     script = install.python.parent / "hanayo"
-    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=100, cwd=install.folder)
+    done = limits.run([script, "--help"], 100, cwd=install.folder)
     assert done.returncode == 0 and "fit" in done.stdout

@@ -1,18 +1,19 @@
 """The registration, each case in a process of its own: what is imported when, and in which order, is the point."""
 
 import os
-import subprocess
 import sys
 from textwrap import dedent
 
 import pytest
+
+from tests.harness import limits
 
 
 def play(code: str, **environment: str) -> str:
     """What `code` prints in a fresh process that has `lightning_hanayo._autoload` as `autoload`."""
     code = "import sys, warnings\nwarnings.simplefilter('ignore')\n" + dedent(code)
     environment = os.environ | environment
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment)
+    done = limits.run([sys.executable, "-c", code], 100, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -19,6 +19,7 @@ from lightning_hanayo.runtime.trace import Trace
 from lightning_hanayo.runtime.user_step import UserStep
 from lightning_hanayo.runtime.weight_queue import WeightQueue
 from lightning_hanayo.schedule import Schedule, forward_only, with_loss_stage
+from tests.harness.limits import real_seconds
 
 
 class LoopbackPipeline:
@@ -43,7 +44,7 @@ class LoopbackPipeline:
                 self.reduced.append,
                 Trace(),
             )
-            for rank, transport in enumerate(Hub(self.schedule.num_ranks, timeout=10).transports())
+            for rank, transport in enumerate(Hub(self.schedule.num_ranks, timeout=real_seconds(30)).transports())
         ]
 
     def _stages(self) -> list[Stage]:

@@ -9,13 +9,14 @@ import pytest
 
 from lightning_hanayo.runtime.chain import Chain, UnexpectedMessage
 from lightning_hanayo.runtime.loopback import Hub
+from tests.harness.limits import real_seconds
 
 VALUES = [None, True, 0, [4, 2**52], {"loss": [0.1, "float32"]}, float("inf")]
 
 
 def share(num_ranks: int, values: list[Any]) -> list[list[Any]]:
     """What each rank gets."""
-    chains = [Chain(transport) for transport in Hub(num_ranks, timeout=1.0).transports()]
+    chains = [Chain(transport) for transport in Hub(num_ranks, timeout=real_seconds(30)).transports()]
     return [
         [chain.share("metrics", value if rank == 0 else "ignored") for value in values]
         for rank, chain in enumerate(chains)
@@ -33,7 +34,7 @@ def test_longer_than_a_frame() -> None:
 
 
 def test_a_wrong_kind_names_both_and_the_message_stays() -> None:
-    first, second, third = (Chain(transport) for transport in Hub(3, timeout=1.0).transports())
+    first, second, third = (Chain(transport) for transport in Hub(3, timeout=real_seconds(30)).transports())
     first.share("metrics", {"loss": 1.0})
     with pytest.raises(UnexpectedMessage, match=r"pipeline rank 1 .*'batch'.* rank 0 .*'metrics'"):
         second.share("batch")

@@ -3,6 +3,7 @@
 from lightning_hanayo.runtime.collection import Collection, num_microbatches, pack, unpack
 from lightning_hanayo.runtime.loopback import Hub
 from lightning_hanayo.schedule import CostModel, Schedule, build, with_loss_stage
+from tests.harness.limits import real_seconds
 from tests.runtime.played import played
 
 
@@ -11,7 +12,7 @@ def table(num_microbatches: int) -> Schedule:
 
 
 def collections() -> list[Collection]:
-    return [Collection(transport, table) for transport in Hub(3, timeout=5.0).transports()]
+    return [Collection(transport, table) for transport in Hub(3, timeout=real_seconds(30)).transports()]
 
 
 def test_batches_of_any_size_come_to_rank_0() -> None:

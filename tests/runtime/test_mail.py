@@ -14,6 +14,7 @@ from lightning_hanayo.runtime.mail import Mail, Route
 from lightning_hanayo.runtime.packet import Packet, gradients, spread
 from lightning_hanayo.runtime.transport import Work
 from lightning_hanayo.runtime.tree import Flattener
+from tests.harness.limits import real_seconds
 
 ROUTE = Route(0, "forward", 0)
 
@@ -35,7 +36,7 @@ class Line:
     """Two ranks and what the first one sends to the second."""
 
     def __init__(self, *, notes_apart: bool = False) -> None:
-        hub = Hub(2, timeout=1.0)
+        hub = Hub(2, timeout=real_seconds(30))
         self.transport = Counting(hub, 0)
         self.ends = tuple(Mail(one, notes_apart=notes_apart) for one in (self.transport, LoopbackTransport(hub, 1)))
 

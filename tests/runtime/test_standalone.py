@@ -26,6 +26,7 @@ from lightning_hanayo.runtime.trace import Trace
 from lightning_hanayo.runtime.transport import Transport
 from lightning_hanayo.runtime.weight_queue import WeightQueue
 from lightning_hanayo.schedule import Schedule, build, forward_only
+from tests.harness.limits import real_seconds
 from tests.harness.pool import Pool
 from tests.schedule.samples import split
 
@@ -162,7 +163,8 @@ def named(schedule: Schedule) -> str:
 
 
 def players_of(schedule: Schedule, reduce: Callable[[int], None]) -> list[Player]:
-    return [Player(schedule, transport, reduce) for transport in Hub(schedule.num_ranks, timeout=10).transports()]
+    hub = Hub(schedule.num_ranks, timeout=real_seconds(30))
+    return [Player(schedule, transport, reduce) for transport in hub.transports()]
 
 
 @pytest.mark.parametrize("schedule", CASES, ids=named)

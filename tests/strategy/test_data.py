@@ -15,6 +15,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.loopback import Hub
 from lightning_hanayo.strategy.data import ShadowBatch, process
+from tests.harness.limits import real_seconds
 
 CHAIN = Chain(Hub(1).transports()[0])
 
@@ -32,7 +33,7 @@ def test_known_length() -> None:
 
 
 def test_unknown_length() -> None:
-    above = [Chain(transport) for transport in Hub(3, timeout=1.0).transports()]
+    above = [Chain(transport) for transport in Hub(3, timeout=real_seconds(30)).transports()]
     chains = [partial(lambda chain: chain, chain) for chain in above]
     loaders = [process(DataLoader(Stream(), batch_size=2), chain_of, rank) for rank, chain_of in enumerate(chains)]
     for _ in range(2):
@@ -68,7 +69,7 @@ class Resumable(DataLoader[torch.Tensor]):
 
 
 def test_a_resumed_loader_takes_its_shadow_along() -> None:
-    chains = [Chain(transport) for transport in Hub(2, timeout=1.0).transports()]
+    chains = [Chain(transport) for transport in Hub(2, timeout=real_seconds(30)).transports()]
     first, shadow = (
         process(Resumable(torch.arange(4.0)), lambda chain=chain: chain, rank)  # type: ignore[arg-type]
         for rank, chain in enumerate(chains)

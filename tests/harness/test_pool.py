@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import models
+from tests.harness.limits import wait_until
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.running import Layout, make_loader, make_trainer
 
@@ -35,7 +36,7 @@ def fail_on(rank: int, how: str) -> str:
     if how == "dies":
         os.kill(os.getpid(), signal.SIGSEGV)
     if how == "hangs":
-        time.sleep(60)
+        time.sleep(3600)
     return "unreachable"
 
 
@@ -50,7 +51,7 @@ def is_clean() -> bool:
 
 
 def leave_a_thread() -> None:
-    threading.Thread(target=time.sleep, args=(60,), name="forgotten", daemon=True).start()
+    threading.Thread(target=time.sleep, args=(3600,), name="forgotten", daemon=True).start()
 
 
 def warn() -> None:
@@ -58,7 +59,7 @@ def warn() -> None:
 
 
 def start_a_child() -> int:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]).pid
 
 
 def train_data_parallel() -> tuple[int, int, list[object], list[float]]:
@@ -110,12 +111,8 @@ def test_warnings_are_errors_in_workers_too(pool: Pool) -> None:
         pool.run(1, warn)
 
 
-def test_run_costs_milliseconds(pool: Pool) -> None:
-    pool.run(2, is_clean)
-    start = time.perf_counter()
-    for _ in range(10):
-        pool.run(2, is_clean)
-    assert (time.perf_counter() - start) / 10 < 0.05
+def test_a_run_starts_no_process(pool: Pool) -> None:
+    assert pool.run(2, os.getpid) == pool.run(3, os.getpid)[:2] == pool.run(2, os.getpid)
 
 
 def test_nothing_is_left_at_the_end() -> None:
@@ -123,9 +120,7 @@ def test_nothing_is_left_at_the_end() -> None:
     child, *_ = pool.run(2, start_a_child)
     mine = [child, *(process.pid for process in psutil.Process(pool._zygote.pid).children())]
     pool.close()
-    deadline = time.monotonic() + 5.0
-    while any(map(is_running, mine)) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_running, mine)), 5.0)
     assert not [pid for pid in mine if is_running(pid)]
 
 

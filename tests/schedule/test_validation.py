@@ -87,6 +87,6 @@ def test_of_many_ranks_those_around_the_culprit_are_shown() -> None:
 def test_it_takes_linear_time() -> None:
     """A chain as long as the table: repeated scans would take the square of it, minutes."""
     schedule = make("gpipe", 32, 128)
-    begin = time.perf_counter()
+    begin = time.process_time()
     validate(schedule)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 10

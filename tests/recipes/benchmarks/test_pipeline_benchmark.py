@@ -9,18 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from recipes.benchmarks import pipeline
 from recipes.benchmarks.case import Candidate, Case, candidates
 from recipes.benchmarks.emulated import expected
 from recipes.benchmarks.names import NAMES
 from recipes.benchmarks.pipeline import main
 from recipes.benchmarks.result import outcome_of
 from recipes.benchmarks.rounds import Played, Record, Records
+from tests.harness.limits import real_seconds
 
 CASE = Case(2, 2, 0.001, 0.001, 0.001, 64, steps=1)
 GRADIENTS, LOSSES = expected(2, 2, CASE.width)
 
 
-def test_both_runtimes_play_every_candidate_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_runtimes_play_every_candidate_exactly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_patience", lambda plan: real_seconds(120))
     files = {what: tmp_path / f"found.{what}" for what in ("json", "md", "png")}
     sizes = ["--ranks", "2", "--microbatches", "2", "--waves", "1", "--forward-ms", "1", "--message-bytes", "64"]
     writing = ["--json", str(files["json"]), "--table", str(files["md"]), "--picture", str(files["png"])]

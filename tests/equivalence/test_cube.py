@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.harness.models import Batch
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.running import Layout, Training, assert_close, build, fit, make_loader, make_trainer, run
+from tests.harness.thorough import covered
 
 CUBE = (2, 2, 2)
 
@@ -134,10 +136,11 @@ EVERYWHERE = [
     *(Layout(cube=cube, num_microbatches=2) for cube in (CUBE, (2, 1, 1), (1, 2, 1), (1, 1, 2))),
     Layout(2, 1, 2, "1f1b", num_microbatches=2, cube=(1, 2, 1)),
 ]
+COVER = [*((kind, EVERYWHERE[0]) for kind in ("GPT-2", "BERT", "Llama", "encoder")), ("bert", EVERYWHERE[-1])]
+"""with the cases above: each kind of block on a cube that has all three axes, and each shape with some kind"""
 
 
-@pytest.mark.parametrize("layout", EVERYWHERE, ids=str)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "layout"), covered(product(MODELS, EVERYWHERE), by=COVER), ids=str)
 def test_every_kind_trains_everywhere(pool: Pool, kind: str, layout: Layout) -> None:
     test_trains_as_one_process_does(pool, kind, layout, EVEN)
 

@@ -9,6 +9,7 @@ from tests.harness import models
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
 from tests.harness.running import Layout, Training, assert_bit_equal, assert_close, assert_same_training, run
+from tests.harness.thorough import covered
 
 MODELS = {
     "gpt2": (models.gpt2, models.padded),
@@ -45,7 +46,10 @@ def test_trains_as_one_process_does(pool: Pool, kind: str) -> None:
     assert_bit_equal(outcome.gradients, by_hand(pool, single).gradients)  # of the first step, to the last bit
 
 
-@pytest.mark.parametrize(("kind", "layout"), PAIRS, ids=str)
+COVER = [("gpt2", LAYOUTS[1]), ("llama", LAYOUTS[2]), ("bert", LAYOUTS[2]), *(("masked", one) for one in LAYOUTS[1:5])]
+
+
+@pytest.mark.parametrize(("kind", "layout"), covered(PAIRS, by=COVER), ids=str)
 def test_in_double_precision(pool: Pool, kind: str, layout: Layout) -> None:
     """Against the same micro-batches: transformers computes its losses in fp32 even here, so cutting a batch shows."""
     double = training(kind, torch.float64)

@@ -6,6 +6,8 @@
 (4, 1, 1)       x      x        x         x
 (2, 1, 2)       x      x        x         x
 (1, 1, 2)              x                           a whole model on each data rank
+
+By default each size and each schedule is run at least once; `tox -e thorough` runs the rest of the table.
 """
 
 from functools import partial
@@ -17,6 +19,7 @@ from tests.harness import models
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
 from tests.harness.running import Layout, Training, assert_bit_equal, assert_close, assert_same_training, run
+from tests.harness.thorough import covered
 
 SIZES = ((2, 1, 1), (4, 1, 1), (2, 1, 2))
 LOOPS = ("gpipe", "1f1b", "interleaved")
@@ -40,7 +43,7 @@ def test_mlp_in_double_precision(pool: Pool, layout: Layout) -> None:
     assert_close(run(pool, MLP_DOUBLE, layout).weights, plain(pool, MLP_DOUBLE).weights, 1e-10)
 
 
-@pytest.mark.parametrize("layout", GRID, ids=str)
+@pytest.mark.parametrize("layout", covered(GRID, by=COVER), ids=str)
 def test_mlp_to_the_last_bit(pool: Pool, layout: Layout) -> None:
     outcome = run(pool, MLP_UNCLIPPED, layout)
     assert_same_training(outcome, plain(pool, MLP_UNCLIPPED))

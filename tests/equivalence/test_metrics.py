@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.running import Layout, Training, data_rank, make_loader, make_trainer
+from tests.harness.thorough import covered
 
 TRAINING = Training(models.Metrics, partial(models.vectors, (8, 8, 6)), torch.float64)
 VALIDATION = Training(models.Metrics, partial(models.vectors, (8, 6, 2)), torch.float64)
@@ -71,7 +72,7 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return view
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[1:]), ids=str)
 def test_every_rank_sees_and_decides_as_one_process_does(
     pool: Pool, tmp_path: Path, layout: Layout, alone: dict[str, Any]
 ) -> None:

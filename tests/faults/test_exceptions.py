@@ -26,7 +26,7 @@ SITES = [  # (pipe, data), where, on which rank
 ]
 LAUNCHES = [  # pipe, where, on which rank
     (2, "training_step", 0),
-    (2, "backward", 1),
+    pytest.param(2, "backward", 1, marks=pytest.mark.thorough),
     (3, "asleep", 2),
 ]
 
@@ -52,7 +52,7 @@ def test_ends_everywhere_with_its_cause(tmp_path: Path, pipe: int, site: str, ra
     assert ended.seconds_after_fault <= 10.0, ended.output
 
 
-@pytest.mark.parametrize(("pipe", "rank"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize(("pipe", "rank"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.thorough)])
 def test_sigterm_to_one_rank_ends_all(tmp_path: Path, pipe: int, rank: int) -> None:
     ended = launch(tmp_path, SCRIPT, str(pipe), "1", "sigterm", str(rank))
     assert ended.num_started == pipe and "finished" not in ended.output, ended.output
@@ -60,6 +60,7 @@ def test_sigterm_to_one_rank_ends_all(tmp_path: Path, pipe: int, rank: int) -> N
     assert "Traceback" not in ended.output, ended.output
 
 
+@pytest.mark.thorough  # so does the main job
 def test_a_sound_script_finishes(tmp_path: Path) -> None:
     ended = launch(tmp_path, SCRIPT, "2", "1", "nowhere", "0")
     assert (ended.code, ended.output.count("finished"), ended.leftover) == (0, 2, []), ended.output

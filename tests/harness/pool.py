@@ -73,7 +73,9 @@ class Pool:
         ['0', '1']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, imports: bool = True) -> None:
+        """Without `imports` the workers start at once, for functions that need neither torch nor Lightning."""
+        self._imports = imports
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._workers: list[_Worker] = []
@@ -92,6 +94,7 @@ class Pool:
         # for its messages torch asks the name server for the name of ::ffff:127.0.0.1: no answer is worth 5 s
         environment["RES_OPTIONS"] = "timeout:1 attempts:1"
         command = [sys.executable, "-m", "tests.harness.zygote", str(theirs.fileno())]
+        command += ["import"] if self._imports else []
         self._zygote = subprocess.Popen(
             command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )

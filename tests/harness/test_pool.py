@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -56,10 +55,6 @@ def leave_a_thread() -> None:
 
 def warn() -> None:
     warnings.warn("careful", UserWarning, stacklevel=1)
-
-
-def start_a_child() -> int:
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]).pid
 
 
 def train_data_parallel() -> tuple[int, int, list[object], list[float]]:
@@ -116,8 +111,9 @@ def test_a_run_starts_no_process(pool: Pool) -> None:
 
 
 def test_nothing_is_left_at_the_end() -> None:
-    pool = Pool()
-    child, *_ = pool.run(2, start_a_child)
+    pool = Pool(imports=False)
+    sleeper = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    child, *_ = pool.run(2, os.spawnv, os.P_NOWAIT, sys.executable, sleeper)
     mine = [child, *(process.pid for process in psutil.Process(pool._zygote.pid).children())]
     pool.close()
     wait_until(lambda: not any(map(is_running, mine)), 5.0)

@@ -85,7 +85,8 @@ def _answer(request: bytes) -> bytes:
         with _clean(rank, directory):
             task: Task = pickle.loads(payload)
             os.environ.update(task.environment)
-            stretch_grace()
+            if "lightning_hanayo.strategy" in sys.modules:
+                stretch_grace()
             with warnings.catch_warnings():
                 warnings.filters[:] = task.filters
                 warnings._filters_mutated()  # type: ignore[attr-defined]
@@ -126,6 +127,8 @@ def _clean(rank: int, directory: str) -> Iterator[None]:
 
 
 def _reset(rank: int) -> None:
+    if "torch" not in sys.modules:
+        return
     import torch
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
@@ -138,10 +141,9 @@ def _reset(rank: int) -> None:
 
 
 def _restore(environment: dict[str, str]) -> None:
-    import torch.distributed
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(environment)
     sys.stdout.flush()

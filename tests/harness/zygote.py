@@ -26,15 +26,16 @@ PRELOAD = (
 )
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, imports: bool) -> None:
     """Obey pytest until it closes the socket, then leave with all workers."""
     die_with_parent()
     control = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in PRELOAD:
-        importlib.import_module(name)
-    _remember_plugins()
-    come_in_time()
+    if imports:
+        for name in PRELOAD:
+            importlib.import_module(name)
+        _remember_plugins()
+        come_in_time()
     gc.freeze()  # the imported modules: never collected again, nor copied by a collection in a worker
     children: set[int] = set()
     try:
@@ -77,4 +78,4 @@ def _fork(control: socket.socket, connection: int, log: int) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "import" in sys.argv[2:])

@@ -73,6 +73,7 @@ def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Install(python, home / "lightning_hanayo", folder)
 
 
+@pytest.mark.parametrize("install", ["normal", pytest.param("editable", marks=pytest.mark.thorough)], indirect=True)
 def test_the_trainer_knows_the_strategy_without_an_import(install: Install) -> None:
     said = install.play("""
 import lightning as L

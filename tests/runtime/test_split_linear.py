@@ -462,7 +462,7 @@ def test_a_compiled_block_whose_weight_was_exchanged_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trains_input", [True, False])
+@pytest.mark.parametrize("trains_input", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_compiled_by_inductor(trains_input: bool) -> None:
     """Without an input gradient the weights' products would be dead code, if they hung on nothing else."""
     torch._dynamo.reset()

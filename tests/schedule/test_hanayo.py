@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, simulate
 from lightning_hanayo.schedule.hanayo import paper_order
+from tests.harness.thorough import covered
 from tests.schedule.samples import make
 
 
@@ -34,7 +35,7 @@ def test_the_printed_orders() -> None:
     assert short(schedule.actions[0]) == "F0 F1 F2 F3 F0 B0 F1 B1 F2 B2 F3 B3 B0 B1 B2 B3"
 
 
-@pytest.mark.parametrize("num_ranks", range(2, 17))
+@pytest.mark.parametrize("num_ranks", covered(range(2, 17), by=(2, 3, 4, 7, 8, 16)))
 @pytest.mark.parametrize("num_waves", range(1, 5))
 def test_the_closed_form_and_the_peaks(num_ranks: int, num_waves: int) -> None:
     schedule = paper_order("hanayo", num_ranks, num_waves, num_ranks)

@@ -13,6 +13,7 @@ from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, build
 from lightning_hanayo.schedule.follower import Follower, Job
 from lightning_hanayo.schedule.placement import loop, zigzag
 from lightning_hanayo.schedule.search import lower_bounds
+from tests.harness.thorough import covered
 from tests.schedule.drawing import drawn
 from tests.schedule.samples import unhurried
 
@@ -64,8 +65,11 @@ def test_the_picture() -> None:
 # Even stages, F = I = W
 
 
+RANKS_AND_GROUPS = [(p, groups) for p in (2, 4, 8, 16) for groups in (1, 2, 4, 8) if p * groups <= 64]
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "groups"), [(p, groups) for p in (2, 4, 8, 16) for groups in (1, 2, 4, 8) if p * groups <= 64]
+    ("num_ranks", "groups"), covered(RANKS_AND_GROUPS, by=[(2, 1), (2, 8), (4, 1), (4, 2), (8, 1), (8, 4), (16, 1)])
 )
 @pytest.mark.parametrize("num_waves", [1, 2, 4])
 def test_it_meets_the_lower_bound(num_ranks: int, num_waves: int, groups: int) -> None:

@@ -7,7 +7,7 @@ machine this one is at that moment.
     60 busy processes on 4 cores       1 s of real time = 0.07 scaled seconds
 
 A slow machine therefore gets more time, and a test that hangs still ends, since real time counts at least 1/`MOST`.
-A thread measures the slowness once per second, by the time that a fixed piece of work takes.
+A thread measures the slowness every two seconds, by the time that a fixed piece of work takes.
 """
 
 import os
@@ -16,20 +16,22 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-PERIOD_S = 1.0
-MOST = 32.0
+PERIOD_S = 2.0
+REMEMBERED = 3  # of so many measurements the slowest counts: a process that has slept is favoured by the scheduler
+MOST = 64.0
 NOISE = 1.5  # a machine that is slower by less counts as idle
-IDLE_S = 0.0058  # what `_work` takes on an idle core of a 2023 server
+IDLE_S = 0.0194  # what `_work` takes on an idle core of a 2023 server
 VARIABLE = "TEST_SLOWNESS"  # tells the processes that a test starts how slow the machine is
 _TEXT = bytes(byte & 15 for byte in Random(0).randbytes(1 << 16))
 
 
 def slowness() -> float:
-    """How many times slower than an idle machine this one is now, 1 to `MOST`. Takes 6 ms on an idle one."""
+    """How many times slower than an idle machine this one is now, 1 to `MOST`. Takes 20 ms on an idle one."""
     start = time.monotonic()
     _work()
     factor = (time.monotonic() - start) / IDLE_S
@@ -37,7 +39,7 @@ def slowness() -> float:
 
 
 def _work() -> None:
-    for _ in range(3):
+    for _ in range(10):
         zlib.compress(_TEXT, 6)  # releases the interpreter's lock: other threads of this process don't count
 
 
@@ -56,14 +58,15 @@ class Clock:
         self._lock = threading.Lock()
         self._moments: list[float] = []  # real time of each measurement
         self._counted: list[float] = []  # scaled seconds until then
-        self._factor, self.most = 1.0, 1.0
+        self._recent: deque[float] = deque([1.0], maxlen=REMEMBERED)
+        self.most = 1.0
         self._stopped = threading.Event()
 
     @property
     def factor(self) -> float:
-        """The slowness as last measured, about a second ago."""
+        """The slowness as measured in the last seconds."""
         self.start()
-        return self._factor
+        return max(self._recent)
 
     def start(self) -> None:
         """Begin to measure, unless that has begun already."""
@@ -91,16 +94,16 @@ class Clock:
                 share = beyond / (self._moments[after] - self._moments[before])
                 return self._counted[before] + share * (self._counted[after] - self._counted[before])
             known = min(beyond, 2 * PERIOD_S)  # a measurement that is late says that the machine is slow
-            return self._counted[before] + known / self._factor + (beyond - known) / MOST
+            return self._counted[before] + known / max(self._recent) + (beyond - known) / MOST
 
     def measure(self) -> None:
         """Measure the slowness, and count the time since the last measurement by it."""
-        factor = self._measure()
+        self._recent.append(self._measure())
         with self._lock:
-            moment = self._real()
+            factor, moment = max(self._recent), self._real()
             self._counted.append(self._counted[-1] + (moment - self._moments[-1]) / factor)
             self._moments.append(moment)
-            self._factor, self.most = factor, max(factor, self.most)
+            self.most = max(factor, self.most)
 
     def _repeat(self) -> None:
         while not self._stopped.wait(PERIOD_S):

@@ -28,6 +28,7 @@ class Machine:
     def spend(self, seconds: float, slowness: float) -> float:
         """Scaled seconds since the start after some more of real time."""
         self.time, self.slowness = self.time + seconds, slowness
+        self.clock._recent.clear()
         self.clock.measure()
         return self.clock.now() - self.start
 
@@ -43,6 +44,14 @@ def test_a_late_measurement_counts_as_the_slowest_machine() -> None:
     machine = Machine()
     machine.time += 2 * PERIOD_S + MOST
     assert machine.clock.now() - machine.start == pytest.approx(2 * PERIOD_S + 1)
+
+
+def test_one_fast_measurement_changes_nothing() -> None:
+    machine = Machine()
+    machine.spend(10, 5.0)
+    machine.time, machine.slowness = machine.time + 10, 1.0
+    machine.clock.measure()
+    assert machine.clock.now() - machine.start == pytest.approx(4)
 
 
 def test_a_deadline_moves_with_the_slowness() -> None:

@@ -57,6 +57,7 @@ def test_an_earlier_import_of_lightning_finds_it_too_and_twice_is_no_error() -> 
     ).splitlines() == ["False", "True False", "True"]
 
 
+@pytest.mark.thorough  # test_install covers it with an installed package that is broken
 def test_a_failure_of_ours_stays_ours() -> None:
     assert (
         play("""

@@ -459,15 +459,18 @@ def test_a_compiled_block_whose_weight_was_exchanged_is_refused() -> None:
         compiled(torch.ones(2, 8)).sum().backward()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.thorough])]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trains_input", [pytest.param(True, marks=pytest.mark.thorough), False])
-def test_compiled_by_inductor(trains_input: bool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("trains_input", [True, False])
+def test_compiled_with_and_without_an_input_gradient(trains_input: bool, backend: str) -> None:
     """Without an input gradient the weights' products would be dead code, if they hung on nothing else."""
     torch._dynamo.reset()
     plain, swapped, queue = pair("plain")
-    compiled = torch.compile(swapped, fullgraph=True)
+    compiled = torch.compile(swapped, fullgraph=True, backend=backend)
     for x in micro_batches():
         with queue.opened(0):
             compiled(x.clone().requires_grad_(trains_input)).square().sum().backward()

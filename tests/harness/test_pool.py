@@ -90,6 +90,12 @@ def test_failure_names_its_rank_and_poisons_nothing(pool: Pool, how: str, kind: 
     assert pool.run(3, total_of_ranks, 0) == [(rank, 3) for rank in range(3)]
 
 
+def test_a_hang_shows_its_stacks_after_a_trainer_too(pool: Pool) -> None:
+    pool.run(2, train_data_parallel)
+    with pytest.raises(RunFailed, match="in fail_on"):
+        pool.run(2, fail_on, 1, "hangs", timeout=2.0)
+
+
 def test_worker_is_as_good_as_new(pool: Pool) -> None:
     pool.run(2, soil)
     assert pool.run(2, is_clean) == [True, True]

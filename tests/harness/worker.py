@@ -67,7 +67,6 @@ def serve(connection: int, log: int) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
-    faulthandler.register(DUMP_STACKS, file=2, all_threads=True)
     pool = Connection(connection)
     pool.send_bytes(b"ready")
     while True:
@@ -81,6 +80,9 @@ def serve(connection: int, log: int) -> None:
 def _answer(request: bytes) -> bytes:
     rank, path, directory, payload = pickle.loads(request)
     sys.path[:] = path
+    # Lightning's Trainer, when it ends, resets all signals to the handlers that Python knows: this isn't one of them.
+    faulthandler.unregister(DUMP_STACKS)
+    faulthandler.register(DUMP_STACKS, file=2, all_threads=True)
     try:
         with _clean(rank, directory):
             task: Task = pickle.loads(payload)

@@ -49,12 +49,13 @@ def launch(folder: Path, *arguments: str, timeout: float = 90.0, limit: float = 
         process = subprocess.Popen(
             [sys.executable, *arguments], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
-    if not wait_until(lambda: process.poll() is not None, timeout):
-        process.send_signal(signal.SIGABRT)
-    broke = float(fault.read_text()) if fault.exists() else time.time()
-    while (alive := _marked(mark)) and _scaled_since(broke, factor) < limit:
-        time.sleep(0.05)
-    seconds = _scaled_since(broke, factor)
+    with CLOCK.at_least(factor):
+        if not wait_until(lambda: process.poll() is not None, timeout):
+            process.send_signal(signal.SIGABRT)
+        broke = float(fault.read_text()) if fault.exists() else time.time()
+        while (alive := _marked(mark)) and _scaled_since(broke) < limit:
+            time.sleep(0.05)
+        seconds = _scaled_since(broke)
     for pid in alive:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -62,10 +63,9 @@ def launch(folder: Path, *arguments: str, timeout: float = 90.0, limit: float = 
     return Ended(process.wait(), text, len(started.read_text().split()), seconds, alive)
 
 
-def _scaled_since(moment: float, factor: float) -> float:
-    """Scaled seconds since `moment`, a value of `time.time`; the machine counts as no faster than `factor` says."""
-    seconds = time.time() - moment
-    return min(CLOCK.now() - CLOCK.at(time.monotonic() - seconds), seconds / factor)
+def _scaled_since(moment: float) -> float:
+    """Scaled seconds since `moment`, a value of `time.time`."""
+    return CLOCK.now() - CLOCK.at(time.monotonic() - (time.time() - moment))
 
 
 def _marked(mark: str) -> list[int]:

@@ -17,7 +17,8 @@ import time
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 
@@ -58,14 +59,24 @@ class Clock:
         self._moments: list[float] = []  # real time of each measurement
         self._counted: list[float] = []  # scaled seconds until then
         self._recent: deque[float] = deque([1.0], maxlen=REMEMBERED)
-        self.most = 1.0
+        self._least, self.most = 1.0, 1.0
         self._stopped = threading.Event()
 
     @property
     def factor(self) -> float:
         """The slowness as measured in the last seconds."""
         self.start()
-        return max(self._recent)
+        return max(*self._recent, self._least)
+
+    @contextmanager
+    def at_least(self, factor: float) -> Iterator[None]:
+        """Count the machine as no faster than that: for processes that were given time by an earlier measurement."""
+        self.start()
+        before, self._least = self._least, max(factor, self._least)
+        try:
+            yield
+        finally:
+            self._least = before
 
     def start(self) -> None:
         """Begin to measure, unless that has begun already."""
@@ -93,13 +104,13 @@ class Clock:
                 share = beyond / (self._moments[after] - self._moments[before])
                 return self._counted[before] + share * (self._counted[after] - self._counted[before])
             known = min(beyond, 2 * PERIOD_S)  # a measurement that is late says that the machine is slow
-            return self._counted[before] + known / max(self._recent) + (beyond - known) / MOST
+            return self._counted[before] + known / max(*self._recent, self._least) + (beyond - known) / MOST
 
     def measure(self) -> None:
         """Measure the slowness, and count the time since the last measurement by it."""
         self._recent.append(self._measure())
         with self._lock:
-            factor, moment = max(self._recent), self._real()
+            factor, moment = max(*self._recent, self._least), self._real()
             self._counted.append(self._counted[-1] + (moment - self._moments[-1]) / factor)
             self._moments.append(moment)
             self.most = max(factor, self.most)

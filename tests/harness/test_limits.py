@@ -54,6 +54,14 @@ def test_one_fast_measurement_changes_nothing() -> None:
     assert machine.clock.now() - machine.start == pytest.approx(4)
 
 
+def test_the_machine_counts_as_no_faster_than_it_is_told_to_be() -> None:
+    machine = Machine()
+    with machine.clock.at_least(5.0):
+        assert machine.spend(10, 1.0) == pytest.approx(2)
+        assert machine.spend(10, 10.0) == pytest.approx(3)
+    assert machine.spend(10, 1.0) == pytest.approx(13)
+
+
 def test_a_deadline_moves_with_the_slowness() -> None:
     machine = Machine()
     deadline = Deadline(20.0, machine.clock)

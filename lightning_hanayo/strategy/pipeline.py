@@ -113,17 +113,15 @@ class Pipeline:
     def close(self) -> None:
         """End the threads, once the others have got what this rank sent them."""
         self.engine.mail.finish()
-        self.chain.finish()
         self.user.stop()
 
     def abandon(self) -> None:
         """Let go of everything under way and of the connections, after a failure."""
         self.engine.mail.forget()
-        self.chain.forget()
         self.reduction.forget()
         if self.dense is not None:
             self.dense.forget()
-        self.chain.transport.close()
+        self.engine.mail.transport.close()
 
     def _play(
         self,

@@ -4,6 +4,7 @@ batch 0    grad = 0.5 * g0          batch 1    grad = 0.5 * g0 + 0.25 * g1, what
 """
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.harness import models
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool
 from tests.harness.running import Layout, Training, assert_close, run
+from tests.harness.thorough import covered
 
 LAYOUTS = [Layout(2, 1, 1, "1f1b"), Layout(2, 2, 1, "hanayo-zb"), Layout(2, 1, 2), Layout(1, 1, 2, cube=(1, 2, 1))]
 
@@ -32,8 +34,13 @@ class Hooked(models.MLP):
         loss.register_hook(lambda gradient: gradient * 0.5 / (1 + self.trainer.fit_loop.epoch_loop.batch_idx))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("model", [Backward, Hooked])
+CASES = covered(
+    product([Backward, Hooked], LAYOUTS),
+    by=[(Backward, LAYOUTS[2]), (Backward, LAYOUTS[3]), (Hooked, LAYOUTS[0]), (Hooked, LAYOUTS[1])],
+)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_accumulated_gradients_are_scaled_once(pool: Pool, model: Any, layout: Layout) -> None:
     training = Training(model, partial(models.vectors, (8, 8, 8, 8)), torch.float64, steps=2, accumulate=2)
     outcome, expected = run(pool, training, layout), plain(pool, training)

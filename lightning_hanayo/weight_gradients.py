@@ -33,7 +33,7 @@ class WeightGradients(Protocol):
 
     @property
     def version(self) -> int:
-        """What a layer keeps of its weight is worth nothing once this number has changed: the weight may have too.
+        """Changes between batches. A layer must drop copies of its weight when it changes.
 
         A weight's own `_version` doesn't tell: fused optimizers leave it as it is.
         """

@@ -56,8 +56,9 @@ def install(blocks: Sequence[nn.Module], streams: RandomStreams | None = None, *
             object.__setattr__(block, _INNER, vars(block).get("forward"))
             object.__setattr__(block, _ELSEWHERE, any(parameter.is_meta for parameter in block.parameters()))
             object.__setattr__(block, _WHOLE, whole)
-            object.__setattr__(block, _RANDOMNESS, None if streams is None else BlockRandomness(streams, index))
-            block.forward = MethodType(forward, block)
+            randomness = None if streams is None else BlockRandomness(streams, index, repeats=whole)
+            object.__setattr__(block, _RANDOMNESS, randomness)
+            object.__setattr__(block, "forward", MethodType(forward, block))  # a block may guard its attributes
             if block._compiled_call_impl is not None:
                 object.__setattr__(block, _COMPILED, _Compiled(block._compiled_call_impl))
                 block._compiled_call_impl = MethodType(forward, block)
@@ -68,11 +69,10 @@ def remove(blocks: Sequence[nn.Module]) -> None:
     for block in blocks:
         if _INNER in vars(block):
             inner = vars(block).pop(_INNER)
-            del block.forward
-            for name in (_ELSEWHERE, _WHOLE, _RANDOMNESS):
+            for name in ("forward", _ELSEWHERE, _WHOLE, _RANDOMNESS):
                 del vars(block)[name]
             if inner is not None:
-                block.forward = inner
+                object.__setattr__(block, "forward", inner)
             compiled = vars(block).pop(_COMPILED, None)
             if compiled is not None:
                 block._compiled_call_impl = compiled.call
@@ -162,7 +162,7 @@ class Recorder:
         if index != self._next:
             raise UnsupportedError(self._disorder(index))
         self._next += 1
-        with _stream_of(block):  # wherever the block runs: the code behind it goes on with the stream it had
+        with _stream_of(block):  # also for a block on another rank: the caller's stream advances alike everywhere
             return self._answer(block, index, args, kwargs)
 
     def _answer(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,10 +2,11 @@
 
 rank 0 --value--> rank 1 --value--> rank 2 --value--> ...      frame | length, 8 B | JSON, up to 504 B |  (+ the rest)
 
-Every message says of which kind it is: ranks that have come apart are found out at once, and told of both kinds.
+Every message says of which kind it is: a rank that gets another kind than it waits for raises an error that names both.
 """
 
 import json
+from collections import deque
 from typing import Any, Literal
 
 import torch
@@ -20,18 +21,19 @@ Kind = Literal["batch", "data", "metrics", "loss"]
 _FRAME = 512
 _ROOM = _FRAME - 8
 _TAG = 0
+_UNDER_WAY = 16
+"""messages that a rank may be ahead of the next one: more than a step has, so that no step waits for another's end"""
 
 
 class UnexpectedMessage(HanayoError):
-    """Another kind of message came than this rank waits for. The message stays, for the next one to ask for it."""
+    """Another kind of message came than this rank waits for."""
 
     def __init__(self, rank: int, expected: Kind, got: Kind) -> None:
         super().__init__(
             f"pipeline rank {rank} waits for a message of the kind {expected!r}, but pipeline rank 0 has sent one of "
             f"the kind {got!r}: the ranks are at different points of the run. A hook or callback that does something "
-            f"on some ranks only, or a data loader whose length differs between ranks, leads there."
+            f"on some ranks only, or a data loader whose length differs between ranks, can cause this."
         )
-        self.got = got
 
 
 class Chain:
@@ -42,8 +44,7 @@ class Chain:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._leaving: list[tuple[Tensor, Work]] = []
-        self._held: tuple[Kind, Any] | None = None
+        self._leaving: deque[list[tuple[Tensor, Work]]] = deque()
 
     def share(self, kind: Kind, value: Any = None) -> Any:
         """Return rank 0's `value` (anything JSON holds) on every rank; the others' argument counts for nothing.
@@ -56,40 +57,35 @@ class Chain:
         if self.transport.rank == 0:
             self._send(json.dumps((kind, value)).encode())
             return value
-        got, value = self._next()
+        data = self._receive()
+        if self.transport.rank < self.transport.num_ranks - 1:
+            self._send(data)
+        got, value = json.loads(data)
         if got != kind:
-            self._held = got, value
             raise UnexpectedMessage(self.transport.rank, kind, got)
         return value
 
     def finish(self) -> None:
         """Wait until the last value has left: a peer that takes it late must still find this rank there."""
-        for _, work in self._leaving:
-            work.wait()
-        self._leaving = []
+        while self._leaving:
+            self._finish_first()
 
     def forget(self) -> None:
         """Drop what is under way, after a failure."""
-        self._leaving = []
+        self._leaving.clear()
 
-    def _next(self) -> tuple[Kind, Any]:
-        """The message that comes next; it goes on to the next rank when it arrives."""
-        held, self._held = self._held, None
-        if held is not None:
-            return held
-        data = self._receive()
-        if self.transport.rank < self.transport.num_ranks - 1:
-            self._send(data)
-        kind, value = json.loads(data)
-        return kind, value
+    def _finish_first(self) -> None:
+        for _, work in self._leaving.popleft():
+            work.wait()
 
     def _send(self, data: bytes) -> None:
         frame = len(data).to_bytes(8, "little") + data[:_ROOM]
         parts = [frame.ljust(_FRAME, b"\0"), *([data[_ROOM:]] if len(data) > _ROOM else [])]
         buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
-        self.finish()  # the share before this one: long gone
+        while len(self._leaving) >= _UNDER_WAY:
+            self._finish_first()
         works = [self.transport.send(self.transport.rank + 1, _TAG, buffer) for buffer in buffers]
-        self._leaving = list(zip(buffers, works, strict=True))
+        self._leaving.append(list(zip(buffers, works, strict=True)))
 
     def _receive(self) -> bytes:
         frame = self._take(_FRAME)

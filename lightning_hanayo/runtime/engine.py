@@ -19,7 +19,7 @@ class Engine:
         reduce: called with a stage's number once all its gradients are there; starts their reduction over data ranks
             and twins, and mustn't wait for it: a twin may need this rank's next computation to get there.
         trace: notes when what ran.
-        begin_stream: called with an action's micro-batch before it runs; gives it its random numbers.
+        begin_action: called with the micro-batch and kind of each forward and backward before it runs.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class Engine:
         mail: Mail,
         reduce: Callable[[int], None],
         trace: Trace,
-        begin_stream: Callable[[int], None] = lambda _: None,
+        begin_action: Callable[[int, Kind], None] = lambda *_: None,
     ) -> None:
         self.stages = stages
         self.mail = mail
         self.trace = trace
         self._reduce = reduce
-        self._begin_stream = begin_stream
+        self._begin_action = begin_action
         self._handed: dict[Route, Packet] = {}
         self._runs = {(number, kind): run for number, stage in stages.items() for kind, run in stage.runs().items()}
 
@@ -84,8 +84,8 @@ class Engine:
             packet = self._handed.pop(arrives).detached() if move.is_local else self.mail.collect(arrives)
             self.mail.release(move.frees)
         start = clock()
-        if action.kind is not Kind.W:  # what it adds up draws nothing
-            self._begin_stream(action.microbatch)
+        if action.kind is not Kind.W:  # a weight gradient draws no random numbers
+            self._begin_action(action.microbatch, action.kind)
         leaving = self._runs[action.stage, action.kind](action.microbatch, packet)
         if move.leaves is not None and leaving is not None:
             self._handed[move.leaves] = leaving

@@ -7,7 +7,7 @@ Lightning zeroes gradients after the training step, so the step takes its gradie
 
 While batches accumulate, new gradients are added to the old ones as they are made. If Lightning's backward then sends
 another factor than was expected, it is too late to multiply the new ones alone. So where the user's code may send one,
-they are made apart from the old ones, and added when the factor is known.
+they are kept separate from the old ones, and added when the factor is known.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ class Handover:
         parameters: all that this rank trains.
         continues: whether the batch adds to the gradients that are there, as all but the first of accumulated ones do.
         keeps: whether gradients that the batch doesn't add to are put back; otherwise their memory is free.
-        apart: whether the batch makes its gradients apart from those that it adds to.
+        separate: whether the batch makes its gradients separately from those that it adds to.
         finish: called when all gradients are in place.
     """
 
@@ -36,16 +36,16 @@ class Handover:
         *,
         continues: bool,
         keeps: bool = True,
-        apart: bool = False,
-        finish: Callable[[], None] = lambda: None,
+        separate: bool = False,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._continues = continues
-        self._apart = continues and apart
+        self._separate = continues and separate
         self._finish = finish
         self._found = [parameter.grad if continues or keeps else None for parameter in self._parameters]
         self._fresh: list[Tensor | None] = []
-        if not continues or apart:
+        if not continues or separate:
             self._put([None] * len(self._parameters))
 
     def take(self) -> None:
@@ -68,15 +68,16 @@ class Handover:
         Raises:
             UnsupportedError: an unexpected factor, and the gradients are added to older ones already.
         """
-        if self._continues and not self._apart:
+        if self._continues and not self._separate:
             _check(factor)
         else:
             made = [gradient for gradient in self._fresh if gradient is not None]
             if made and (factor.device.type != "cpu" or factor != 1.0):
                 torch._foreach_mul_(made, factor)
-        self._put(self._sums() if self._apart else self._fresh)
+        self._put(self._sums() if self._separate else self._fresh)
         self._fresh = self._found = []
-        self._finish()
+        if self._finish is not None:
+            self._finish()
 
     def _sums(self) -> list[Tensor | None]:
         """What was found, plus what the batch has made."""

@@ -116,11 +116,11 @@ def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     copies_first = isinstance(mapping, dict) and getattr(mapping, "__dict__", None) is not mapping
     try:
         return (_refilled if copies_first else _made_anew)(mapping, values)
-    except TypeError:  # an __init__ that wants something else, or values that can't be set
+    except Exception:  # an __init__ that wants something else, values that can't be set: it is the user's code
         pass
     try:
         return (_made_anew if copies_first else _refilled)(mapping, values)
-    except TypeError as error:
+    except Exception as error:
         raise HanayoError(
             f"a {kind.__module__}.{kind.__qualname__} can't be made again with other values, as each micro-batch needs "
             f"it. Let its __init__ take a dictionary, or give it __copy__ and __setitem__."

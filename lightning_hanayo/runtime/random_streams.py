@@ -3,8 +3,8 @@
 the step's own code    key: seed, data rank, step, micro-batch, place in the cube
 block i of the stack   key: seed, data rank, step, micro-batch, i
 
-    rank 0    | code 0 | block 0 | block 1 | code 1 | block 0 | ...     each | starts a stream; code 0 goes on
-    rank 1                       | block 2 | block 3 |  ...             with its own one behind the stack
+    rank 0    | code 0 | block 0 | block 1 | code 1 | block 0 | ...     each | starts a stream; after the stack,
+    rank 1                       | block 2 | block 3 |  ...             code 0 continues its own
 
 So dropout masks are the same for any number of pipeline ranks and waves, under every schedule, with recomputation and
 after a resume. Keys cover torch's default generators on the CPU and on the rank's device; Python's and NumPy's
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hanayo.schedule import Kind
 from lightning_hanayo.seeds import default_generator, mix, seed_of
 
 
@@ -27,7 +28,7 @@ class RandomStreams:
     Example:
         >>> streams = RandomStreams(seed=0, data_rank=0, device=torch.device("cpu"))
         >>> with streams.batch("train 0"):
-        ...     streams.begin(microbatch=0)
+        ...     streams.begin_action(0, Kind.F)
         ...     with streams.block(3):
         ...         mask = torch.rand(2)
 
@@ -36,21 +37,19 @@ class RandomStreams:
         data_rank: this rank's place on the data axis.
         device: where the model is stored.
         place: this rank's place in the cube, where each rank of it runs user code on other samples.
-        repeats: whether the step may call a block several times, as it may where one rank runs all of it.
     """
 
-    def __init__(
-        self, seed: int, data_rank: int, device: torch.device, *, place: int = 0, repeats: bool = False
-    ) -> None:
+    def __init__(self, seed: int, data_rank: int, device: torch.device, *, place: int = 0) -> None:
         self._fixed = seed, data_rank
         self._place = place
-        self._repeats = repeats
         devices = [torch.device("cpu"), *([device] if device.type != "cpu" else [])]
         self._generators = [default_generator(each) for each in devices]
         self._batch = ""
         self._microbatch: int | None = None
         self._seed = 0
-        self._first_draws: dict[tuple[int, int], int] = {}
+        self._in_forward = True
+        self._calls: dict[tuple[int, int], list[int]] = {}
+        """by micro-batch and block: a number drawn from the caller's stream at each of its calls"""
 
     @contextmanager
     def batch(self, key: str) -> Iterator[None]:
@@ -65,37 +64,47 @@ class RandomStreams:
             yield
         finally:
             self._microbatch = None
-            self._first_draws.clear()
+            self._calls.clear()
             self._restore(before)
 
-    def begin(self, microbatch: int) -> None:
-        """The rank's next action is one of this micro-batch."""
-        self._microbatch = microbatch
+    def begin_action(self, microbatch: int, kind: Kind) -> None:
+        """The rank's next action is this one of the micro-batch."""
+        self._microbatch, self._in_forward = microbatch, kind is Kind.F
         self._seed = seed_of(*self._fixed, self._batch, microbatch)
         self._start(self._seed)
 
-    def begin_step(self, microbatch: int) -> None:
+    def begin_code(self, microbatch: int) -> None:
         """The step's own code for this micro-batch starts."""
         own = seed_of(*self._fixed, self._batch, microbatch, self._place) if self._place else self._seed
         self._start(own)
 
-    def block(self, index: int) -> AbstractContextManager[Any]:
-        """Inside, block `index` draws from its own stream; afterwards its caller goes on with the one it had."""
+    def block(self, index: int, *, repeats: bool = False) -> AbstractContextManager[Any]:
+        """Inside, block `index` draws from its own stream; afterwards its caller continues the one it had.
+
+        Args:
+            index: the block's place in the stack.
+            repeats: whether the step may call it several times, each with a stream of its own.
+        """
         if self._microbatch is None or torch._C._are_functorch_transforms_active():
             return nullcontext()
-        return _BlockStream(self, index)
+        return _BlockStream(self, index, repeats)
 
-    def _seed_of(self, index: int) -> int:
-        """The seed of a block's stream.
+    def _seed_of(self, index: int, repeats: bool) -> int:
+        """The seed of a block's stream, in its first call or in a later one.
 
-        A block that the step calls again gets another stream each time, from a number that the step's own stream gives.
-        An activation checkpoint restores that stream before it computes the block again, so the number tells then
-        which of the calls it is.
+        Each call draws a number from the caller's stream. An activation checkpoint restores that stream before it
+        computes the block again, so the number identifies the call; if it is unknown, the first one is meant.
         """
-        draw = int(torch.randint(1 << 62, (), device="cpu"))
+        number = int(torch.randint(1 << 62, (), device="cpu"))
+        seed = mix(self._seed, index)
+        if not repeats:
+            return seed
         assert self._microbatch is not None
-        is_first = not self._repeats or self._first_draws.setdefault((self._microbatch, index), draw) == draw
-        return mix(self._seed if is_first else draw, index)
+        calls = self._calls.setdefault((self._microbatch, index), [])
+        if self._in_forward and number not in calls:
+            calls.append(number)
+        call = calls.index(number) if number in calls else 0
+        return mix(seed, call) if call else seed
 
     def _start(self, seed: int) -> None:
         for generator in self._generators:
@@ -112,14 +121,15 @@ class RandomStreams:
 class _BlockStream:
     """One call of a block. A class, since a generator function would cost as much as the work itself."""
 
-    __slots__ = ("_index", "_states", "_streams")
+    __slots__ = ("_index", "_repeats", "_states", "_streams")
 
-    def __init__(self, streams: RandomStreams, index: int) -> None:
+    def __init__(self, streams: RandomStreams, index: int, repeats: bool) -> None:
         self._streams = streams
         self._index = index
+        self._repeats = repeats
 
     def __enter__(self) -> None:
-        seed = self._streams._seed_of(self._index)
+        seed = self._streams._seed_of(self._index, self._repeats)
         self._states = self._streams._states()
         self._streams._start(seed)
 
@@ -130,13 +140,14 @@ class _BlockStream:
 class BlockRandomness:
     """What a block knows of its rank's streams. A copied or pickled block belongs to no stream."""
 
-    def __init__(self, streams: RandomStreams, index: int) -> None:
+    def __init__(self, streams: RandomStreams, index: int, *, repeats: bool) -> None:
         self._streams = streams
         self._index = index
+        self._repeats = repeats
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
     def stream(self) -> AbstractContextManager[Any]:
         """See `RandomStreams.block`."""
-        return self._streams.block(self._index)
+        return self._streams.block(self._index, repeats=self._repeats)

@@ -21,7 +21,7 @@ class UserStep:
         blocks: the whole stack; `num_local` of them run where they are called.
         name: the stack's qualified name, for errors.
         enter: called with the micro-batch's index whenever its user code is about to run; None: nothing of it counts.
-        begin_stream: called with the micro-batch's index where its user code begins; gives it its random numbers.
+        begin_code: called with the micro-batch's index before its user code begins.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class UserStep:
         num_local: int,
         name: str,
         enter: Callable[[int | None], None] = lambda _: None,
-        begin_stream: Callable[[int], None] = lambda _: None,
+        begin_code: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._blocks = blocks
         self._num_local = num_local
         self._name = name
         self._enter = enter
-        self._begin_stream = begin_stream
+        self._begin_code = begin_code
         self._steps = Steps()
         self._under_way: dict[int, tuple[Step, Recorder]] = {}
         self._rehearsals: dict[int, tuple[Step, Recorder]] = {}
@@ -52,7 +52,7 @@ class UserStep:
         """Run the whole step straight through, where the stack lies as one stage; return what it returns."""
         assert self._function is not None
         self._enter(microbatch)
-        self._begin_stream(microbatch)
+        self._begin_code(microbatch)
         return self._function(microbatch)
 
     def open(self, microbatch: int) -> Packet:
@@ -93,7 +93,7 @@ class UserStep:
 
     def _begin(self, function: StepFunction, microbatch: int) -> tuple[Step, Recorder]:
         recorder = Recorder(self._blocks, self._num_local, self._name)
-        self._begin_stream(microbatch)
+        self._begin_code(microbatch)
         step = self._steps.begin(lambda: _whole(function, microbatch), recorder)
         self._check(step, recorder)
         return step, recorder

@@ -36,7 +36,7 @@ class Prepared:
     runs: list[range] | None = None
     """the blocks of each stage"""
     cube: Cube | None = None
-    """None without a cube too"""
+    """None before setup, or without a cube"""
 
 
 def layout_of(model: nn.Module, options: Options, topology: Topology, *, steady: bool) -> tuple[Stack, Layout]:

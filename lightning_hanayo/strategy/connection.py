@@ -64,8 +64,8 @@ def connect(
             swap.install(ownership.blocks(stage), queues[stage], keep=keep)
     entering = Entering()
     num_local = len(ownership.stages[0]) if cube is None else 0
-    own_streams = {} if streams is None else {"begin_stream": streams.begin_step}
-    user = UserStep(stack.blocks, num_local, stack.name, entering, **own_streams)
+    begin_code = streams.begin_code if streams is not None else _ignore
+    user = UserStep(stack.blocks, num_local, stack.name, entering, begin_code)
     ends, last = _ends(ownership, user, queues) if cube is None else _gated_ends(ownership, user, queues, cube)
     whole = len(ends) == 1  # a single stage runs the blocks where the user's code calls them
     if streams is not None or not whole:
@@ -79,8 +79,8 @@ def connect(
         reduction, dense_reduction = Reduction(trained, groups.data), None
     else:
         reduction, dense_reduction = _reductions(trained, groups, cube)
-    action_streams = {} if streams is None else {"begin_stream": streams.begin}
-    engine = Engine(stages, Mail(transport), reduction.start, Trace(), **action_streams)
+    begin_action = streams.begin_action if streams is not None else _ignore
+    engine = Engine(stages, Mail(transport), reduction.start, Trace(), begin_action)
     return Pipeline(
         layout,
         ownership,
@@ -163,8 +163,22 @@ def _keep_padding(model: nn.Module, changes: Changes) -> None:
             changes.set(module, "use_nested_tensor", False)
 
 
+def _ignore(*_: object) -> None:
+    """Nothing is seeded."""
+
+
 def disconnect(pipeline: Pipeline) -> None:
     """End the threads and give the blocks their own forward back."""
     pipeline.close()
+    _give_back(pipeline)
+
+
+def abandon(pipeline: Pipeline) -> None:
+    """As `disconnect`, after a failure: without waiting for other ranks."""
+    pipeline.abandon()
+    _give_back(pipeline)
+
+
+def _give_back(pipeline: Pipeline) -> None:
     bridge.remove(pipeline.ownership.stack.blocks)
     swap.remove(pipeline.ownership.stack.blocks)

@@ -1,4 +1,4 @@
-"""The data loaders: pipeline rank 0 reads the user's, the ranks above it walk in step with a shadow of it."""
+"""The data loaders: pipeline rank 0 reads the user's, the ranks above it get as many placeholders."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -6,17 +6,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from torch.utils.data import IterableDataset
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.chain import Chain
 
 
-class ShadowBatch(dict[str, Any]):
+class PlaceholderBatch(dict[str, Any]):
     """Stands for a batch on pipeline ranks above 0, where nobody needs its data."""
 
     def __init__(self, *_: Any) -> None:
-        super().__init__(shadow=torch.zeros(1))
+        super().__init__(placeholder=torch.zeros(1))
 
     def __missing__(self, key: Any) -> NoReturn:
         raise _without_data(f"batch[{key!r}] was read")
@@ -32,12 +31,6 @@ def _without_data(what: str) -> UnsupportedError:
     )
 
 
-def _ends_unforeseen(loader: Any) -> bool:
-    """Whether nobody knows where it ends: a stream's length is only a claim, a resumed loader begins anywhere."""
-    stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    return sized_len(loader) is None or stream or hasattr(loader, "load_state_dict")
-
-
 ChainOf = Callable[[], Chain]
 """Returns the pipeline's chain. Loaders may be asked for, and for their length, before the pipeline is there."""
 CubeOf = Callable[[], dist.ProcessGroup]
@@ -50,7 +43,7 @@ class _Walker:
         self._chain_of = chain_of
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_chain_of", "_cube_of", "_announced") or name.startswith("__"):
+        if name in ("loader", "_chain_of", "_cube_of") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.loader, name)  # state_dict, sampler, set_epoch: whatever Lightning asks a loader for
 
@@ -61,25 +54,20 @@ class _Walker:
         return length
 
 
-class ShadowLoader(_Walker):
-    """As many shadow batches as the user's loader has batches; `announced`: as many as come down the chain."""
+class PlaceholderLoader(_Walker):
+    """As many placeholder batches as pipeline rank 0 announces, on the ranks above it."""
 
-    def __init__(self, loader: Any, chain_of: ChainOf, *, announced: bool) -> None:
-        super().__init__(loader, chain_of)
-        self._announced = announced
-
-    def __iter__(self) -> Iterator[ShadowBatch]:
-        if not self._announced:
-            for _ in range(len(self)):
-                yield ShadowBatch()
-        else:
-            chain = self._chain_of()
-            while chain.share("data"):
-                yield ShadowBatch()
+    def __iter__(self) -> Iterator[PlaceholderBatch]:
+        chain = self._chain_of()
+        while chain.share("data"):
+            yield PlaceholderBatch()
 
 
 class AnnouncingLoader(_Walker):
-    """The user's loader of unknown length on pipeline rank 0: tells the others whether there is one more batch."""
+    """The user's loader on pipeline rank 0: tells the others whether there is one more batch.
+
+    Also where its length is known: a loader may end before its length, and Lightning then ends the epoch.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         chain = self._chain_of()
@@ -113,21 +101,8 @@ def _share(value: tuple[Any, ...], cube: dist.ProcessGroup) -> Any:
     return value or objects[0]
 
 
-def process(loader: Any, chain_of: ChainOf, pipe_rank: int, cube_of: CubeOf | None = None, *, logs: bool = True) -> Any:
-    """What a rank iterates over instead of the user's `loader`.
-
-    A loader may also end before its length. Then the metrics at the epoch's end tell the ranks above; where none follow
-    the batches on the same chain, each batch is announced.
-
-    Args:
-        loader: the user's.
-        chain_of: gives the chain over the pipeline's ranks.
-        pipe_rank: this rank's place on the pipe axis.
-        cube_of: gives the group of this rank's cube; None without a cube.
-        logs: whether metrics are shared at the epoch's end: not in predictions.
-    """
-    announced = _ends_unforeseen(loader) or cube_of is not None or not logs
+def process(loader: Any, chain_of: ChainOf, pipe_rank: int, cube_of: CubeOf | None = None) -> Any:
+    """What a rank iterates over instead of the user's `loader`. `cube_of` is None without a cube."""
     if pipe_rank > 0:
-        return ShadowLoader(loader, chain_of, announced=announced)
-    shared = loader if cube_of is None else CubeLoader(loader, chain_of, cube_of)
-    return AnnouncingLoader(shared, chain_of) if announced else shared
+        return PlaceholderLoader(loader, chain_of)
+    return AnnouncingLoader(loader if cube_of is None else CubeLoader(loader, chain_of, cube_of), chain_of)

@@ -60,7 +60,7 @@ def example_of(module: "pl.LightningModule") -> Callable[[], object] | None:
 
 def clips_by_norm(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:
     """Whether all ranks wait for each other before each optimizer step, for the norm of the whole gradient."""
-    if is_overridden("configure_gradient_clipping", module):
+    if overrides(module, "configure_gradient_clipping"):
         return True
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
 
@@ -80,17 +80,22 @@ def may_scale_backward(trainer: "pl.Trainer") -> bool:
     module, precision = trainer.lightning_module, trainer.precision_plugin
     hooks = ("pre_backward", "backward")
     foreign = any(name in vars(base) for name in hooks for base in type(precision).__mro__ if not _is_lightnings(base))
-    return foreign or is_overridden("backward", module) or listens(trainer, "on_before_backward")
+    return foreign or overrides(module, "backward") or listens(trainer, "on_before_backward")
 
 
 def _is_lightnings(kind: type) -> bool:
     return kind.__module__.startswith(("lightning.", "lightning_hanayo."))
 
 
+def overrides(module: "pl.LightningModule", hook: str) -> bool:
+    """Whether the module has a `hook` of its own, in its class or on the instance, where it may be any callable."""
+    return hook in vars(module) or getattr(type(module), hook) is not getattr(pl.LightningModule, hook)
+
+
 def listens(trainer: "pl.Trainer", hook: str) -> bool:
-    """Whether the module or a callback overrides `hook`, in its class or on the instance."""
+    """Whether the module or a callback has a `hook` of its own."""
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # an attribute that only a connector declares
-    return is_overridden(hook, trainer.lightning_module) or any(
+    return overrides(trainer.lightning_module, hook) or any(
         getattr(type(callback), hook) is not getattr(pl.Callback, hook) or hook in vars(callback)
         for callback in callbacks
     )
@@ -98,7 +103,7 @@ def listens(trainer: "pl.Trainer", hook: str) -> bool:
 
 def looks_at_old_gradients(trainer: "pl.Trainer") -> bool:
     """Whether a hook may look at the last step's gradients before they are zeroed. Else they needn't be kept."""
-    return is_overridden("optimizer_zero_grad", trainer.lightning_module) or listens(trainer, "on_before_zero_grad")
+    return overrides(trainer.lightning_module, "optimizer_zero_grad") or listens(trainer, "on_before_zero_grad")
 
 
 def batch_key(trainer: "pl.Trainer") -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime import microbatches
-from lightning_hanayo.runtime.chain import Chain, UnexpectedMessage
+from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
@@ -122,6 +122,7 @@ class Pipeline:
         if self.dense is not None:
             self.dense.forget()
         self.engine.mail.transport.close()
+        self.user.stop()
 
     def _play(
         self,
@@ -136,7 +137,7 @@ class Pipeline:
         train: bool,
     ) -> Any:
         if self.rank > 0:
-            self._run(*self._announced(), train=train, reduce=reduce)
+            self._run(*self.chain.share("batch"), train=train, reduce=reduce)
             return None
         parts = microbatches.sizes(microbatches.num_samples(batch), self.layout.num_microbatches)
         split = self.sharing.split(batch, parts)
@@ -150,21 +151,6 @@ class Pipeline:
             self._run(*announced, train=train, reduce=reduce)
         results = [self.last.results.pop(m) for m in range(len(parts))]
         return self.sharing.merge(results, split, shares.of_loss, has_loss=train)
-
-    def _announced(self) -> tuple[int, int, str]:
-        """What pipeline rank 0 says of the batch.
-
-        Raises:
-            StopIteration: its data loader has ended before its length, and the epoch with it. So does this rank's:
-                Lightning's loops end an epoch by it, from within a step too.
-        """
-        try:
-            num_microbatches, signature, key = self.chain.share("batch")
-        except UnexpectedMessage as error:
-            if error.got == "metrics":  # what the steps logged, at an epoch's end
-                raise StopIteration from None
-            raise
-        return num_microbatches, signature, key
 
     def _run(self, num_microbatches: int, signature: int, key: str, *, train: bool, reduce: bool) -> None:
         if self.dense is not None:

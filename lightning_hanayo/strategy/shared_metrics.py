@@ -9,12 +9,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.strategy.changes import Changes
+from lightning_hanayo.strategy.lightning_internals import overrides
 
 
 class SharedMetrics(_LoggerConnector):
@@ -116,7 +116,7 @@ def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) ->
         return True
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # an attribute that only a connector declares
     module = trainer.lightning_module
-    return is_overridden("on_train_batch_end", module) or any(map(partial(_reads, trainer, steps), callbacks))
+    return overrides(module, "on_train_batch_end") or any(map(partial(_reads, trainer, steps), callbacks))
 
 
 def _reads(trainer: "pl.Trainer", steps: bool, callback: "pl.Callback") -> bool:

@@ -34,11 +34,12 @@ from lightning_hanayo.runtime.handover import Handover
 from lightning_hanayo.runtime.process_group import ProcessGroupTransport
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stage import loss_of
+from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import data, lightning_internals, refusals
 from lightning_hanayo.strategy.assembly import Prepared, assemble, layout_of, plan_cube, tensors_of
 from lightning_hanayo.strategy.changes import Changes
 from lightning_hanayo.strategy.clip import clip_by_norm, clip_by_norm_of_parts
-from lightning_hanayo.strategy.connection import disconnect
+from lightning_hanayo.strategy.connection import abandon, disconnect
 from lightning_hanayo.strategy.cube import Cube
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.groups import Groups, agree, backend_for
@@ -147,19 +148,18 @@ class HanayoStrategy(PlacedStrategy):
         self._restores_late = False
         self._changes = Changes()
         self._prepared: WeakKeyDictionary[pl.LightningModule, Prepared] = WeakKeyDictionary()
-        self._metrics_chain: Chain | None = None
-        self._chain_of_pipe: Chain | None = None
+        self._chains: dict[Literal["pipe", "replica"], Chain] = {}
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
-        live = dict.fromkeys(("_groups", "_failures", "_pipeline", "_metrics_chain", "_chain_of_pipe"))
+        live: dict[str, Any] = dict.fromkeys(("_groups", "_failures", "_pipeline", "_prepared"))
         runs = self._own.runs if self.lightning_module is not None else None
-        return super().__getstate__() | live | {"_changes": Changes(), "_prepared": runs}
+        return super().__getstate__() | live | {"_changes": Changes(), "_chains": {}, "_runs": runs}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        runs = state["_prepared"]
+        runs = state.pop("_runs")
         super().__setstate__(state | {"_prepared": WeakKeyDictionary()})
         if self.lightning_module is not None:
             self._own.runs = runs
@@ -219,7 +219,8 @@ class HanayoStrategy(PlacedStrategy):
         met = _distributed_is_initialized()
         _init_dist_connection(self.cluster_environment, backend, timeout=self.options.timeout, **device)
         self._failures = Failures(self.global_rank)
-        self._pipeline = self._metrics_chain = self._chain_of_pipe = None  # of the run before, or of another module
+        self._pipeline = None  # of the run before, or of another module
+        self._chains.clear()
         if self._groups is None or not met:
             self._groups = Groups.create(
                 self.topology,
@@ -279,20 +280,24 @@ class HanayoStrategy(PlacedStrategy):
             runs=self._own.runs,
             cube=self._cube,
             seed=seed,
-            streams=self._random_streams(layout, seed),
+            streams=self._random_streams(trainer, layout, seed),
             changes=self._changes,
-            chain=self._pipe_chain(),
+            chain=self._chain("pipe"),
             on_failure=self._failures.on_transfer,
         )
         self._own.runs = [run for run in self._pipeline.ownership.stages if run]  # a second fit finds placeholders
 
-    def _random_streams(self, layout: Layout, seed: int) -> RandomStreams | None:
-        """None where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws."""
+    def _random_streams(self, trainer: "pl.Trainer", layout: Layout, seed: int) -> RandomStreams | None:
+        """None where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws.
+
+        Outside `fit` nothing counts on from run to run, so that each run gets another seed from torch's generator.
+        """
         if self.world_size == 1 and layout.num_microbatches == 1:
             return None
+        if trainer.state.fn != TrainerFn.FITTING:
+            seed = self.broadcast(seed_of(seed, int(torch.randint(1 << 62, ()))))
         place = self._cube.place_outside if self._cube is not None else 0
-        whole = layout.num_stages == 1 and self._cube is None
-        return RandomStreams(seed, self.data_rank, self.root_device, place=place, repeats=whole)
+        return RandomStreams(seed, self.data_rank, self.root_device, place=place)
 
     def _make_cube(self, module: "pl.LightningModule", stack: Stack) -> Cube | None:
         plan, team = plan_cube(module, stack, self.options, self.topology), self.groups.cube
@@ -306,33 +311,36 @@ class HanayoStrategy(PlacedStrategy):
         changes = self._changes
         adapt(self.precision_plugin, self._clip, changes)
         lightning_internals.keep_sigterm_local(trainer, changes)
-        share_metrics(trainer, self._chain(), changes, computes=self.pipe_rank == 0, warns=self.topology.data > 1)
+        # Ranks of a cube log alike: rank 0's values count for all of them.
+        chain = self._chain("pipe" if self._cube is None else "replica")
+        share_metrics(trainer, chain, changes, computes=self.pipe_rank == 0, warns=self.topology.data > 1)
         lightning_internals.set_metric_groups(module, self.groups.metrics, changes)
         if self.pipe_rank > 0:
             lightning_internals.skip_hooks_without_data(module, changes)
         if self.topology.replica_size > 1:  # summaries and graphs would run the model outside a step
             changes.set(module, "example_input_array", None)
 
-    def _chain(self) -> Chain:
-        """Over all ranks that train one copy of the model: those of a cube log alike, and rank 0 says what counts."""
-        if self._cube is None:
-            return self._pipe_chain()
-        if self._metrics_chain is None:
-            self._metrics_chain = self._chain_over(self.groups.replica_ranks, self.groups.replica)
-        return self._metrics_chain
+    def _chain(self, over: Literal["pipe", "replica"]) -> Chain:
+        """The chain over the ranks of the pipeline, or over all that train one copy of the model.
 
-    def _pipe_chain(self) -> Chain:
-        """Over the ranks of the pipeline, before it is set up too: Lightning may read a stream's first batch early."""
-        if self._chain_of_pipe is None:
-            self._chain_of_pipe = self._chain_over(self.groups.pipe_ranks, self.groups.control)
-        return self._chain_of_pipe
-
-    def _chain_over(self, ranks: Sequence[int], control: dist.ProcessGroup) -> Chain:
-        assert self._failures is not None, "there once the processes have met"
-        on_failure = self._failures.on_transfer
-        return Chain(
-            ProcessGroupTransport(ranks, control=control, channels={}, device=self.root_device, on_failure=on_failure)
-        )
+        It is there before the pipeline is set up: Lightning may read a stream's first batch early.
+        """
+        if over not in self._chains:
+            assert self._failures is not None, "there once the processes have met"
+            groups = self.groups
+            ranks, control = (
+                (groups.pipe_ranks, groups.control) if over == "pipe" else (groups.replica_ranks, groups.replica)
+            )
+            self._chains[over] = Chain(
+                ProcessGroupTransport(
+                    ranks,
+                    control=control,
+                    channels={},
+                    device=self.root_device,
+                    on_failure=self._failures.on_transfer,
+                )
+            )
+        return self._chains[over]
 
     @override
     def model_to_device(self) -> None:
@@ -358,9 +366,7 @@ class HanayoStrategy(PlacedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         cube_of = self._ranks_of_cube if prod(self.topology.cube) > 1 else None
-        assert self.lightning_module is not None
-        logs = self.lightning_module.trainer.state.fn != TrainerFn.PREDICTING
-        return data.process(dataloader, self._pipe_chain, self.pipe_rank, cube_of, logs=logs)
+        return data.process(dataloader, partial(self._chain, "pipe"), self.pipe_rank, cube_of)
 
     def _ranks_of_cube(self) -> dist.ProcessGroup:
         assert self.groups.cube is not None
@@ -385,13 +391,13 @@ class HanayoStrategy(PlacedStrategy):
         scale = lightning_internals.expected_gradient(trainer)
         continues = lightning_internals.continues_accumulation(trainer, batch_idx)
         stopping = trainer.should_stop
-        reduces, apart = not self._accumulating, continues and lightning_internals.may_scale_backward(trainer)
+        reduces, separate = not self._accumulating, continues and lightning_internals.may_scale_backward(trainer)
         handover = Handover(
             self.pipeline.parameters,
             continues=continues,
             keeps=lightning_internals.looks_at_old_gradients(trainer),
-            apart=apart,
-            **({"finish": self.pipeline.reduce} if apart and reduces else {}),
+            separate=separate,
+            finish=self.pipeline.reduce if separate and reduces else None,
         )
         with self.precision_plugin.train_step_context():
             result = self.pipeline.train(
@@ -401,7 +407,7 @@ class HanayoStrategy(PlacedStrategy):
                 partial(self._shares, sync=True),
                 partial(MicrobatchLog, trainer),
                 scale=scale,
-                reduce=reduces and not apart,
+                reduce=reduces and not separate,
             )
         handover.take()
         value = loss_of(result) if self.pipeline.rank == 0 else torch.zeros((), device=self.root_device)
@@ -491,12 +497,12 @@ class HanayoStrategy(PlacedStrategy):
             self._failures.stop()
         self._changes.undo()
         if self._pipeline is not None:
-            self._pipeline.abandon()
-        for chain in (self._metrics_chain, self._chain_of_pipe):
-            if chain is not None:
-                chain.forget()
-                chain.transport.close()
-        self._groups = self._metrics_chain = self._chain_of_pipe = None
+            abandon(self._pipeline)
+        for chain in self._chains.values():
+            chain.forget()
+            chain.transport.close()
+        self._chains.clear()
+        self._groups = None
         if _distributed_is_initialized():
             dist.destroy_process_group()
 
@@ -507,9 +513,8 @@ class HanayoStrategy(PlacedStrategy):
         if self._failures is not None:
             self._failures.stop()
         self._changes.undo()
-        for chain in (self._metrics_chain, self._chain_of_pipe):
-            if chain is not None:
-                chain.finish()
+        for chain in self._chains.values():
+            chain.finish()
         if self._pipeline is not None:
             disconnect(self._pipeline)
         lightning_internals.optimizers_to_device(self.optimizers, torch.device("cpu"))

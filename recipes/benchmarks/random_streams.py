@@ -47,12 +47,13 @@ def _cases(device: Any) -> dict[str, Callable[[], object]]:
     import torch
 
     from lightning_hanayo.runtime.random_streams import RandomStreams
+    from lightning_hanayo.schedule import Kind
     from recipes.gpt.module import Block
 
     streams = RandomStreams(0, 0, device)
     batch = streams.batch("train 0 0")
     batch.__enter__()  # the process ends with it
-    streams.begin(0)
+    streams.begin_action(0, Kind.F)
     block, x = Block(128, 4, 0.0).to(device), torch.randn(1, 128, 128, device=device)
 
     def in_stream() -> None:
@@ -70,8 +71,8 @@ def _cases(device: Any) -> dict[str, Callable[[], object]]:
             torch.cuda.synchronize()
 
     return {
-        "an action": lambda: streams.begin(1),
-        "the step's own code": lambda: streams.begin_step(1),
+        "an action": lambda: streams.begin_action(1, Kind.F),
+        "the step's own code": lambda: streams.begin_code(1),
         "a call of a block": in_stream,
         "a batch": a_batch,
         "for comparison: a block's forward, 128 tokens of width 128": forward,

@@ -254,6 +254,32 @@ def test_a_resumed_run_draws_as_one_that_never_stopped(pool: Pool, tmp_path: Any
     assert_close(merge(resumed, then).weights, whole.weights, 1e-10)
 
 
+class Sampling(Dropping):
+    """Predicts with dropout, as for an uncertainty."""
+
+    def on_predict_start(self) -> None:
+        self.train()
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self(batch["x"])
+
+
+def predictions(layout: Layout) -> list[float]:
+    """Two predictions of one Trainer, and one of another."""
+    trainer = make_trainer(layout, strategy=make_strategy(layout))
+    module, loader = models.build(Sampling, DOUBLE), make_loader(models.vectors((8, 8), DOUBLE))
+    found = [trainer.predict(module, loader) for _ in range(2)]
+    found.append(make_trainer(layout, strategy=make_strategy(layout)).predict(module, loader))
+    return [sum(part.sum().item() for part in parts if isinstance(part, Tensor)) for parts in found if parts]
+
+
+def test_each_prediction_draws_anew_and_alike_on_every_layout(pool: Pool) -> None:
+    (expected,) = pool.run(1, predictions, ONE_PROCESS)
+    assert len(set(expected)) == 3
+    for layout in (WAVES, Layout(2, 1, 1, "1f1b")):
+        assert pool.run(2, predictions, layout)[0] == pytest.approx(expected, rel=1e-10)
+
+
 class TwoViews(models.MLP):
     """Two passes through the stack, whose difference is what dropout makes."""
 

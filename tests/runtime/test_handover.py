@@ -62,7 +62,7 @@ def test_another_gradient_scales_what_the_batch_made_alone(parameters: list[nn.P
         handover = Handover(
             parameters,
             continues=value != 3.0,
-            apart=True,
+            separate=True,
             finish=lambda: finished.append(parameters[0].grad[0].item()),
         )
         for parameter in parameters:

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_hanayo.runtime import bridge
 from lightning_hanayo.runtime.random_streams import RandomStreams
+from lightning_hanayo.schedule import Kind
 from lightning_hanayo.seeds import mix, seed_of
 
 CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 def draws(streams: RandomStreams, microbatch: int, index: int, calls: int = 1) -> list[list[float]]:
     """What a block draws in each of its calls."""
-    streams.begin(microbatch)
+    streams.begin_action(microbatch, Kind.F)
     found = []
     for _ in range(calls):
         with streams.block(index):
@@ -48,8 +49,8 @@ def test_the_steps_own_code_draws_by_its_place() -> None:
     for place in (0, 1):
         streams = RandomStreams(0, 0, CPU, place=place)
         with streams.batch("train 0 0"):
-            streams.begin(0)
-            streams.begin_step(0)
+            streams.begin_action(0, Kind.F)
+            streams.begin_code(0)
             seen.append(torch.rand(2).tolist())
     assert seen[0] != seen[1]
 
@@ -58,7 +59,7 @@ def test_the_caller_goes_on_whatever_a_block_draws() -> None:
     streams, seen = RandomStreams(0, 0, CPU), []
     for count in (0, 1, 100):
         with streams.batch("train 0 0"):
-            streams.begin(0)
+            streams.begin_action(0, Kind.F)
             first = torch.rand(1).item()
             with streams.block(1):
                 torch.rand(count)
@@ -90,20 +91,36 @@ def test_outside_a_batch_a_block_draws_as_always() -> None:
     assert torch.equal(inside, torch.rand(2))
 
 
-def test_another_call_of_a_block_draws_anew_and_recomputed_alike() -> None:
-    streams = RandomStreams(0, 0, CPU, repeats=True)
+@pytest.mark.parametrize("kind", [Kind.F, Kind.B], ids=["in a forward", "in a backward"])
+def test_another_call_of_a_block_draws_anew_and_recomputed_alike(kind: Kind) -> None:
+    streams = RandomStreams(0, 0, CPU)
     with streams.batch("train 0 0"):
-        streams.begin(0)
+        streams.begin_action(0, Kind.F)
         states, seen = [], []
         for _ in range(3):
             states.append(torch.get_rng_state())
-            with streams.block(1):
+            with streams.block(1, repeats=True):
                 seen.append(torch.rand(2).tolist())
         assert len({str(one) for one in seen}) == 3
+        if kind is Kind.B:
+            streams.begin_action(0, kind)
         for state, one in reversed(list(zip(states, seen, strict=True))):  # as an activation checkpoint does
             torch.set_rng_state(state)
-            with streams.block(1):
+            with streams.block(1, repeats=True):
                 assert torch.rand(2).tolist() == one
+
+
+def test_a_recomputation_that_restores_nothing_means_the_first_call() -> None:
+    """`checkpoint(..., preserve_rng_state=False)`: right where a block is called once, as in a pipeline."""
+    streams = RandomStreams(0, 0, CPU)
+    with streams.batch("train 0 0"):
+        streams.begin_action(0, Kind.F)
+        with streams.block(1, repeats=True):
+            drawn = torch.rand(2).tolist()
+        streams.begin_action(0, Kind.B)
+        torch.rand(7)
+        with streams.block(1, repeats=True):
+            assert torch.rand(2).tolist() == drawn
 
 
 def test_vmap_runs_a_block_in_its_callers_stream() -> None:
@@ -114,7 +131,7 @@ def test_vmap_runs_a_block_in_its_callers_stream() -> None:
             return 2 * x
 
     with streams.batch("train 0 0"):
-        streams.begin(0)
+        streams.begin_action(0, Kind.F)
         assert torch.equal(torch.vmap(in_stream)(torch.ones(3)), torch.full((3,), 2.0))
 
 
@@ -128,9 +145,9 @@ def test_copies_of_a_block_belong_to_no_stream() -> None:
     bridge.install([block], streams, whole=True)
     with streams.batch("train 0 0"):
         for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
-            streams.begin(0)
+            streams.begin_action(0, Kind.F)
             noise = torch.rand(())
-            streams.begin(0)
+            streams.begin_action(0, Kind.F)
             assert torch.equal(copied(torch.zeros(())), noise)
     bridge.remove([block])
     assert vars(block).keys() == vars(Noisy()).keys()

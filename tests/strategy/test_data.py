@@ -1,11 +1,10 @@
-"""Pipeline rank 0 reads the user's loader; the ranks above walk in step with its shadow.
+"""Pipeline rank 0 reads the user's loader; the ranks above get as many placeholders.
 
-rank 0   b0  b1  b2  end        length known: nothing is said
-rank 1   .   .   .   end        unknown: "one more" x 3, "end" come down the chain
+rank 0   b0  b1  b2  end        "one more" x 3, "end" come down the chain, whatever the loader's length says
+rank 1   .   .   .   end
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.chain import Chain
 from lightning_hanayo.runtime.loopback import Hub
-from lightning_hanayo.strategy.data import ShadowBatch, process
+from lightning_hanayo.strategy.data import PlaceholderBatch, process
 from tests.harness.limits import real_seconds
 
 CHAIN = Chain(Hub(1).transports()[0])
@@ -25,17 +24,24 @@ class Stream(IterableDataset[torch.Tensor]):
         yield from torch.arange(3.0)
 
 
-def test_known_length() -> None:
-    loader = DataLoader(torch.arange(3.0), batch_size=2)  # type: ignore[arg-type]
-    assert process(loader, lambda: CHAIN, 0) is loader
-    shadow = process(loader, lambda: CHAIN, 1)
-    assert len(shadow) == len(list(shadow)) == len(list(shadow)) == 2
+class Short(DataLoader[torch.Tensor]):
+    """Its length is one too high."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
 
 
-def test_unknown_length() -> None:
-    above = [Chain(transport) for transport in Hub(3, timeout=real_seconds(30)).transports()]
-    chains = [partial(lambda chain: chain, chain) for chain in above]
-    loaders = [process(DataLoader(Stream(), batch_size=2), chain_of, rank) for rank, chain_of in enumerate(chains)]
+LOADERS = {
+    "a stream": lambda: DataLoader(Stream(), batch_size=2),
+    "of known length": lambda: DataLoader(torch.arange(3.0), batch_size=2),  # type: ignore[arg-type]
+    "shorter than it says": lambda: Short(torch.arange(3.0), batch_size=2),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_all_ranks_get_as_many_batches(kind: str) -> None:
+    chains = [Chain(transport) for transport in Hub(3, timeout=real_seconds(30)).transports()]
+    loaders = [process(LOADERS[kind](), lambda chain=chain: chain, rank) for rank, chain in enumerate(chains)]
     for _ in range(2):
         walks = [iter(loader) for loader in loaders]
         lengths = [0, 0, 0]
@@ -43,14 +49,18 @@ def test_unknown_length() -> None:
             for rank, walk in enumerate(walks):
                 lengths[rank] += next(walk, None) is not None
         assert lengths == [2, 2, 2]
+
+
+def test_the_length_is_the_loaders() -> None:
+    assert [len(process(LOADERS["of known length"](), lambda: CHAIN, rank)) for rank in (0, 1)] == [2, 2]
     with pytest.raises(TypeError, match="DataLoader has no length"):
-        len(loaders[1])
+        len(process(LOADERS["a stream"](), lambda: CHAIN, 1))
 
 
 @pytest.mark.parametrize("key", ["x", 0, 1])
-def test_looking_into_a_shadow_says_what_to_do(key: object) -> None:
+def test_looking_into_a_placeholder_says_what_to_do(key: object) -> None:
     with pytest.raises(UnsupportedError, match=r"was read on a pipeline rank above 0, .* `trainer.is_global_zero`"):
-        ShadowBatch()[key]  # type: ignore[index]
+        PlaceholderBatch()[key]  # type: ignore[index]
 
 
 class Resumable(DataLoader[torch.Tensor]):
@@ -68,17 +78,17 @@ class Resumable(DataLoader[torch.Tensor]):
         self.begin = state["begin"]
 
 
-def test_a_resumed_loader_takes_its_shadow_along() -> None:
+def test_a_resumed_loader_takes_its_placeholder_along() -> None:
     chains = [Chain(transport) for transport in Hub(2, timeout=real_seconds(30)).transports()]
-    first, shadow = (
+    first, above = (
         process(Resumable(torch.arange(4.0)), lambda chain=chain: chain, rank)  # type: ignore[arg-type]
         for rank, chain in enumerate(chains)
     )
-    assert len(first) == len(shadow) == 4
-    assert first.state_dict() == shadow.state_dict() == {"begin": 0}
-    for loader in (first, shadow):
+    assert len(first) == len(above) == 4
+    assert first.state_dict() == above.state_dict() == {"begin": 0}
+    for loader in (first, above):
         loader.load_state_dict({"begin": 3})
-    assert len(list(first)) == len(list(shadow)) == 1
+    assert len(list(first)) == len(list(above)) == 1
 
 
 def no_chain() -> Chain:

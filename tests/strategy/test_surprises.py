@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -217,44 +218,136 @@ def test_hooks_are_kept_after_a_failure(pool: Pool) -> None:
 
 
 class EndsEarly(DataLoader[Any]):
-    """Its length is one too high."""
+    """Its length is two too high."""
 
     def __len__(self) -> int:
-        return super().__len__() + 1
+        return super().__len__() + 2
 
 
-class Counted(models.MLP):
-    """Counts the samples it validates, and predicts."""
+class Evaluated(models.MLP):
+    """Validates, and predicts."""
 
-    validated = 0
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.validated += len(self(batch["x"]))
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("validated", self.loss(batch))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self(batch["x"])
 
 
-def ends_early(layout: Layout) -> list[Any]:
-    """What Lightning makes of loaders that end before their length."""
+class Watches(Callback):
+    """What happens, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((batch_idx, trainer.global_step, trainer.fit_loop.total_batch_idx))
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        self.seen.append(("validated", trainer.global_step))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        self.seen.append(("epoch", trainer.current_epoch))
+
+
+def short(num_batches: int) -> DataLoader[Any]:
+    return EndsEarly(models.vectors((8,) * num_batches, torch.float64), batch_size=None)  # type: ignore[arg-type]
+
+
+def ends_early(layout: Layout, options: dict[str, Any], validated: int) -> tuple[list[Any], float | None]:
+    """What Lightning makes of loaders that end before their length, and the sum of what is predicted."""
+    warnings.filterwarnings("ignore", message=".*recommended to use `self.log")
+    watch = Watches()
     strategy = make_strategy(layout) if layout.world_size > 1 else "auto"
-    trainer = make_trainer(layout, strategy=strategy, max_epochs=3, num_sanity_val_steps=1, accumulate_grad_batches=2)
-    module = models.build(Counted, torch.float64)
-    batches = models.vectors((8, 8, 8, 8), torch.float64)
-    trainer.fit(module, EndsEarly(batches, batch_size=None), EndsEarly(batches[:2], batch_size=None))  # type: ignore[arg-type]
-    predicted = trainer.predict(module, EndsEarly(batches[:2], batch_size=None))  # type: ignore[arg-type]
-    return [
-        trainer.global_step,
-        trainer.current_epoch,
-        None if predicted is None else sum(part.sum().item() for part in predicted if isinstance(part, Tensor)),
-    ]
+    trainer = make_trainer(
+        layout, strategy=strategy, max_epochs=3, num_sanity_val_steps=1, callbacks=[watch], **options
+    )
+    module = models.build(Evaluated, torch.float64)
+    trainer.fit(module, short(6), [short(2) for _ in range(validated)])
+    predicted = trainer.predict(module, short(2))
+    return watch.seen, None if predicted is None else sum(p.sum().item() for p in predicted if isinstance(p, Tensor))
+
+
+EARLY: dict[str, tuple[dict[str, Any], int]] = {
+    "accumulating": ({"accumulate_grad_batches": 4}, 1),
+    "validating by batches": ({"val_check_interval": 4, "check_val_every_n_epoch": None}, 1),
+    "several validation loaders": ({"limit_val_batches": 3}, 2),
+}
 
 
 @pytest.mark.parametrize("layout", [WAVE, Layout(2, 1, 1, cube=(1, 2, 1))], ids=str)
-def test_a_loader_that_ends_before_its_length(pool: Pool, layout: Layout) -> None:
-    (plain,) = pool.run(1, ends_early, Layout())
-    steps, epochs, total = plain
-    for rank, seen in enumerate(pool.run(layout.world_size, ends_early, layout, timeout=30.0)):
-        assert seen[:2] == [steps, epochs], f"rank {rank}"
-        if rank == 0:
-            assert seen[2] == pytest.approx(total)
+@pytest.mark.parametrize("case", EARLY)
+def test_a_loader_that_ends_before_its_length(pool: Pool, case: str, layout: Layout) -> None:
+    ((seen, total),) = pool.run(1, ends_early, Layout(), *EARLY[case])
+    for rank, (own, predicted) in enumerate(pool.run(layout.world_size, ends_early, layout, *EARLY[case])):
+        assert own == seen, f"rank {rank}"
+        assert rank > 0 or predicted == pytest.approx(total)
+
+
+class Calls:
+    """A hook that is an object."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1
+
+
+def object_as_hook() -> int:
+    module, hook = models.build(models.MLP), Calls()
+    module.on_before_backward = hook  # type: ignore[method-assign]
+    make_trainer(WAVE, max_epochs=1, accumulate_grad_batches=2).fit(module, make_loader(batches()))
+    return hook.count
+
+
+def test_a_hook_may_be_an_object(pool: Pool) -> None:
+    assert pool.run(2, object_as_hook) == [3, 3]
+
+
+class Sealed(models.Block):
+    """Guards its forward."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            raise AttributeError("sealed")
+        super().__setattr__(name, value)
+
+
+class OfSealed(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.__class__ = Sealed
+
+
+def sealed(layout: Layout) -> int:
+    trainer = make_trainer(layout, strategy=make_strategy(layout), max_epochs=1)
+    trainer.fit(models.build(OfSealed), make_loader(batches()))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1, 1, "1f1b"), WAVE], ids=str)
+def test_blocks_may_guard_their_forward(pool: Pool, layout: Layout) -> None:
+    assert pool.run(layout.world_size, sealed, layout) == [3] * layout.world_size
+
+
+class BreaksLate(models.MLP):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        raise KeyError("broken")
+
+
+def breaks_late() -> tuple[str, list[str], bool]:
+    """How it ends, the threads that are left, and whether a block has something of ours."""
+    module = models.build(BreaksLate)
+    try:
+        make_trainer(WAVE, max_epochs=1).fit(module, make_loader(batches()))
+    except BaseException as error:
+        ours = [thread.name for thread in threading.enumerate() if thread.name.startswith("hanayo")]
+        return type(error).__name__, ours, any("forward" in vars(block) for block in module.blocks)
+    raise AssertionError("it doesn't break")
+
+
+def test_a_failed_run_leaves_no_threads_and_no_patches(pool: Pool) -> None:
+    for kind, threads, patched in pool.run(2, breaks_late):
+        assert kind in ("KeyError", "PeerFailed") and not threads and not patched

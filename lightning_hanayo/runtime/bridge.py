@@ -10,7 +10,7 @@ that thread (`num_local` is 0) the first one suspends the step as well, to be re
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -43,12 +43,15 @@ class _Compiled:
         return type(None), ()
 
 
-def install(blocks: Sequence[nn.Module], streams: RandomStreams | None = None, *, whole: bool = False) -> None:
+def install(
+    blocks: Sequence[nn.Module], streams: RandomStreams | None = None, *, num_local: int = 0, whole: bool = False
+) -> None:
     """Replace each block's `forward` by one of ours: a bound method, so that deepcopy and pickle bind it to the copy.
 
     Args:
         blocks: the stack.
         streams: where the blocks' random numbers come from; None: from torch's own generators as they are.
+        num_local: how many of them, the first ones, run where the step calls them.
         whole: whether this rank runs the whole step, so that every block runs where it is called.
     """
     for index, block in enumerate(blocks):
@@ -56,7 +59,9 @@ def install(blocks: Sequence[nn.Module], streams: RandomStreams | None = None, *
             object.__setattr__(block, _INNER, vars(block).get("forward"))
             object.__setattr__(block, _ELSEWHERE, any(parameter.is_meta for parameter in block.parameters()))
             object.__setattr__(block, _WHOLE, whole)
-            randomness = None if streams is None else BlockRandomness(streams, index, repeats=whole)
+            randomness = None
+            if streams is not None:
+                randomness = BlockRandomness(streams, index, in_code=whole or index < num_local, repeats=whole)
             object.__setattr__(block, _RANDOMNESS, randomness)
             object.__setattr__(block, "forward", MethodType(forward, block))  # a block may guard its attributes
             if block._compiled_call_impl is not None:
@@ -99,7 +104,8 @@ def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but it "
             f"lies on another pipeline rank; only the steps (training_step, validation_step, ...) see the whole model."
         )
-    with _stream_of(block):
+    randomness = _randomness_of(block)
+    with nullcontext() if randomness is None else randomness.of_run():
         return _run(block, *args, **kwargs)
 
 
@@ -108,9 +114,8 @@ def _run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _inner(block, *args, **kwargs) if compiled is None else compiled.call(*args, **kwargs)
 
 
-def _stream_of(block: nn.Module) -> AbstractContextManager[Any]:
-    randomness: BlockRandomness | None = vars(block).get(_RANDOMNESS)
-    return nullcontext() if randomness is None else randomness.stream()
+def _randomness_of(block: nn.Module) -> BlockRandomness | None:
+    return vars(block).get(_RANDOMNESS)
 
 
 def _inner(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +167,8 @@ class Recorder:
         if index != self._next:
             raise UnsupportedError(self._disorder(index))
         self._next += 1
-        with _stream_of(block):  # also for a block on another rank: the caller's stream advances alike everywhere
+        randomness = _randomness_of(block)  # also of a block on another rank: the caller's stream advances everywhere
+        with nullcontext() if randomness is None else randomness.of_call():
             return self._answer(block, index, args, kwargs)
 
     def _answer(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -47,6 +47,8 @@ class RandomStreams:
         self._batch = ""
         self._microbatch: int | None = None
         self._seed = 0
+        self._seeds: dict[int, int] = {}
+        """by micro-batch, of the batch under way"""
         self._in_forward = True
         self._calls: dict[tuple[int, int], list[int]] = {}
         """by micro-batch and block: a number drawn from the caller's stream at each of its calls"""
@@ -64,19 +66,33 @@ class RandomStreams:
             yield
         finally:
             self._microbatch = None
+            self._seeds.clear()
             self._calls.clear()
             self._restore(before)
 
     def begin_action(self, microbatch: int, kind: Kind) -> None:
-        """The rank's next action is this one of the micro-batch."""
-        self._microbatch, self._in_forward = microbatch, kind is Kind.F
-        self._seed = seed_of(*self._fixed, self._batch, microbatch)
-        self._start(self._seed)
+        """The rank's next action is this one of the micro-batch. In a forward, code and blocks start their streams."""
+        seed = self._seeds.get(microbatch)
+        if seed is None:
+            seed = self._seeds[microbatch] = seed_of(*self._fixed, self._batch, microbatch)
+        self._microbatch, self._in_forward, self._seed = microbatch, kind is Kind.F, seed
+        if not self._in_forward:
+            self._start(seed)
 
     def begin_code(self, microbatch: int) -> None:
         """The step's own code for this micro-batch starts."""
         own = seed_of(*self._fixed, self._batch, microbatch, self._place) if self._place else self._seed
         self._start(own)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether draws are keyed now: within a batch, but not under a transform of `torch.func`."""
+        return self._microbatch is not None and not torch._C._are_functorch_transforms_active()
+
+    def begin_block(self, index: int) -> None:
+        """Block `index` starts its stream; nobody continues the one before it."""
+        if self.is_active:
+            self._start(mix(self._seed, index))
 
     def block(self, index: int, *, repeats: bool = False) -> AbstractContextManager[Any]:
         """Inside, block `index` draws from its own stream; afterwards its caller continues the one it had.
@@ -85,9 +101,7 @@ class RandomStreams:
             index: the block's place in the stack.
             repeats: whether the step may call it several times, each with a stream of its own.
         """
-        if self._microbatch is None or torch._C._are_functorch_transforms_active():
-            return nullcontext()
-        return _BlockStream(self, index, repeats)
+        return _BlockStream(self, index, repeats) if self.is_active else nullcontext()
 
     def _seed_of(self, index: int, repeats: bool) -> int:
         """The seed of a block's stream, in its first call or in a later one.
@@ -138,16 +152,31 @@ class _BlockStream:
 
 
 class BlockRandomness:
-    """What a block knows of its rank's streams. A copied or pickled block belongs to no stream."""
+    """What a block knows of its rank's streams. A copied or pickled block belongs to no stream.
 
-    def __init__(self, streams: RandomStreams, index: int, *, repeats: bool) -> None:
+    Args:
+        streams: the rank's.
+        index: the block's place in the stack.
+        in_code: whether the block runs where the step's own code calls it.
+        repeats: see `RandomStreams.block`.
+    """
+
+    def __init__(self, streams: RandomStreams, index: int, *, in_code: bool, repeats: bool) -> None:
         self._streams = streams
         self._index = index
+        self._in_code = in_code
         self._repeats = repeats
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def stream(self) -> AbstractContextManager[Any]:
-        """See `RandomStreams.block`."""
+    def of_call(self) -> AbstractContextManager[Any]:
+        """The stream of a call by the step's own code, which goes on with its own behind it."""
         return self._streams.block(self._index, repeats=self._repeats)
+
+    def of_run(self) -> AbstractContextManager[Any]:
+        """The stream of a run by the block's stage, or of a recomputation."""
+        if self._in_code:
+            return self.of_call()
+        self._streams.begin_block(self._index)
+        return nullcontext()

@@ -69,7 +69,7 @@ def connect(
     ends, last = _ends(ownership, user, queues) if cube is None else _gated_ends(ownership, user, queues, cube)
     whole = len(ends) == 1  # a single stage runs the blocks where the user's code calls them
     if streams is not None or not whole:
-        bridge.install(stack.blocks, streams, whole=whole)
+        bridge.install(stack.blocks, streams, num_local=num_local, whole=whole)
     if not whole:
         _keep_padding(model, changes)
     around = {stage: cube.surroundings(stage) if cube is not None else None for stage in own_stages}

@@ -6,9 +6,20 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.chain import Chain
+
+_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
+"""whose length is that of what they give"""
 
 
 class PlaceholderBatch(dict[str, Any]):
@@ -55,19 +66,20 @@ class _Walker:
 
 
 class PlaceholderLoader(_Walker):
-    """As many placeholder batches as pipeline rank 0 announces, on the ranks above it."""
+    """Placeholder batches on the ranks above 0: as many as the user's loader has, or as rank 0 announces."""
 
     def __iter__(self) -> Iterator[PlaceholderBatch]:
-        chain = self._chain_of()
-        while chain.share("data"):
-            yield PlaceholderBatch()
+        if _is_length_certain(self.loader):
+            for _ in range(len(self)):
+                yield PlaceholderBatch()
+        else:
+            chain = self._chain_of()
+            while chain.share("data"):
+                yield PlaceholderBatch()
 
 
 class AnnouncingLoader(_Walker):
-    """The user's loader on pipeline rank 0: tells the others whether there is one more batch.
-
-    Also where its length is known: a loader may end before its length, and Lightning then ends the epoch.
-    """
+    """The user's loader on pipeline rank 0, where its length isn't certain: says whether there is one more batch."""
 
     def __iter__(self) -> Iterator[Any]:
         chain = self._chain_of()
@@ -101,8 +113,22 @@ def _share(value: tuple[Any, ...], cube: dist.ProcessGroup) -> Any:
     return value or objects[0]
 
 
+def _is_length_certain(loader: Any) -> bool:
+    """Whether `len(loader)` batches come for sure: torch's own loader, with torch's own samplers over a known size.
+
+    All else may end before its length, and Lightning then ends the epoch: a stream, a sampler or loader of the user's,
+    one that is resumed in the middle.
+    """
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return False
+    batches = loader.batch_sampler
+    samplers = [loader.sampler] if batches is None else [loader.sampler, getattr(batches, "sampler", None)]
+    return all(type(sampler) in _SAMPLERS for sampler in samplers) and type(batches) in (type(None), BatchSampler)
+
+
 def process(loader: Any, chain_of: ChainOf, pipe_rank: int, cube_of: CubeOf | None = None) -> Any:
     """What a rank iterates over instead of the user's `loader`. `cube_of` is None without a cube."""
     if pipe_rank > 0:
         return PlaceholderLoader(loader, chain_of)
-    return AnnouncingLoader(loader if cube_of is None else CubeLoader(loader, chain_of, cube_of), chain_of)
+    shared = loader if cube_of is None else CubeLoader(loader, chain_of, cube_of)
+    return shared if _is_length_certain(loader) else AnnouncingLoader(shared, chain_of)

@@ -13,8 +13,9 @@ from typing import Any
 from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
 
 READING = """\
-A rank begins a stream before each forward and backward action, one where the step's own code starts, and one around
-each call of a block, after which the caller's stream goes on. A batch saves torch's generators and restores them.
+A rank begins a stream before each backward, where the step's own code starts, and before each block. Where the step's
+own code calls the block, its own stream is saved and goes on behind it. A batch saves torch's generators and restores
+them.
 
     python -m recipes.benchmarks.random_streams --table docs/benchmarks/random_streams.md"""
 
@@ -56,7 +57,7 @@ def _cases(device: Any) -> dict[str, Callable[[], object]]:
     streams.begin_action(0, Kind.F)
     block, x = Block(128, 4, 0.0).to(device), torch.randn(1, 128, 128, device=device)
 
-    def in_stream() -> None:
+    def in_code() -> None:
         with streams.block(3):
             pass
 
@@ -71,9 +72,11 @@ def _cases(device: Any) -> dict[str, Callable[[], object]]:
             torch.cuda.synchronize()
 
     return {
-        "an action": lambda: streams.begin_action(1, Kind.F),
+        "a forward": lambda: streams.begin_action(1, Kind.F),
+        "a backward": lambda: streams.begin_action(1, Kind.B),
         "the step's own code": lambda: streams.begin_code(1),
-        "a call of a block": in_stream,
+        "a block of a stage": lambda: streams.begin_block(3),
+        "a block in the step's own code": in_code,
         "a batch": a_batch,
         "for comparison: a block's forward, 128 tokens of width 128": forward,
     }

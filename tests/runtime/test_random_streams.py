@@ -146,8 +146,9 @@ def test_copies_of_a_block_belong_to_no_stream() -> None:
     with streams.batch("train 0 0"):
         for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
             streams.begin_action(0, Kind.F)
+            streams.begin_code(0)
             noise = torch.rand(())
-            streams.begin_action(0, Kind.F)
+            streams.begin_code(0)
             assert torch.equal(copied(torch.zeros(())), noise)
     bridge.remove([block])
     assert vars(block).keys() == vars(Noisy()).keys()

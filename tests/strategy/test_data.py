@@ -1,7 +1,7 @@
 """Pipeline rank 0 reads the user's loader; the ranks above get as many placeholders.
 
-rank 0   b0  b1  b2  end        "one more" x 3, "end" come down the chain, whatever the loader's length says
-rank 1   .   .   .   end
+rank 0   b0  b1  b2  end        length certain: nothing is said
+rank 1   .   .   .   end        uncertain: "one more" x 3, "end" come down the chain
 """
 
 from collections.abc import Iterator
@@ -49,6 +49,12 @@ def test_all_ranks_get_as_many_batches(kind: str) -> None:
             for rank, walk in enumerate(walks):
                 lengths[rank] += next(walk, None) is not None
         assert lengths == [2, 2, 2]
+
+
+def test_a_certain_length_is_not_announced() -> None:
+    loader = LOADERS["of known length"]()
+    assert process(loader, no_chain, 0) is loader
+    assert len(list(process(loader, no_chain, 1))) == 2
 
 
 def test_the_length_is_the_loaders() -> None:

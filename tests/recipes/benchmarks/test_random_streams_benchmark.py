@@ -13,5 +13,5 @@ def test_every_case_has_a_time(pool: Pool, tmp_path: Path) -> None:
     arguments = ["--rounds", "1", "--calls", "2", "--json", str(data), "--table", str(table)]
     assert pool.run(1, partial(main, arguments)) == [0]
     cases = json.loads(data.read_text())["cases"]
-    assert len(cases) == 5 and all(0 < case["least"] <= case["us"] <= case["most"] for case in cases.values())
-    assert "| a call of a block |" in table.read_text()
+    assert len(cases) == 7 and all(0 < case["least"] <= case["us"] <= case["most"] for case in cases.values())
+    assert "| a block of a stage |" in table.read_text()

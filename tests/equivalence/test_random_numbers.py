@@ -352,7 +352,7 @@ def test_one_rank_with_one_microbatch_draws_a_plain_trainers_numbers(pool: Pool)
     assert ours == plain
 
 
-@pytest.mark.parametrize("outside", ["share", "replicate"])
+@pytest.mark.parametrize("outside", covered(["share", "replicate"], by=["share"]))
 def test_a_cube_draws_alike_with_waves_and_without(pool: Pool, outside: str) -> None:
     cubes = [Layout(1, 1, 1, "1f1b", cube=(1, 2, 1), outside=outside)]
     cubes.append(Layout(2, 2, 1, "hanayo-zb", cube=(1, 2, 1), outside=outside))

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.running import Layout, make_loader, make_strategy, make_trainer
+from tests.harness.thorough import covered
 
 WAVE = Layout(2, 1, 1)
 
@@ -275,8 +277,13 @@ EARLY: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("layout", [WAVE, Layout(2, 1, 1, cube=(1, 2, 1))], ids=str)
-@pytest.mark.parametrize("case", EARLY)
+IN_A_CUBE = Layout(2, 1, 1, cube=(1, 2, 1))
+ENDS = covered(
+    product(EARLY, (WAVE, IN_A_CUBE)), by=[*product(EARLY, (WAVE,)), ("several validation loaders", IN_A_CUBE)]
+)
+
+
+@pytest.mark.parametrize(("case", "layout"), ENDS, ids=str)
 def test_a_loader_that_ends_before_its_length(pool: Pool, case: str, layout: Layout) -> None:
     ((seen, total),) = pool.run(1, ends_early, Layout(), *EARLY[case])
     for rank, (own, predicted) in enumerate(pool.run(layout.world_size, ends_early, layout, *EARLY[case])):

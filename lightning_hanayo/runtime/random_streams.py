@@ -171,7 +171,7 @@ class BlockRandomness:
         return type(None), ()
 
     def of_call(self) -> AbstractContextManager[Any]:
-        """The stream of a call by the step's own code, which goes on with its own behind it."""
+        """The stream of a call by the step's own code, which continues its own stream afterwards."""
         return self._streams.block(self._index, repeats=self._repeats)
 
     def of_run(self) -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.chain import Chain
 
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
-"""whose length is that of what they give"""
+"""samplers that give as many indices as their length says"""
 
 
 class PlaceholderBatch(dict[str, Any]):
@@ -114,7 +114,7 @@ def _share(value: tuple[Any, ...], cube: dist.ProcessGroup) -> Any:
 
 
 def _is_length_certain(loader: Any) -> bool:
-    """Whether `len(loader)` batches come for sure: torch's own loader, with torch's own samplers over a known size.
+    """Whether the loader surely gives `len(loader)` batches: torch's own, with torch's samplers over a sized dataset.
 
     All else may end before its length, and Lightning then ends the epoch: a stream, a sampler or loader of the user's,
     one that is resumed in the middle.

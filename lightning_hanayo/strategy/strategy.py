@@ -290,7 +290,7 @@ class HanayoStrategy(PlacedStrategy):
     def _random_streams(self, trainer: "pl.Trainer", layout: Layout, seed: int) -> RandomStreams | None:
         """None where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws.
 
-        Outside `fit` nothing counts on from run to run, so that each run gets another seed from torch's generator.
+        Outside `fit` no step counter tells one run from the next, so each run takes a new seed from torch's generator.
         """
         if self.world_size == 1 and layout.num_microbatches == 1:
             return None

@@ -80,7 +80,7 @@ class Weight:
             self._ahead = (self.parameter._version, dtype), self._start(dtype)
 
     def forget_ahead(self) -> None:
-        """Let go of what `start_ahead` has brought together, once it is there."""
+        """Free what `start_ahead` has gathered, once the collective is done."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead[1].wait()
@@ -153,7 +153,7 @@ class Order:
         self._last = None
 
     def after(self, weight: Weight) -> list[Weight]:
-        """Note that `weight` is used now; what followed it the last time. Called by all ranks of the grid.
+        """Record that `weight` is used now; return what followed it last time. Called by all ranks of the grid.
 
         What was gathered ahead, but doesn't come next any more, is let go.
         """

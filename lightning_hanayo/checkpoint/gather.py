@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.codec import Spec, spec_of
-from lightning_hanayo.runtime.packet import Packet
-from lightning_hanayo.runtime.transport import Transport
-from lightning_hanayo.runtime.tree import Flattener, unflatten
+from lightning_hanayo.runtime.comm.codec import Spec, spec_of
+from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.runtime.comm.pytree import Flattener, unflatten
+from lightning_hanayo.runtime.comm.transport import Transport
 
 _TAG = 1
 
@@ -30,7 +30,7 @@ def _send(transport: Transport, tree: Any) -> None:
     flattener = Flattener()
     skeleton = flattener.flatten(tree, "state")
     tensors = [tensor.detach().cpu() for tensor in flattener.tensors]
-    text = torch.frombuffer(bytearray(spec_of(Packet(skeleton, tuple(tensors))).to_bytes()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(spec_of(Message(skeleton, tuple(tensors))).to_bytes()), dtype=torch.uint8)
     for buffer in (torch.tensor([text.numel()]), text, *tensors):
         if buffer.numel():
             transport.send(0, _TAG, _bytes(buffer)).wait()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hanayo.checkpoint.gather import gather
-from lightning_hanayo.runtime.transport import Transport
+from lightning_hanayo.runtime.comm.transport import Transport
 
 
 class Parts(Protocol):

@@ -14,7 +14,7 @@ from lightning_hanayo.cli.readable import condense
 from lightning_hanayo.cli.wandb_mode import default_to_offline
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
-from lightning_hanayo.strategy.report import WaveReport
+from lightning_hanayo.strategy.report.wave_report import WaveReport
 
 
 def run(argv: list[str]) -> int:

@@ -16,8 +16,8 @@ from lightning_hanayo.schedule import (
     simulate,
     with_loss_stage,
 )
-from lightning_hanayo.schedule.auto import WAVES
-from lightning_hanayo.schedule.comparison import merged
+from lightning_hanayo.schedule.build import WAVES
+from lightning_hanayo.schedule.simulation.comparison import merged
 
 MESSAGE = 0.05
 """one hop in T_F, taken as a guess while nothing is measured: between the paper's NVLink and PCIe clusters"""

@@ -14,7 +14,7 @@ from lightning_hanayo.plotting.legs import legs
 from lightning_hanayo.plotting.palette import DARK, HELD, NAMES, SHADES
 from lightning_hanayo.plotting.picture import FORMATS, check_suffix, new_figure, write
 from lightning_hanayo.plotting.rows import draw_rows
-from lightning_hanayo.schedule.comparison import Candidate, Comparison, messages_per_microbatch
+from lightning_hanayo.schedule.simulation.comparison import Candidate, Comparison, messages_per_microbatch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

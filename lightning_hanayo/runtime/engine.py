@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
-from lightning_hanayo.runtime.mail import Mail, Route
-from lightning_hanayo.runtime.packet import Packet
+from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.runtime.comm.point_to_point import MessageKey, PointToPointChannel
+from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Compute, Exchange, Program
-from lightning_hanayo.runtime.stage import Stage
-from lightning_hanayo.runtime.trace import Trace
+from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.schedule import Kind
 
 
@@ -25,7 +25,7 @@ class Engine:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        mail: Mail,
+        mail: PointToPointChannel,
         reduce: Callable[[int], None],
         trace: Trace,
         begin_action: Callable[[int, Kind], None] = lambda *_: None,
@@ -35,7 +35,7 @@ class Engine:
         self.trace = trace
         self._reduce = reduce
         self._begin_action = begin_action
-        self._handed: dict[Route, Packet] = {}
+        self._handed: dict[MessageKey, Message] = {}
         self._runs = {(number, kind): run for number, stage in stages.items() for kind, run in stage.runs().items()}
 
     def play(self, program: Program, signature: int, *, reduce: bool = True) -> None:
@@ -68,7 +68,7 @@ class Engine:
         """A gradient that waits here for its next stage may be a parameter's too (`x + p`), summed in place."""
         for route, packet in self._handed.items():
             if route.direction == "backward":
-                self._handed[route] = Packet(packet.skeleton, tuple(tensor.clone() for tensor in packet.tensors))
+                self._handed[route] = Message(packet.skeleton, tuple(tensor.clone() for tensor in packet.tensors))
 
     def _exchange(self, exchange: Exchange) -> None:
         self.mail.exchange(

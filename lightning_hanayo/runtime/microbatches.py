@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.runtime.codec import stable_hash
+from lightning_hanayo.runtime.comm.codec import stable_hash
 
 
 def num_samples(batch: Any) -> int:

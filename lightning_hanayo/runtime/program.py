@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from lightning_hanayo.runtime.mail import Route
+from lightning_hanayo.runtime.comm.point_to_point import MessageKey
 from lightning_hanayo.schedule import Action, Kind, Schedule, complete
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
@@ -19,8 +19,8 @@ _SENDS = (Kind.SEND_F, Kind.SEND_B)
 class Exchange:
     """Messages that start together: (route, peer) of each."""
 
-    sends: tuple[tuple[Route, int], ...]
-    receives: tuple[tuple[Route, int], ...]
+    sends: tuple[tuple[MessageKey, int], ...]
+    receives: tuple[tuple[MessageKey, int], ...]
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Compute:
     """An action of a stage: the route of the packet it takes, and of the one it hands on."""
 
     action: Action
-    arrives: Route | None
+    arrives: MessageKey | None
     """None at the ends of the model, and for a weight gradient"""
-    leaves: Route | None
+    leaves: MessageKey | None
     is_local: bool
     """whether what arrives comes from this rank"""
-    frees: tuple[Route, ...] = ()
+    frees: tuple[MessageKey, ...] = ()
     """what this rank has sent and its peer has surely taken once this packet is there: these buffers are free"""
 
 
@@ -59,7 +59,7 @@ class Program:
         return Program(tuple(moves), trains)
 
 
-def _compute(action: Action, schedule: Schedule, frees: tuple[Route, ...]) -> Compute:
+def _compute(action: Action, schedule: Schedule, frees: tuple[MessageKey, ...]) -> Compute:
     if action.kind is Kind.W:
         return Compute(action, None, None, False)
     arriving, leaving = _borders(action, schedule)
@@ -68,15 +68,15 @@ def _compute(action: Action, schedule: Schedule, frees: tuple[Route, ...]) -> Co
     return Compute(action, _route(arriving, action), _route(leaving, action), is_local, frees)
 
 
-def _frees(schedule: Schedule, rank: int) -> dict[Action, tuple[Route, ...]]:
+def _frees(schedule: Schedule, rank: int) -> dict[Action, tuple[MessageKey, ...]]:
     """Per action the messages that its packet answers: the peer took them before it made the packet.
 
     rank 0   0F0 0F1 ...... 3F0        what 3F0 gets was made by 2F0, behind 1F0: the buffer of 0F0's message is free,
     rank 1       1F0 2F0 1F1           0F1's isn't yet
     """
     places = {action: place for row in schedule.actions for place, action in enumerate(row)}
-    taken: dict[int, list[tuple[int, Route]]] = defaultdict(list)  # per peer: (where in its row, what)
-    frees: dict[Action, tuple[Route, ...]] = {}
+    taken: dict[int, list[tuple[int, MessageKey]]] = defaultdict(list)  # per peer: (where in its row, what)
+    frees: dict[Action, tuple[MessageKey, ...]] = {}
     for action in schedule.actions[rank]:
         step = 1 if action.kind is Kind.F else -1
         arriving, leaving = (None, None) if action.kind is Kind.W else _borders(action, schedule)
@@ -110,9 +110,9 @@ def _border(schedule: Schedule, border: int) -> int | None:
     return border if (border + 1) % schedule.chain_length else None
 
 
-def _route(border: int | None, action: Action) -> Route | None:
+def _route(border: int | None, action: Action) -> MessageKey | None:
     assert action.microbatch is not None
-    return None if border is None else Route(border, _direction(action.kind), action.microbatch)
+    return None if border is None else MessageKey(border, _direction(action.kind), action.microbatch)
 
 
 def _direction(kind: Kind) -> Literal["forward", "backward"]:
@@ -124,9 +124,9 @@ def _exchange(run: Sequence[Action], stage_ranks: tuple[int, ...]) -> Exchange:
     return Exchange(sends, tuple(_message(action, stage_ranks) for action in run if action.kind not in _SENDS))
 
 
-def _message(action: Action, stage_ranks: tuple[int, ...]) -> tuple[Route, int]:
+def _message(action: Action, stage_ranks: tuple[int, ...]) -> tuple[MessageKey, int]:
     """A stage's SEND_F and RECV_B cross the border behind it; its RECV_F and SEND_B the one before it."""
     assert action.microbatch is not None
     behind = action.kind in (Kind.SEND_F, Kind.RECV_B)
     other = action.stage + 1 if behind else action.stage - 1
-    return Route(min(action.stage, other), _direction(action.kind), action.microbatch), stage_ranks[other]
+    return MessageKey(min(action.stage, other), _direction(action.kind), action.microbatch), stage_ranks[other]

@@ -7,9 +7,9 @@ from typing import Literal
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.number import is_number, is_size
-from lightning_hanayo.schedule.simulation import simulate
+from lightning_hanayo.schedule.passes.validation import validate
+from lightning_hanayo.schedule.simulation.simulate import simulate
 from lightning_hanayo.schedule.table import Schedule
-from lightning_hanayo.schedule.validation import validate
 
 
 @dataclass(frozen=True)

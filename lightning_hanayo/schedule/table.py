@@ -85,8 +85,8 @@ class Schedule:
         Raises:
             HanayoError: the file can't be written.
         """
-        from lightning_hanayo.schedule.communication import complete
-        from lightning_hanayo.schedule.csv_table import write_csv
+        from lightning_hanayo.schedule.passes.communication import complete
+        from lightning_hanayo.schedule.text.csv_table import write_csv
 
         write_csv(path, complete(self) if communication else self.actions)
 
@@ -100,6 +100,6 @@ class Schedule:
         Raises:
             HanayoError: the file is no table, or the table is no schedule; the message draws it and marks the cell.
         """
-        from lightning_hanayo.schedule.csv_table import read_csv
+        from lightning_hanayo.schedule.text.csv_table import read_csv
 
         return read_csv(path)

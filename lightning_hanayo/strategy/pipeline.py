@@ -11,18 +11,18 @@ from torch import nn
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime import microbatches
-from lightning_hanayo.runtime.chain import Chain
+from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
+from lightning_hanayo.runtime.capture.user_step import UserStep
+from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
-from lightning_hanayo.runtime.reduction import Reduction
-from lightning_hanayo.runtime.stage import LastStage
-from lightning_hanayo.runtime.user_step import UserStep
-from lightning_hanayo.runtime.whole_stage import WholeStage
+from lightning_hanayo.runtime.stages.base import LastStage
+from lightning_hanayo.runtime.stages.single import SingleStage
 from lightning_hanayo.schedule import forward_only, reduction_order
 from lightning_hanayo.strategy.loss_weight import Shares
 from lightning_hanayo.strategy.sharing import Sharing, Split
-from lightning_hanayo.tensor3d.dense import DenseParameters
+from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
 
 StepOf = Callable[[Any], Any]
 """The user's step on one micro-batch."""
@@ -62,17 +62,17 @@ class Pipeline:
     ownership: Ownership
     rank: int
     engine: Engine
-    chain: Chain
-    reduction: Reduction
+    chain: Relay
+    reduction: GradientAllReduce
     user: UserStep
-    last: LastStage | WholeStage
+    last: LastStage | SingleStage
     entering: Entering
     parameters: list[nn.Parameter]
     """those this rank holds"""
     sharing: Sharing
-    dense: DenseParameters | None = None
+    dense: OutsideParameters | None = None
     """those that are cut over a cube between batches"""
-    dense_reduction: Reduction | None = None
+    dense_reduction: GradientAllReduce | None = None
     streams: RandomStreams | None = None
     """where the random numbers of steps and blocks come from; None: from torch's own generators as they are"""
     _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)

@@ -12,9 +12,9 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_hanayo.runtime import microbatches
-from lightning_hanayo.tensor3d.grid import Grid
-from lightning_hanayo.tensor3d.passage import Agree, Passage
-from lightning_hanayo.tensor3d.shares import Share, row_of, shares
+from lightning_hanayo.tensor3d.boundary.admission import Admission, Agree
+from lightning_hanayo.tensor3d.boundary.shares import Share, row_of, shares
+from lightning_hanayo.tensor3d.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Alone(Sharing):
 class Replicated(Alone):
     """Ranks of a cube that all play whole micro-batches outside, alike."""
 
-    def __init__(self, grid: Grid, passage: Passage) -> None:
+    def __init__(self, grid: Mesh, passage: Admission) -> None:
         self._grid = grid
         self._passage = passage
 
@@ -98,7 +98,7 @@ class Shared(Sharing):
         agree: among all ranks of the cube.
     """
 
-    def __init__(self, grid: Grid, passage: Passage, agree: Agree) -> None:
+    def __init__(self, grid: Mesh, passage: Admission, agree: Agree) -> None:
         self._grid = grid
         self._passage = passage
         self._agree = agree

@@ -24,36 +24,37 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
-from lightning_hanayo.partition.blueprint import is_unbuilt
+from lightning_hanayo.partition.deferred_init import is_unbuilt
 from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.partition.stack import Stack
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.planner.profile import costs_from
-from lightning_hanayo.runtime.chain import Chain
-from lightning_hanayo.runtime.handover import Handover
-from lightning_hanayo.runtime.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
+from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.random_streams import RandomStreams
-from lightning_hanayo.runtime.stage import loss_of
+from lightning_hanayo.runtime.stages.base import loss_of
 from lightning_hanayo.seeds import seed_of
-from lightning_hanayo.strategy import data, lightning_internals, refusals
-from lightning_hanayo.strategy.assembly import Prepared, assemble, layout_of, plan_cube, tensors_of
-from lightning_hanayo.strategy.changes import Changes
-from lightning_hanayo.strategy.clip import clip_by_norm, clip_by_norm_of_parts
-from lightning_hanayo.strategy.connection import abandon, disconnect
-from lightning_hanayo.strategy.cube import Cube
+from lightning_hanayo.strategy.build import checks
+from lightning_hanayo.strategy.build.assemble import Prepared, assemble, layout_of, plan_cube, tensors_of
+from lightning_hanayo.strategy.build.connect import abandon, disconnect
+from lightning_hanayo.strategy.build.cube import Cube
+from lightning_hanayo.strategy.build.process_groups import ProcessGroups, agree, backend_for
 from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.strategy.groups import Groups, agree, backend_for
-from lightning_hanayo.strategy.launcher import CheckingLauncher
-from lightning_hanayo.strategy.logging import MicrobatchLog
+from lightning_hanayo.strategy.gradient_clipping import clip_by_norm, clip_by_norm_of_parts
+from lightning_hanayo.strategy.lightning import internals, loaders
+from lightning_hanayo.strategy.lightning.base import MeshStrategy
+from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
+from lightning_hanayo.strategy.lightning.metrics import connector_of, reads_step_metrics, share_metrics
+from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
+from lightning_hanayo.strategy.lightning.precision import adapt, check_precision
 from lightning_hanayo.strategy.loss_weight import Shares, counts_labels, shares
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.placement import PlacedStrategy
-from lightning_hanayo.strategy.precision import adapt, check_precision
-from lightning_hanayo.strategy.shared_metrics import connector_of, reads_step_metrics, share_metrics
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 
-class HanayoStrategy(PlacedStrategy):
+class HanayoStrategy(MeshStrategy):
     """Trains a LightningModule as a wave pipeline (Hanayo, SC'23), beside data parallelism.
 
     The module stays as it is. Its stack of blocks is cut into stages that lie in a zig-zag over the pipeline ranks; its
@@ -146,16 +147,16 @@ class HanayoStrategy(PlacedStrategy):
         self._pipeline: Pipeline | None = None
         self._accumulating = False
         self._restores_late = False
-        self._changes = Changes()
+        self._changes = TemporaryAttributes()
         self._prepared: WeakKeyDictionary[pl.LightningModule, Prepared] = WeakKeyDictionary()
-        self._chains: dict[Literal["pipe", "replica"], Chain] = {}
+        self._chains: dict[Literal["pipe", "replica"], Relay] = {}
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
         live: dict[str, Any] = dict.fromkeys(("_groups", "_failures", "_pipeline", "_prepared"))
         runs = self._own.runs if self.lightning_module is not None else None
-        return super().__getstate__() | live | {"_changes": Changes(), "_chains": {}, "_runs": runs}
+        return super().__getstate__() | live | {"_changes": TemporaryAttributes(), "_chains": {}, "_runs": runs}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -193,20 +194,20 @@ class HanayoStrategy(PlacedStrategy):
         module = self.lightning_module
         assert module is not None and trainer is not None
         self._check(trainer, module)
-        if not lightning_internals.defines_model_late(module):
+        if not internals.defines_model_late(module):
             stack, _ = self._layout(trainer, module)
             if self._cube is None:
                 plan_cube(module, stack, self.options, self.topology)
 
     def _layout(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> tuple[Stack, Layout]:
-        steady = not lightning_internals.clips_by_norm(trainer, module)
+        steady = not internals.clips_by_norm(trainer, module)
         return layout_of(module, self.options, self.topology, steady=steady)
 
     def _check(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
-        refusals.check_module(module, self)
-        refusals.check_example(module, self.options)
-        refusals.check_gradients(module, self.topology)
-        refusals.check_callbacks(trainer, self.topology)
+        checks.check_module(module, self)
+        checks.check_example(module, self.options)
+        checks.check_gradients(module, self.topology)
+        checks.check_callbacks(trainer, self.topology)
 
     @override
     def setup_environment(self) -> None:
@@ -222,7 +223,7 @@ class HanayoStrategy(PlacedStrategy):
         self._pipeline = None  # of the run before, or of another module
         self._chains.clear()
         if self._groups is None or not met:
-            self._groups = Groups.create(
+            self._groups = ProcessGroups.create(
                 self.topology,
                 self.global_rank,
                 self.root_device,
@@ -242,10 +243,10 @@ class HanayoStrategy(PlacedStrategy):
         self._setup_trainer(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            refusals.check_optimizers(self.optimizers, self.topology)
+            checks.check_optimizers(self.optimizers, self.topology)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
+            internals.optimizers_to_device(self.optimizers, self.root_device)
 
     @property
     @override
@@ -265,7 +266,7 @@ class HanayoStrategy(PlacedStrategy):
         stack, layout = self._layout(trainer, module)  # the same error on all ranks, before the first message
         seed = self.broadcast(torch.initial_seed())
         if self._cube is None:
-            refusals.check_layers(module)
+            checks.check_layers(module)
             if self.world_size > 1 and not any(isinstance(parameter, Placeholder) for parameter in module.parameters()):
                 agree(tensors_of(module))
             self._own.cube = self._make_cube(module, stack)
@@ -276,7 +277,7 @@ class HanayoStrategy(PlacedStrategy):
             self.options,
             self.groups,
             device=self.root_device,
-            example=lightning_internals.example_of(module),
+            example=internals.example_of(module),
             runs=self._own.runs,
             cube=self._cube,
             seed=seed,
@@ -310,17 +311,17 @@ class HanayoStrategy(PlacedStrategy):
     def _setup_trainer(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         changes = self._changes
         adapt(self.precision_plugin, self._clip, changes)
-        lightning_internals.keep_sigterm_local(trainer, changes)
+        internals.keep_sigterm_local(trainer, changes)
         # Ranks of a cube log alike: rank 0's values count for all of them.
         chain = self._chain("pipe" if self._cube is None else "replica")
         share_metrics(trainer, chain, changes, computes=self.pipe_rank == 0, warns=self.topology.data > 1)
-        lightning_internals.set_metric_groups(module, self.groups.metrics, changes)
+        internals.set_metric_groups(module, self.groups.metrics, changes)
         if self.pipe_rank > 0:
-            lightning_internals.skip_hooks_without_data(module, changes)
+            internals.skip_hooks_without_data(module, changes)
         if self.topology.replica_size > 1:  # summaries and graphs would run the model outside a step
             changes.set(module, "example_input_array", None)
 
-    def _chain(self, over: Literal["pipe", "replica"]) -> Chain:
+    def _chain(self, over: Literal["pipe", "replica"]) -> Relay:
         """The chain over the ranks of the pipeline, or over all that train one copy of the model.
 
         It is there before the pipeline is set up: Lightning may read a stream's first batch early.
@@ -331,7 +332,7 @@ class HanayoStrategy(PlacedStrategy):
             ranks, control = (
                 (groups.pipe_ranks, groups.control) if over == "pipe" else (groups.replica_ranks, groups.replica)
             )
-            self._chains[over] = Chain(
+            self._chains[over] = Relay(
                 ProcessGroupTransport(
                     ranks,
                     control=control,
@@ -366,7 +367,7 @@ class HanayoStrategy(PlacedStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         cube_of = self._ranks_of_cube if prod(self.topology.cube) > 1 else None
-        return data.process(dataloader, partial(self._chain, "pipe"), self.pipe_rank, cube_of)
+        return loaders.process(dataloader, partial(self._chain, "pipe"), self.pipe_rank, cube_of)
 
     def _ranks_of_cube(self) -> dist.ProcessGroup:
         assert self.groups.cube is not None
@@ -388,21 +389,21 @@ class HanayoStrategy(PlacedStrategy):
         module = self.lightning_module
         assert module is not None
         trainer, batch_idx = module.trainer, module.trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
-        scale = lightning_internals.expected_gradient(trainer)
-        continues = lightning_internals.continues_accumulation(trainer, batch_idx)
+        scale = internals.expected_gradient(trainer)
+        continues = internals.continues_accumulation(trainer, batch_idx)
         stopping = trainer.should_stop
-        reduces, separate = not self._accumulating, continues and lightning_internals.may_scale_backward(trainer)
-        handover = Handover(
+        reduces, separate = not self._accumulating, continues and internals.may_scale_backward(trainer)
+        handover = DeferredGradients(
             self.pipeline.parameters,
             continues=continues,
-            keeps=lightning_internals.looks_at_old_gradients(trainer),
+            keeps=internals.looks_at_old_gradients(trainer),
             separate=separate,
             finish=self.pipeline.reduce if separate and reduces else None,
         )
         with self.precision_plugin.train_step_context():
             result = self.pipeline.train(
                 batch,
-                lightning_internals.batch_key(trainer),
+                internals.batch_key(trainer),
                 lambda microbatch: module.training_step(microbatch, *args, **kwargs),
                 partial(self._shares, sync=True),
                 partial(MicrobatchLog, trainer),
@@ -413,7 +414,7 @@ class HanayoStrategy(PlacedStrategy):
         value = loss_of(result) if self.pipeline.rank == 0 else torch.zeros((), device=self.root_device)
         if self.topology.replica_size > 1:
             if trainer.should_stop != stopping:
-                refusals.refuse_stop()
+                checks.refuse_stop()
             if reads_step_metrics(trainer, batch_idx, steps=not self._accumulating):
                 value = connector_of(trainer).share_step(value)
         loss = handover.loss(value.reshape(()), scale).reshape(value.shape)  # a loss may have the shape [1]
@@ -439,7 +440,7 @@ class HanayoStrategy(PlacedStrategy):
         trainer = self.lightning_module.trainer
         log_of = partial(MicrobatchLog, trainer)
         shares_of = partial(self._shares, sync=False)  # no gradients, so the data ranks needn't agree
-        key = lightning_internals.batch_key(trainer)
+        key = internals.batch_key(trainer)
         return self.pipeline.evaluate(batch, key, lambda part: step(part, *args, **kwargs), shares_of, log_of)
 
     def _shares(self, microbatches: Sequence[Any], *, sync: bool) -> Shares:
@@ -477,7 +478,7 @@ class HanayoStrategy(PlacedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_optimizer(optimizer, state, self._cube)
-        lightning_internals.optimizers_to_device(self.optimizers, self.root_device)
+        internals.optimizers_to_device(self.optimizers, self.root_device)
 
     # end
 
@@ -517,7 +518,7 @@ class HanayoStrategy(PlacedStrategy):
             chain.finish()
         if self._pipeline is not None:
             disconnect(self._pipeline)
-        lightning_internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
+        internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
         if module is not None:
             module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
         self.precision_plugin.teardown()

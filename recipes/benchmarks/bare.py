@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_hanayo.runtime.mail import Route
+from lightning_hanayo.runtime.comm.point_to_point import MessageKey
+from lightning_hanayo.runtime.comm.transport import Transport, Work
 from lightning_hanayo.runtime.program import Compute, Exchange, Program
-from lightning_hanayo.runtime.transport import Transport, Work
 from lightning_hanayo.schedule import Kind
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.machine import sleep_until
 from recipes.benchmarks.ours import transport
 from recipes.benchmarks.player import Player
 
-Message = tuple[Route, int, torch.Tensor]
+Message = tuple[MessageKey, int, torch.Tensor]
 """what, the peer, and its buffer"""
 
 
@@ -32,7 +32,7 @@ class _Messages:
 
 @dataclass(frozen=True)
 class _Sleep:
-    awaits: Route | None
+    awaits: MessageKey | None
     seconds: float
 
 
@@ -64,7 +64,7 @@ class BarePlayer(Player):
 
     @override
     def play(self) -> None:
-        arriving: dict[Route, Work] = {}
+        arriving: dict[MessageKey, Work] = {}
         leaving: list[Work] = []
         for move in self._moves:
             if isinstance(move, _Sleep):

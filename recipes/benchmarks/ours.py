@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
+from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
+from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.comm.transport import Transport
 from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.mail import Mail
-from lightning_hanayo.runtime.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stage import MiddleStage, Stage
-from lightning_hanayo.runtime.standalone import ClosingStage, OpeningStage
-from lightning_hanayo.runtime.trace import Trace
-from lightning_hanayo.runtime.transport import Transport
-from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
+from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage, SelfContainedLastStage
 from lightning_hanayo.schedule import Schedule
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.emulated import EmulatedLoss, EmulatedStage, inputs
@@ -32,12 +32,12 @@ def transport() -> ProcessGroupTransport:
 
 
 def stage_over(
-    blocks: list[nn.Module], number: int, schedule: Schedule, queue: WeightQueue, *, num_blocks: int
+    blocks: list[nn.Module], number: int, schedule: Schedule, queue: WeightGradientQueue, *, num_blocks: int
 ) -> Stage:
     """The kind of stage that belongs at that place of a stack of `num_blocks` that carries its own loss."""
     if number == 0:
-        return OpeningStage(blocks, num_blocks, queue)
-    return ClosingStage(blocks, queue) if number == schedule.num_stages - 1 else MiddleStage(blocks, queue)
+        return SelfContainedFirstStage(blocks, num_blocks, queue)
+    return SelfContainedLastStage(blocks, queue) if number == schedule.num_stages - 1 else MiddleStage(blocks, queue)
 
 
 class OurPlayer(Player):
@@ -63,18 +63,18 @@ class OurPlayer(Player):
         times = case.times(self.schedule.num_stages)
         self.stages = {number: EmulatedStage(number, times) for number in self.schedule.stages_of(rank)}
         runs = {number: self._run(number, stage, case) for number, stage in self.stages.items()}
-        self._closing = [run for run in runs.values() if isinstance(run, ClosingStage)]
+        self._closing = [run for run in runs.values() if isinstance(run, SelfContainedLastStage)]
         self._program = Program.of(self.schedule, rank)
-        self._engine = Engine(runs, Mail(over), reduce, Trace())
+        self._engine = Engine(runs, PointToPointChannel(over), reduce, Trace())
 
     def _run(self, number: int, stage: EmulatedStage, case: Case) -> Stage:
-        queue = stage.queue = WeightQueue()
+        queue = stage.queue = WeightGradientQueue()
         is_last = number == self.schedule.num_stages - 1
         block = EmulatedLoss(stage) if is_last else stage
         run = stage_over([block], number, self.schedule, queue, num_blocks=self.schedule.num_stages)
-        if isinstance(run, OpeningStage):
+        if isinstance(run, SelfContainedFirstStage):
             run.batch = inputs(case.num_microbatches, case.width).split(1)
-        elif isinstance(run, ClosingStage):
+        elif isinstance(run, SelfContainedLastStage):
             run.weights = [1 / case.num_microbatches] * case.num_microbatches
         return run
 

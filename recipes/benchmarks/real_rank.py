@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hanayo.runtime import swap
+from lightning_hanayo.runtime.autograd import linear_patch
+from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.comm.message import gradients
+from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.mail import Mail
-from lightning_hanayo.runtime.packet import gradients
+from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stage import Stage
-from lightning_hanayo.runtime.standalone import ClosingStage, OpeningStage
-from lightning_hanayo.runtime.trace import Trace
-from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.runtime.stages.base import Stage
+from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage, SelfContainedLastStage
 from lightning_hanayo.schedule import Schedule, build
 from recipes.benchmarks.ours import stage_over, transport
 
@@ -130,13 +130,16 @@ def _ours(case: RealCase, name: str) -> _Player:
         blocks = [_block(case, number * per_stage + place) for place in range(per_stage)]
         is_last = number == schedule.num_stages - 1
         everything.extend(blocks)
-        queue = WeightQueue()
-        swap.install(blocks, queue)
+        queue = WeightGradientQueue()
+        linear_patch.install(blocks, queue)
         whole = [*blocks[:-1], _WithLoss(blocks[-1])] if is_last else blocks
         runs[number] = stage_over(whole, number, schedule, queue, num_blocks=case.blocks * RANKS)
     _feed(runs, case)
-    engine, program = Engine(runs, Mail(transport()), lambda _: None, Trace()), Program.of(schedule, rank)
-    closing = [run for run in runs.values() if isinstance(run, ClosingStage)]
+    engine, program = (
+        Engine(runs, PointToPointChannel(transport()), lambda _: None, Trace()),
+        Program.of(schedule, rank),
+    )
+    closing = [run for run in runs.values() if isinstance(run, SelfContainedLastStage)]
 
     def loss() -> float | None:
         return sum(value.item() for value in closing[0].losses.values()) if closing else None
@@ -146,9 +149,9 @@ def _ours(case: RealCase, name: str) -> _Player:
 
 def _feed(runs: dict[int, Stage], case: RealCase) -> None:
     for run in runs.values():
-        if isinstance(run, OpeningStage):
+        if isinstance(run, SelfContainedFirstStage):
             run.batch = _batch(case)
-        elif isinstance(run, ClosingStage):
+        elif isinstance(run, SelfContainedLastStage):
             run.weights = [1 / case.num_microbatches] * case.num_microbatches
 
 
@@ -182,10 +185,10 @@ def _peer(case: RealCase) -> _Player:
 
 def _profile(case: RealCase, record: RealRecord) -> None:
     """Time this rank's blocks one by one, forward, whole backward, and split; all ranks at the same time."""
-    queue = WeightQueue()
+    queue = WeightGradientQueue()
     blocks = [_block(case, place) for place in range(case.blocks)]
-    swap.install(blocks, queue)
-    stages = [OpeningStage([block], 1, queue) for block in blocks]
+    linear_patch.install(blocks, queue)
+    stages = [SelfContainedFirstStage([block], 1, queue) for block in blocks]
     x = _batch(case)[0].requires_grad_()
     taken: dict[str, list[float]] = {what: [] for what in ("forward", "backward", "backward_input", "backward_weight")}
     dist.barrier()
@@ -202,7 +205,7 @@ def _profile(case: RealCase, record: RealRecord) -> None:
     record.message = _ping(x.detach())
 
 
-def _one(stage: OpeningStage, x: Tensor, split: bool, times: dict[str, float]) -> None:
+def _one(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: dict[str, float]) -> None:
     clock = time.perf_counter
     stage.batch = [x]
     start = clock()

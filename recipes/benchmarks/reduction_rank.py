@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.runtime.process_group import ProcessGroupTransport
-from lightning_hanayo.runtime.reduction import Reduction
+from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
+from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
 from lightning_hanayo.topology import Topology
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.ours import OurPlayer
@@ -84,7 +84,7 @@ class ReducingPlayer(OurPlayer):
         self.share = 1.0 + data.rank()
         self._whole = data.size() * (data.size() + 1) / 2
         self._ballast = {number: _ballast(megabytes / len(self.stages)) for number in self.stages}
-        self._reduction = Reduction(self._ballast, data)
+        self._reduction = GradientAllReduce(self._ballast, data)
 
     def fill(self, value: float) -> None:
         """Set all gradients."""

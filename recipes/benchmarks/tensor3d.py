@@ -99,7 +99,7 @@ def cases(link: Link, hidden: int, rounds: int, parts: Sequence[str]) -> list["C
 
 def _best(hosts: int, tokens: int, hidden: int) -> list[str]:
     """The grid that moves the least, and the one that moves weights only, which the most compute can hide."""
-    from lightning_hanayo.planner.grids import ranked_grids
+    from lightning_hanayo.planner.meshes import ranked_grids
     from lightning_hanayo.planner.volume import TransformerLayer
 
     first = ranked_grids(hosts, TransformerLayer(tokens, hidden, heads=hidden))[0]

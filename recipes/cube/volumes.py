@@ -8,7 +8,7 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_hanayo.planner.grids import best_grid, ranked_grids
+from lightning_hanayo.planner.meshes import best_grid, ranked_grids
 from lightning_hanayo.planner.schemes import OneD, TwoAndAHalfD, two_d
 from lightning_hanayo.planner.volume import Grid, TransformerLayer
 from recipes.paper import figure

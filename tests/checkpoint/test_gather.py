@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_hanayo.checkpoint.gather import gather
-from lightning_hanayo.runtime.loopback import Hub
+from lightning_hanayo.runtime.comm.loopback import Hub
 from tests.harness.limits import real_seconds
 
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
 from lightning_hanayo.partition.ownership import leave_out
-from lightning_hanayo.runtime.loopback import Hub
+from lightning_hanayo.runtime.comm.loopback import Hub
 from tests.harness.limits import real_seconds
 
 

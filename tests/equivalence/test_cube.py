@@ -17,7 +17,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_hanayo.tensor3d.grid import Axis
+from lightning_hanayo.tensor3d.mesh import MeshAxis
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import by_hand, plain
@@ -179,20 +179,20 @@ class LayerDrop(models.MLP):
 def threads_of_collectives(layout: Layout) -> tuple[set[str], float]:
     """The names of the threads that start collectives, and the last loss."""
     names: set[str] = set()
-    started = {name: getattr(Axis, name) for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")}
+    started = {name: getattr(MeshAxis, name) for name in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")}
 
-    def noted(start: Callable[..., Any], axis: Axis, *args: Any) -> Any:
+    def noted(start: Callable[..., Any], axis: MeshAxis, *args: Any) -> Any:
         names.add(threading.current_thread().name)
         return start(axis, *args)
 
     for name, start in started.items():
-        setattr(Axis, name, lambda *args, start=start: noted(start, *args))
+        setattr(MeshAxis, name, lambda *args, start=start: noted(start, *args))
     try:
         single = Training(LayerDrop, partial(models.vectors, (8, 8)), torch.float64, steps=2)
         return names, fit(single, layout).losses[-1]
     finally:
         for name, start in started.items():
-            setattr(Axis, name, start)
+            setattr(MeshAxis, name, start)
 
 
 def test_layers_are_dropped_alike_and_only_the_main_thread_sends(pool: Pool) -> None:

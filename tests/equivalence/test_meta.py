@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hanayo.partition.blueprint import Blueprint, Unbuilt
-from lightning_hanayo.strategy import assembly
+from lightning_hanayo.partition.deferred_init import DeferredInit, UnbuiltModule
+from lightning_hanayo.strategy.build import assemble
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
@@ -227,9 +227,9 @@ class Live(TorchDispatchMode):
 def peaks(layout: Layout) -> dict[str, Any]:
     """While a rank gets its values: which modules it builds, whether whole ones pile up, and its memory."""
     live, names, held, whole = Live(), [], [], []
-    build, give = Blueprint.build, assembly.give_values
+    build, give = DeferredInit.build, assemble.give_values
 
-    def noted(blueprint: Blueprint, module: Unbuilt) -> list[Tensor]:
+    def noted(blueprint: DeferredInit, module: UnbuiltModule) -> list[Tensor]:
         held.append(sum(value() is not None for value in whole))
         values = build(blueprint, module)
         names.append(module.name)
@@ -242,11 +242,11 @@ def peaks(layout: Layout) -> dict[str, Any]:
             give(*arguments)
 
     sizes: list[int] = []
-    Blueprint.build, assembly.give_values = noted, measured  # type: ignore[method-assign]
+    DeferredInit.build, assemble.give_values = noted, measured  # type: ignore[method-assign]
     try:
         begin(late("GPT-2"), layout)
     finally:
-        Blueprint.build, assembly.give_values = build, give  # type: ignore[method-assign]
+        DeferredInit.build, assemble.give_values = build, give  # type: ignore[method-assign]
     return {"names": names, "held": held, "sizes": sizes, "peak": live.peak, "kept": live.bytes}
 
 

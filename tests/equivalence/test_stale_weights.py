@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hanayo.tensor3d.weight import Order, Weight
+from lightning_hanayo.tensor3d.layers.weight import Order, Weight
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain

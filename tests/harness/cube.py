@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hanayo.tensor3d.grid import Axis, Grid, Pending
+from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis, Pending
 
 Sizes = tuple[int, int, int]
 
 GRIDS: tuple[Sizes, ...] = ((2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1), (1, 4, 1), (2, 3, 1))
 
 
-class CountingAxis(Axis):
+class CountingAxis(MeshAxis):
     """Counts what each rank receives, in bytes, as the best algorithm would move it: by kind of collective."""
 
     received: "Counter[str]" = Counter()
@@ -54,12 +54,12 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def grid(sizes: Sizes) -> Grid:
+def grid(sizes: Sizes) -> Mesh:
     """A grid of all ranks, whose traffic is counted: seven groups, so one for many cases."""
-    return Grid.create(sizes, CountingAxis)
+    return Mesh.create(sizes, CountingAxis)
 
 
-def part(whole: Tensor, grid: Grid, *axes: str) -> Tensor:
+def part(whole: Tensor, grid: Mesh, *axes: str) -> Tensor:
     """This rank's part of a tensor whose dimensions are cut evenly along `axes`, "" for none."""
     for dim, names in enumerate(axes):
         if names:

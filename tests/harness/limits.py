@@ -225,7 +225,8 @@ def stretch_grace() -> None:
 
     Within these seconds a rank has to say why it failed. Call it before the strategy starts.
     """
-    from lightning_hanayo.strategy import failure, launcher
+    from lightning_hanayo.strategy import failure
+    from lightning_hanayo.strategy.lightning import launcher
 
     factor = float(os.environ.get(VARIABLE, "1"))
     for module, name in ((failure, "GRACE"), (launcher, "GRACE"), (launcher, "LAST")):

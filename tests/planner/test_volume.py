@@ -10,8 +10,8 @@ from math import prod
 
 import pytest
 
-from lightning_hanayo.planner.grids import best_grid, grids
 from lightning_hanayo.planner.machine import Machine
+from lightning_hanayo.planner.meshes import best_grid, grids
 from lightning_hanayo.planner.schemes import OneD, TwoAndAHalfD, two_d
 from lightning_hanayo.planner.volume import Grid, Keep, Linear, TransformerLayer, stack_ends
 

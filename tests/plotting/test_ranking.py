@@ -6,7 +6,7 @@ import pytest
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import save_ranking
-from lightning_hanayo.schedule.comparison import compare
+from lightning_hanayo.schedule.simulation.comparison import compare
 
 
 def test_it_shows_everyone_with_their_figures_and_who_is_missing(tmp_path: Path) -> None:

@@ -8,16 +8,17 @@ from typing import Any
 from torch import nn
 
 from lightning_hanayo.partition.cut import cut
-from lightning_hanayo.runtime import bridge, swap
+from lightning_hanayo.runtime.autograd import linear_patch
+from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
+from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.runtime.capture.user_step import UserStep
+from lightning_hanayo.runtime.comm.loopback import Hub
+from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.loopback import Hub
-from lightning_hanayo.runtime.mail import Mail
+from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.shared_gradients import SharedGradients
-from lightning_hanayo.runtime.stage import FirstStage, LastStage, MiddleStage, Stage
-from lightning_hanayo.runtime.trace import Trace
-from lightning_hanayo.runtime.user_step import UserStep
-from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.runtime.stages.base import FirstStage, LastStage, MiddleStage, Stage
 from lightning_hanayo.schedule import Schedule, forward_only, with_loss_stage
 from tests.harness.limits import real_seconds
 
@@ -30,17 +31,17 @@ class LoopbackPipeline:
         self.blocks = list(blocks)
         num_stages = self.schedule.num_stages - self.schedule.loss_stage
         self.runs = [*cut([1.0] * len(self.blocks), num_stages), *([range(0)] if self.schedule.loss_stage else [])]
-        self.queues = [WeightQueue() for _ in self.runs]
+        self.queues = [WeightGradientQueue() for _ in self.runs]
         for run, queue in zip(self.runs, self.queues, strict=True):
-            swap.install([self.blocks[i] for i in run], queue)
-        bridge.install(self.blocks)
+            linear_patch.install([self.blocks[i] for i in run], queue)
+        forward_patch.install(self.blocks)
         self.reduced: list[int] = []
         self.user = UserStep(self.blocks, len(self.runs[0]), "blocks")
         stages = self._stages()
         self.engines = [
             Engine(
                 {stage: stages[stage] for stage in self.schedule.stages_of(rank)},
-                Mail(transport),
+                PointToPointChannel(transport),
                 self.reduced.append,
                 Trace(),
             )
@@ -48,7 +49,7 @@ class LoopbackPipeline:
         ]
 
     def _stages(self) -> list[Stage]:
-        shared = SharedGradients()
+        shared = TiedGradients()
         blocks = [[self.blocks[i] for i in run] for run in self.runs]
         first = FirstStage(self.user, shared, self.queues[0])
         self.last = LastStage(blocks[-1], self.user, first, shared, self.queues[-1])
@@ -89,5 +90,5 @@ class LoopbackPipeline:
     def close(self) -> None:
         """End the step threads and take the bridge away."""
         self.user.stop()
-        bridge.remove(self.blocks)
-        swap.remove(self.blocks)
+        forward_patch.remove(self.blocks)
+        linear_patch.remove(self.blocks)

@@ -1,7 +1,7 @@
 """Batches as a trace would hold them: drawn event by event, or played by the simulation."""
 
-from lightning_hanayo.runtime.crossing import Batch
-from lightning_hanayo.runtime.trace import Event
+from lightning_hanayo.runtime.profiling.message_timing import Batch
+from lightning_hanayo.runtime.profiling.trace import Event
 from lightning_hanayo.schedule import Action, CostModel, Schedule, simulate
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_hanayo.runtime.mail import SPARE
-from lightning_hanayo.runtime.trace import Trace
+from lightning_hanayo.runtime.comm.point_to_point import SPARE
+from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.schedule import Action, Schedule, build, simulate
 from tests.harness.thorough import covered
 from tests.runtime.loopback_pipeline import LoopbackPipeline

@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 from hypothesis import given
 
-from lightning_hanayo.runtime.mail import Route
+from lightning_hanayo.runtime.comm.point_to_point import MessageKey
 from lightning_hanayo.runtime.program import Compute, Exchange, Program
 from lightning_hanayo.schedule import Action, Kind, Schedule, build
 from tests.schedule.samples import schedules, split, unhurried
@@ -19,12 +19,12 @@ def computes(schedule: Schedule, rank: int) -> dict[str, Compute]:
     return {str(move.action): move for move in Program.of(schedule, rank).moves if isinstance(move, Compute)}
 
 
-def forward(border: int, microbatch: int) -> Route:
-    return Route(border, "forward", microbatch)
+def forward(border: int, microbatch: int) -> MessageKey:
+    return MessageKey(border, "forward", microbatch)
 
 
-def backward(border: int, microbatch: int) -> Route:
-    return Route(border, "backward", microbatch)
+def backward(border: int, microbatch: int) -> MessageKey:
+    return MessageKey(border, "backward", microbatch)
 
 
 WAVE = split(build("hanayo", num_ranks=2, num_microbatches=2))
@@ -41,7 +41,7 @@ ROUTES = [  # action -> what it takes, what it makes, whether what it takes is l
 
 
 @pytest.mark.parametrize(("action", "arrives", "leaves", "is_local"), ROUTES)
-def test_routes(action: str, arrives: Route | None, leaves: Route | None, is_local: bool) -> None:
+def test_routes(action: str, arrives: MessageKey | None, leaves: MessageKey | None, is_local: bool) -> None:
     move = computes(WAVE, WAVE.stage_ranks[int(action[0])])[action]
     assert (move.arrives, move.leaves, move.is_local) == (arrives, leaves, is_local)
 
@@ -75,7 +75,7 @@ def test_nothing_is_freed_that_may_be_under_way(schedule: Schedule) -> None:
     """Each message at most once, and only by a packet that was made behind its own taker."""
     place = {action: (rank, i) for rank, row in enumerate(schedule.actions) for i, action in enumerate(row)}
 
-    def action(stage: int, route: Route) -> Action:
+    def action(stage: int, route: MessageKey) -> Action:
         kinds = (Kind.F,) if route.direction == "forward" else (Kind.B, Kind.I)
         return next(a for kind in kinds if (a := Action(stage, kind, route.microbatch)) in place)
 

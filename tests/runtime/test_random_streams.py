@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hanayo.runtime import bridge
+from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.seeds import mix, seed_of
@@ -142,7 +142,7 @@ class Noisy(nn.Module):
 
 def test_copies_of_a_block_belong_to_no_stream() -> None:
     block, streams = Noisy(), RandomStreams(0, 0, CPU)
-    bridge.install([block], streams, whole=True)
+    forward_patch.install([block], streams, whole=True)
     with streams.batch("train 0 0"):
         for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
             streams.begin_action(0, Kind.F)
@@ -150,7 +150,7 @@ def test_copies_of_a_block_belong_to_no_stream() -> None:
             noise = torch.rand(())
             streams.begin_code(0)
             assert torch.equal(copied(torch.zeros(())), noise)
-    bridge.remove([block])
+    forward_patch.remove([block])
     assert vars(block).keys() == vars(Noisy()).keys()
 
 

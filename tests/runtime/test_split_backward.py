@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hanayo.runtime.codec import ALIGN
-from lightning_hanayo.runtime.measurement import costs_of, timeline_of
-from lightning_hanayo.runtime.weight_queue import WeightQueue
+from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.comm.codec import ALIGN
+from lightning_hanayo.runtime.profiling.measurement import costs_of, timeline_of
 from lightning_hanayo.schedule import Kind, Schedule, build, simulate
 from tests.runtime.test_engine import Model, batches, expected, pipeline
 from tests.schedule.samples import split, table
@@ -202,20 +202,20 @@ ALL_LATE = table("0F0 0F1 3F0 3I0 3F1 3I1 0I0 0I1 0W1 3W1 3W0 0W0", "1F0 2F0 1F1
 def test_what_only_the_input_gradient_needs_is_free_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """W finds (x, dy) of each layer and nothing else: 2 micro-batches of 2 x 5 rows, 8 and 16 columns, x and dy."""
     held: list[tuple[int, int]] = []
-    drain = WeightQueue.drain
+    drain = WeightGradientQueue.drain
     model = WatchedModel()
     (batch,) = batches(1, (2, 2))
     Watched.kept = []
     with pipeline(model, ALL_LATE) as playing:
 
-        def watched(queue: WeightQueue, microbatch: int) -> None:
+        def watched(queue: WeightGradientQueue, microbatch: int) -> None:
             index = playing.queues.index(queue)
             if index in (0, 3):  # rank 0's, whose Ws stand behind all its Is; the other rank may be anywhere
                 alive = sum(kept() is not None for kept in Watched.kept)
                 held.append((alive, playing.queues[0].num_bytes + playing.queues[3].num_bytes))
             drain(queue, microbatch)
 
-        monkeypatch.setattr(WeightQueue, "drain", watched)
+        monkeypatch.setattr(WeightGradientQueue, "drain", watched)
         playing.run(lambda m: model.step(batch[m]), [1 / 2] * 2)
     one = 2 * 5 * (8 + 16 + 16 + 8) * 4 + ALIGN  # what came from the other rank lies in its message
     assert held == [(0, 4 * one), (0, 3 * one), (0, 2 * one), (0, one)]

@@ -27,7 +27,7 @@ def table(*rows: str, stage_ranks: tuple[int, ...], num_microbatches: int) -> Sc
 def make(name: str, num_ranks: int, num_microbatches: int, depth: int = 1) -> Schedule:
     """`depth` waves, or stages per rank, where the schedule has such a thing. What is searched for isn't for long."""
     if name in ("hanayo", "hanayo-zb"):
-        with patch("lightning_hanayo.schedule.search.EFFORT", 2_000):
+        with patch("lightning_hanayo.schedule.search.search.EFFORT", 2_000):
             return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_waves=depth)
     if name in ("interleaved", "interleaved-zb"):
         return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_stages_per_rank=depth)

@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.launcher import CheckingLauncher
+from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.running import (

@@ -5,22 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d.grid import Grid
-from lightning_hanayo.tensor3d.shard import Shard
+from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor3d.sharding import Shard
 from tests.harness.cube import error
 
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """of the largest expected value"""
 
 
-def reduced(gradient: Tensor | None, shard: Shard, grid: Grid) -> Tensor | None:
+def reduced(gradient: Tensor | None, shard: Shard, grid: Mesh) -> Tensor | None:
     """The gradient of one rank's part, no longer a partial sum."""
     if gradient is None or not shard.partial:
         return gradient
     return grid.axis(shard.partial).all_reduce(gradient.clone()).wait()
 
 
-def gradient_errors(spread: nn.Module, dense: nn.Module, grid: Grid) -> dict[str, float]:
+def gradient_errors(spread: nn.Module, dense: nn.Module, grid: Mesh) -> dict[str, float]:
     """By parameter; each must also hold its dense twin's part."""
     errors = {}
     for path, module in spread.named_modules():

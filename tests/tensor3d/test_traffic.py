@@ -17,27 +17,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor3d.grid import Grid
-from lightning_hanayo.tensor3d.layout import BATCH, SEQUENCE, Layout
-from lightning_hanayo.tensor3d.linear import Linear3D
-from lightning_hanayo.tensor3d.product import Keep
-from lightning_hanayo.tensor3d.setting import Setting
+from lightning_hanayo.tensor3d.layers.linear import Linear3D
+from lightning_hanayo.tensor3d.layers.product import Keep
+from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, ParallelStyle
+from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.cube import GRIDS, CountingAxis, Sizes, error, grid, part, process_group
 from tests.harness.pool import Pool
 
 ROWS, LENGTH, IN, OUT = 12, 12, 12, 24
-LAYOUTS: dict[str, tuple[Layout, tuple[str, ...]]] = {
+LAYOUTS: dict[str, tuple[ParallelStyle, tuple[str, ...]]] = {
     "sequence": (SEQUENCE, ("x", "y", "z")),
     "batch": (BATCH, ("xy", "", "z")),
 }
 
 
-def moved(ranks: Grid, layout: Layout, axes: tuple[str, ...], keep: Keep, autocast: bool) -> None:
+def moved(ranks: Mesh, layout: ParallelStyle, axes: tuple[str, ...], keep: Keep, autocast: bool) -> None:
     """One layer, forward and backward, against the formulas."""
     x, y, z = ranks.sizes
     m, k, n, p = ROWS * LENGTH, IN, OUT, ranks.num_ranks
     width = 2 if autocast else 4
-    layer = Linear3D(k, n, setting=Setting(ranks, keep), layout=layout)
+    layer = Linear3D(k, n, setting=StageContext(ranks, keep), layout=layout)
     own = part(torch.randn(ROWS, LENGTH, IN), ranks, *axes).requires_grad_()
     kept: list[Tensor] = []
 
@@ -101,10 +101,10 @@ class Pair(nn.Module):
         return y
 
 
-def spread_pair(ranks: Grid) -> tuple[list[Linear3D], Tensor]:
+def spread_pair(ranks: Mesh) -> tuple[list[Linear3D], Tensor]:
     """The same over the grid, after a backward, and this rank's part of its loss: a mean of squares over all ranks."""
     torch.manual_seed(0)
-    setting = Setting(ranks)
+    setting = StageContext(ranks)
     layers = [Linear3D(IN, OUT, setting=setting), Linear3D(OUT, IN, setting=setting, layout=SEQUENCE.swapped())]
     x = data()
     loss = layers[1](torch.tanh(layers[0](part(x, ranks, "x", "y", "z")))).square().sum() / x.numel()
@@ -116,7 +116,7 @@ def data() -> Tensor:
     return torch.randn(ROWS, LENGTH, IN, generator=torch.Generator().manual_seed(1))
 
 
-def compare(ranks: Grid, other: Pair, loss: Tensor) -> None:
+def compare(ranks: Mesh, other: Pair, loss: Tensor) -> None:
     """Its gradients, DTensors, with those of ours."""
     layers, own_loss = spread_pair(ranks)
     assert error(own_loss, loss.detach()) < 1e-5
@@ -174,8 +174,8 @@ def test_special_grids_equal_torchs_own(pool: Pool, reference: object) -> None:
 
 def test_what_does_not_divide_is_refused() -> None:
     """Never a dense layer, or a wrong sum, without a word."""
-    axes = Grid.of((1, 1, 1), 0, lambda names: None)._axes
-    setting = Setting(Grid((1, 2, 3), (0, 0, 0), axes))
+    axes = Mesh.of((1, 1, 1), 0, lambda names: None)._axes
+    setting = StageContext(Mesh((1, 2, 3), (0, 0, 0), axes))
     with pytest.raises(HanayoError, match=r"Linear3D has 8 out features, which don't divide over y \* z = 6"):
         Linear3D(6, 8, setting=setting)
     with pytest.raises(HanayoError, match="8 in features, which don't divide over z = 3"):
@@ -184,7 +184,7 @@ def test_what_does_not_divide_is_refused() -> None:
 
 
 def test_a_shard_is_nothing_to_compute_with() -> None:
-    layer = Linear3D(IN, OUT, setting=Setting(Grid.of((1, 1, 1), 0, lambda names: None)))
+    layer = Linear3D(IN, OUT, setting=StageContext(Mesh.of((1, 1, 1), 0, lambda names: None)))
     assert layer.weight.shape == (OUT, IN) and layer.weight.dtype is torch.float32
     for use in (
         lambda: nn.functional.linear(torch.ones(IN), layer.weight),

@@ -10,7 +10,7 @@ from lightning_hanayo.cli.schedule.figures import backward, figures, sentence
 from lightning_hanayo.cli.schedule.options import Options, Parser, add_costs, add_json, describe
 from lightning_hanayo.cli.schedule.terminal import print_json
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.csv_table import check_csv
+from lightning_hanayo.schedule.text.csv_table import check_csv
 
 
 def add_options(parser: Parser) -> None:

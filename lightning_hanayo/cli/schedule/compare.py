@@ -15,7 +15,7 @@ from lightning_hanayo.cli.schedule.terminal import print_json, print_table
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_ranking, save_trace
 from lightning_hanayo.schedule import schedule_names
-from lightning_hanayo.schedule.comparison import Candidate, Comparison, compare, messages_per_microbatch
+from lightning_hanayo.schedule.simulation.comparison import Candidate, Comparison, compare, messages_per_microbatch
 
 
 def add_options(parser: Parser) -> None:

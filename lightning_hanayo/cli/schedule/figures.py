@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_hanayo.schedule import Kind, Schedule, Timeline
-from lightning_hanayo.schedule.comparison import messages_per_microbatch
+from lightning_hanayo.schedule.simulation.comparison import messages_per_microbatch
 
 
 def figures(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from lightning_hanayo.cli.readable import Readable
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
-from lightning_hanayo.schedule.auto import WAVES
+from lightning_hanayo.schedule.build import WAVES
 
 DEFAULT_RANKS = 4
 MOST_ACTIONS = 5_000_000

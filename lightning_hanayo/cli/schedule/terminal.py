@@ -10,7 +10,7 @@ from lightning_hanayo.plotting.legs import legs
 from lightning_hanayo.plotting.palette import colour, ink
 from lightning_hanayo.plotting.rows import legend
 from lightning_hanayo.schedule import Timeline, timeline_text
-from lightning_hanayo.schedule.text import timeline_lines
+from lightning_hanayo.schedule.text.timeline_text import timeline_lines
 
 PIPE_COLUMNS = 120
 """of a table that goes into a pipe"""

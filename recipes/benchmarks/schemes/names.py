@@ -70,7 +70,7 @@ def groups(name: str, hosts: int) -> dict[str, list[Group]]:
 
 def make(name: str, hosts: int, rank: int, find: Find, log: "Log") -> "Scheme":
     """The scheme as host `rank` sees it."""
-    from lightning_hanayo.tensor3d.grid import Grid
+    from lightning_hanayo.tensor3d.mesh import Mesh
     from recipes.benchmarks.schemes.one_d import OneD
     from recipes.benchmarks.schemes.three_d import ThreeD
     from recipes.benchmarks.schemes.two_d import TwoD
@@ -86,7 +86,7 @@ def make(name: str, hosts: int, rank: int, find: Find, log: "Log") -> "Scheme":
         return OneD(wire("all"), by_sequence=name == ONE_D[0])
     if name == TWO_D:
         return TwoD(wire("row"), wire("column"))
-    grid = Grid.of(grid_of(name), rank, partial(_of_axis, along, find), wires(log))
+    grid = Mesh.of(grid_of(name), rank, partial(_of_axis, along, find), wires(log))
     return ThreeD(grid, int(name.partition(" in ")[2] or 1))
 
 

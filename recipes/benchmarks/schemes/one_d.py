@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d import product as arithmetic
-from lightning_hanayo.tensor3d.grid import Axis
+from lightning_hanayo.tensor3d.layers import product as arithmetic
+from lightning_hanayo.tensor3d.mesh import MeshAxis
 from recipes.benchmarks.schemes.layer import Scheme
 
 
@@ -26,7 +26,7 @@ class OneD(Scheme):
         by_sequence: the form.
     """
 
-    def __init__(self, axis: Axis, *, by_sequence: bool) -> None:
+    def __init__(self, axis: MeshAxis, *, by_sequence: bool) -> None:
         self._axis = axis
         self._by_sequence = by_sequence
 
@@ -45,7 +45,7 @@ class OneD(Scheme):
 
 
 class _Cut(nn.Module):
-    def __init__(self, weight: Tensor, function: Any, axis: Axis, by_sequence: bool) -> None:
+    def __init__(self, weight: Tensor, function: Any, axis: MeshAxis, by_sequence: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self._function, self._axis, self._by_sequence = function, axis, by_sequence
@@ -55,14 +55,14 @@ class _Cut(nn.Module):
         return y
 
 
-def _gathered(x: Tensor, axis: Axis) -> Tensor:
+def _gathered(x: Tensor, axis: MeshAxis) -> Tensor:
     """[m, n] of each to [P m, n]."""
     return axis.all_gather(x).wait().flatten(0, 1)
 
 
 class _First(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, by_sequence: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: MeshAxis, by_sequence: bool) -> Tensor:
         whole = _gathered(x, axis) if by_sequence else x
         ctx.save_for_backward(whole, weight)
         ctx.axis, ctx.by_sequence = axis, by_sequence
@@ -82,7 +82,7 @@ class _First(torch.autograd.Function):
 
 class _Second(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, by_sequence: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: MeshAxis, by_sequence: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.by_sequence = axis, by_sequence
         y = arithmetic.multiply(x, weight)

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d.grid import Grid
-from lightning_hanayo.tensor3d.layout import SEQUENCE
-from lightning_hanayo.tensor3d.linear import Linear3D
-from lightning_hanayo.tensor3d.setting import Setting
-from lightning_hanayo.tensor3d.shard import Cut, Shard
+from lightning_hanayo.tensor3d.layers.linear import Linear3D
+from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor3d.parallel_style import SEQUENCE
+from lightning_hanayo.tensor3d.sharding import Cut, Shard
+from lightning_hanayo.tensor3d.stage_context import StageContext
 from recipes.benchmarks.schemes.layer import Scheme
 
 _LAYOUTS = SEQUENCE, SEQUENCE.swapped()
@@ -20,9 +20,9 @@ class ThreeD(Scheme):
     num_pieces: in which each product is played.
     """
 
-    def __init__(self, grid: Grid, num_pieces: int = 1) -> None:
+    def __init__(self, grid: Mesh, num_pieces: int = 1) -> None:
         self._grid = grid
-        self._setting = Setting(grid, num_pieces=num_pieces)
+        self._setting = StageContext(grid, num_pieces=num_pieces)
 
     @override
     def linear(self, index: int, weight: Tensor) -> nn.Module:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d.grid import Axis, Pending, Transfers, Waitable
+from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending, Transfers, Waitable
 from recipes.benchmarks.schemes.log import Log
 
 
@@ -24,7 +24,7 @@ class _Noted:
         self._works.wait()
 
 
-class Wire(Axis):
+class Wire(MeshAxis):
     """An axis.
 
     Args:
@@ -62,6 +62,6 @@ class Wire(Axis):
         return Pending(_Noted(Transfers(works), self._log, self._log.start(own.numel())), lambda: arriving)
 
 
-def wires(log: Log) -> type[Axis]:
+def wires(log: Log) -> type[MeshAxis]:
     """What makes them, for a grid."""
-    return cast(type[Axis], partial(Wire, log=log))
+    return cast(type[MeshAxis], partial(Wire, log=log))

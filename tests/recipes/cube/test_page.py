@@ -37,8 +37,8 @@ def test_the_choice_of_a_grid_runs() -> None:
 
 def played(snippet: str) -> dict[str, Any]:
     """The reader's own block, on this rank of a grid and whole."""
-    from lightning_hanayo.tensor3d.setting import Setting
-    from lightning_hanayo.tensor3d.swap import plan_swap
+    from lightning_hanayo.tensor3d.convert.parallelize import plan_swap
+    from lightning_hanayo.tensor3d.stage_context import StageContext
 
     names: dict[str, Any] = {"__name__": "readers_module"}
     exec(snippet, names)
@@ -49,7 +49,7 @@ def played(snippet: str) -> dict[str, Any]:
         block = names["Block"]().double()
         block.load_state_dict(whole.state_dict())
         plan = plan_swap([block], "blocks", ranks.sizes)
-        plan.install([block], Setting(ranks))
+        plan.install([block], StageContext(ranks))
         x = torch.randn(2, 6, 16, dtype=torch.float64)
         y, own = whole(x), block(part(x, ranks, "x", "y", "z"))
         y.square().sum().backward()

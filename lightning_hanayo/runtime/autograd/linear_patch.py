@@ -1,0 +1,66 @@
+"""The swap: linear layers of a stage's blocks get a forward that can leave the weight gradient to the stage's queue.
+
+An instance's own `forward`, as on the bridge: names, parameters, class and repr stay, copies and pickles are ordinary.
+"""
+
+from collections.abc import Collection, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.runtime.autograd.split_linear import SplitLinear, can_wait
+from lightning_hanayo.weight_gradients import WeightGradients
+
+_LAYER = "_split_linear"
+
+
+def install(blocks: Iterable[nn.Module], queue: WeightGradients, *, keep: Collection[Tensor] = ()) -> None:
+    """Let the layers of `blocks` use `queue`: exact `nn.Linear` and Hugging Face's `Conv1D`, no subclasses.
+
+    Args:
+        blocks: one stage's.
+        queue: the stage's.
+        keep: parameters whose gradients must be there after the input gradients, as other stages use them too.
+    """
+    for module in {part: None for block in blocks for part in block.modules()}:
+        is_free = _LAYER in vars(module) or "forward" not in vars(module)
+        if _is_linear(module) and is_free and module.weight not in keep:
+            layer = SplitLinear(module, queue, transposed=type(module) is not nn.Linear)
+            object.__setattr__(module, _LAYER, layer)
+            module.forward = MethodType(forward_transposed if layer.transposed else forward, module)
+
+
+def remove(blocks: Iterable[nn.Module]) -> None:
+    """Give the layers their own `forward` back."""
+    for block in blocks:
+        for module in block.modules():
+            if _LAYER in vars(module):
+                del vars(module)[_LAYER], module.forward
+
+
+def forward(module: nn.Module, input: Tensor) -> Any:
+    """What stands for `nn.Linear.forward`. Its name is what pickle looks up, its argument's what callers may use."""
+    return _forward(module, input)
+
+
+def forward_transposed(module: nn.Module, x: Tensor) -> Any:
+    """What stands for `Conv1D.forward`."""
+    return _forward(module, x)
+
+
+def _forward(module: Any, x: Tensor) -> Any:
+    layer: SplitLinear | None = module._split_linear
+    if layer is None:
+        return type(module).forward(module, x)
+    if torch.compiler.is_dynamo_compiling():
+        compiles = layer.trained and torch.is_grad_enabled() and x.ndim > 1
+        return layer.call_compiled(x) if compiles else type(module).forward(module, x)
+    weight = module.weight
+    return layer.call(x, weight, module.bias) if can_wait(x, weight) else type(module).forward(module, x)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")

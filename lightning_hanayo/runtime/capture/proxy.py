@@ -1,0 +1,89 @@
+"""The hole: what stands for a block's output while the block runs on another rank.
+
+The user's code may pass a hole on to the next block, or take a part out of a tuple of them, but anything that would
+need its value is an error that names the line.
+"""
+
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_hanayo.errors import UnsupportedError
+
+_ELSEWHERE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), threading.__file__)
+"""where code is not the user's"""
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
+_OPERATORS = (
+    *(f"{prefix}{name}" for name in _ARITHMETIC for prefix in ("", "r", "i")),
+    *("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("getitem", "setitem", "contains", "iter", "len", "bool", "int", "float", "call"),
+)
+
+
+class Proxy:
+    """The part at `path` of the output of block number `block`, whose value this rank hasn't got."""
+
+    __slots__ = ("block", "path")
+    path: tuple[Any, ...]
+    block: int
+    __hash__ = object.__hash__
+
+    def __init__(self, path: tuple[Any, ...] = (), block: int = 0) -> None:
+        self.path = path
+        self.block = block
+
+    def __repr__(self) -> str:
+        return f"Proxy{list(self.path) or ''}"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # what copy, pickle and inspect ask of every object
+        refuse(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        refuse(getattr(function, "__name__", str(function)))
+
+
+def _operator(name: str) -> Any:
+    def operator(self: Proxy, *_: object) -> NoReturn:
+        refuse(f"__{name}__")
+
+    return operator
+
+
+for _name in _OPERATORS:
+    setattr(Proxy, f"__{_name}__", _operator(_name))
+
+
+def refuse(operation: str) -> NoReturn:
+    """Raise the error for code between blocks, naming the user's line.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    line = next((f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_ELSEWHERE)), None)
+    where = f"{line.filename}:{line.lineno} ({line.line})" if line else "your module"
+    raise UnsupportedError(
+        f"{where} uses the output of a block between two blocks ({operation}), but that block runs on another pipeline "
+        f"stage. Move this code into the block, or name another stack with HanayoStrategy(blocks=...)."
+    )
+
+
+def pattern(tree: Any, block: int, path: tuple[Any, ...] = ()) -> Any:
+    """Holes for the output of `block`, shaped like `tree`: containers stay, so that tuples can be unpacked."""
+    if type(tree) in (tuple, list):
+        return type(tree)(pattern(item, block, (*path, i)) for i, item in enumerate(tree))
+    if isinstance(tree, dict):
+        return {key: pattern(item, block, (*path, key)) for key, item in tree.items()}
+    return tree if tree is None else Proxy(path, block)
+
+
+def pick(tree: Any, path: tuple[Any, ...]) -> Any:
+    """The part of `tree` at `path`."""
+    for key in path:
+        tree = tree[key]
+    return tree

@@ -1,0 +1,93 @@
+"""The context: torch's state that a step's thread takes over, and that user code must not change around the stack.
+
+Grad mode, inference mode, autocast and default device belong to a thread; SDPA and matmul flags and default dtype to
+the process. The stack's blocks run outside the user's `with`, so any difference at its call would be silently lost.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from lightning_hanayo.errors import UnsupportedError
+
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """A snapshot. Field names are what errors print."""
+
+    grad_mode: bool
+    inference_mode: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    sdpa_kernels: tuple[bool, ...]
+    matmul_precision: str
+    default_dtype: torch.dtype
+    default_device: str
+    deterministic: bool
+    stream: Any
+
+    @staticmethod
+    def current() -> "ThreadState":
+        """The state of the calling thread and of the process."""
+        cuda = torch.backends.cuda
+        return ThreadState(
+            grad_mode=torch.is_grad_enabled(),
+            inference_mode=torch.is_inference_mode_enabled(),
+            autocast=tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            sdpa_kernels=(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            default_dtype=torch.get_default_dtype(),
+            default_device=str(torch.get_default_device()),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            stream=torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the calling thread the state that belongs to threads."""
+        before = ThreadState.current()
+        self._set_autocast()
+        try:
+            with (
+                torch.inference_mode(self.inference_mode),
+                torch.set_grad_enabled(self.grad_mode),
+                self._device(before),
+            ):
+                if self.stream is not None:
+                    torch.cuda.set_device(self.stream.device)
+                    torch.cuda.set_stream(self.stream)
+                yield
+        finally:
+            before._set_autocast()
+
+    def check_unchanged(self) -> None:
+        """Compare with the calling thread's state now.
+
+        Raises:
+            UnsupportedError: the user's code calls the stack inside a context that changes it.
+        """
+        now = ThreadState.current()
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(now, f.name)]
+        if changed:
+            details = ", ".join(f"{n.replace('_', ' ')} is {getattr(now, n)}, was {getattr(self, n)}" for n in changed)
+            raise UnsupportedError(
+                f"the block stack is called inside a context that changes {details}. Its blocks run on several "
+                f"pipeline stages, outside that context. Set it for the whole run (Trainer(precision=...)) or inside "
+                f"the block."
+            )
+
+    def _device(self, before: "ThreadState") -> AbstractContextManager[Any]:
+        """The default device, which belongs to a thread too; setting it costs a little at every call of torch."""
+        return nullcontext() if self.default_device == before.default_device else torch.device(self.default_device)
+
+    def _set_autocast(self) -> None:
+        for device, enabled, dtype in self.autocast:
+            torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_cache_enabled(self.autocast_cache)

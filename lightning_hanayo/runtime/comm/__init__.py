@@ -1,0 +1,1 @@
+"""Messages between pipeline ranks: what travels, how it is packed, and over which transport."""

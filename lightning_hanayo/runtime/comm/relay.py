@@ -1,0 +1,98 @@
+"""The chain: a plain value handed from pipeline rank 0 to rank 1, from there to rank 2, and so on; nobody waits back.
+
+rank 0 --value--> rank 1 --value--> rank 2 --value--> ...      frame | length, 8 B | JSON, up to 504 B |  (+ the rest)
+
+Every message says of which kind it is: a rank that gets another kind than it waits for raises an error that names both.
+"""
+
+import json
+from collections import deque
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.runtime.comm.transport import Transport, Work
+
+Kind = Literal["batch", "data", "metrics", "loss"]
+"""how a batch is cut; whether there is one more batch; what was logged; the loss of a batch"""
+
+_FRAME = 512
+_ROOM = _FRAME - 8
+_TAG = 0
+_UNDER_WAY = 16
+"""messages that a rank may be ahead of the next one: more than a step has, so that no step waits for another's end"""
+
+
+class UnexpectedMessage(HanayoError):
+    """Another kind of message came than this rank waits for."""
+
+    def __init__(self, rank: int, expected: Kind, got: Kind) -> None:
+        super().__init__(
+            f"pipeline rank {rank} waits for a message of the kind {expected!r}, but pipeline rank 0 has sent one of "
+            f"the kind {got!r}: the ranks are at different points of the run. A hook or callback that does something "
+            f"on some ranks only, or a data loader whose length differs between ranks, can cause this."
+        )
+
+
+class Relay:
+    """Small decisions of rank 0 that all ranks of its pipeline need: micro-batches of a batch, metrics, an end of data.
+
+    Every rank of the pipeline calls `share` equally often.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._leaving: deque[list[tuple[Tensor, Work]]] = deque()
+
+    def share(self, kind: Kind, value: Any = None) -> Any:
+        """Return rank 0's `value` (anything JSON holds) on every rank; the others' argument counts for nothing.
+
+        Raises:
+            UnexpectedMessage: rank 0 has sent another kind of message.
+        """
+        if self.transport.num_ranks == 1:
+            return value
+        if self.transport.rank == 0:
+            self._send(json.dumps((kind, value)).encode())
+            return value
+        data = self._receive()
+        if self.transport.rank < self.transport.num_ranks - 1:
+            self._send(data)
+        got, value = json.loads(data)
+        if got != kind:
+            raise UnexpectedMessage(self.transport.rank, kind, got)
+        return value
+
+    def finish(self) -> None:
+        """Wait until the last value has left: a peer that takes it late must still find this rank there."""
+        while self._leaving:
+            self._finish_first()
+
+    def forget(self) -> None:
+        """Drop what is under way, after a failure."""
+        self._leaving.clear()
+
+    def _finish_first(self) -> None:
+        for _, work in self._leaving.popleft():
+            work.wait()
+
+    def _send(self, data: bytes) -> None:
+        frame = len(data).to_bytes(8, "little") + data[:_ROOM]
+        parts = [frame.ljust(_FRAME, b"\0"), *([data[_ROOM:]] if len(data) > _ROOM else [])]
+        buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
+        while len(self._leaving) >= _UNDER_WAY:
+            self._finish_first()
+        works = [self.transport.send(self.transport.rank + 1, _TAG, buffer) for buffer in buffers]
+        self._leaving.append(list(zip(buffers, works, strict=True)))
+
+    def _receive(self) -> bytes:
+        frame = self._take(_FRAME)
+        length = int.from_bytes(frame[:8], "little")
+        return frame[8 : 8 + length] + (self._take(length - _ROOM) if length > _ROOM else b"")
+
+    def _take(self, num_bytes: int) -> bytes:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self.transport.receive(self.transport.rank - 1, _TAG, buffer).wait()
+        return buffer.numpy().tobytes()

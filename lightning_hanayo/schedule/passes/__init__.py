@@ -1,0 +1,1 @@
+"""Passes over a schedule: validation, communication, loss stage."""

@@ -1,0 +1,151 @@
+"""Evaluator: a schedule's shape and costs as numbers, to play many tables of that shape fast.
+
+An action is one whole number, its code; what it waits for lies at a fixed distance, whatever the micro-batch:
+
+    code = (kind * S + stage) * B + microbatch        kinds in the order F, I, W, B
+
+    0F0 0F1 0F2 | 1F0 1F1 1F2 | 0I0 0I1 0I2 | 1I0 1I1 1I2 | 0W0 ...         S = 2, B = 3
+         ^-----------'  1F1 waits for what stands B places to its left
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
+from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.dependency import waits_for
+from lightning_hanayo.schedule.table import Schedule
+
+_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
+_BASE = {kind: base for base, kind in enumerate(_KINDS)}
+
+Rows = Sequence[Sequence[int]]
+"""A table as codes, one row per rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """When each action of some rows starts and ends: in the rows' own shape, and each rank's last end."""
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    last: list[float]
+
+    @property
+    def makespan(self) -> float:
+        """The last end of all; the time before the first start counts."""
+        return max(self.last)
+
+
+class Evaluator:
+    """Plays tables that share placement, micro-batches and costs with `shape`, whose own actions don't matter.
+
+    Example:
+        >>> compiled = Evaluator(schedule, CostModel(message=0.1))
+        >>> rows = compiled.rows(schedule.actions)
+        >>> compiled.makespan(rows)             # as simulate(schedule, CostModel(message=0.1)).makespan
+    """
+
+    def __init__(self, shape: Schedule, costs: CostModel) -> None:
+        self._num_stages, self._num_microbatches = shape.num_stages, shape.num_microbatches
+        self._num_ranks = shape.num_ranks
+        stages = range(shape.num_stages)
+        self._nodes = [_node(shape, costs, Action(stage, kind, 0)) for kind in _KINDS for stage in stages]
+
+    def code(self, action: Action) -> int:
+        """The number of a compute action of this shape."""
+        assert action.microbatch is not None
+        return (_BASE[action.kind] * self._num_stages + action.stage) * self._num_microbatches + action.microbatch
+
+    def action(self, code: int) -> Action:
+        """The action of a number."""
+        node, microbatch = divmod(code, self._num_microbatches)
+        kind, stage = divmod(node, self._num_stages)
+        return Action(stage, _KINDS[kind], microbatch)
+
+    def rows(self, lists: Iterable[Iterable[Action]]) -> list[list[int]]:
+        """The codes of a table."""
+        code = self.code
+        return [[code(action) for action in row] for row in lists]
+
+    def actions(self, rows: Rows) -> tuple[tuple[Action, ...], ...]:
+        """The table of codes."""
+        return tuple(tuple(map(self.action, row)) for row in rows)
+
+    def fused(self, rows: Rows) -> list[list[int]]:
+        """The same rows, each I of them a whole backward."""
+        kind = self._num_stages * self._num_microbatches
+        return [[code if code < kind else code + 2 * kind for code in row] for row in rows]
+
+    def makespan(self, rows: Rows) -> float:
+        """How long the table takes; infinity where its ranks wait for each other."""
+        played = self.play(rows)
+        return inf if played is None else played.makespan
+
+    def play(self, rows: Rows, begin: Sequence[float] | None = None) -> Played | None:
+        """Each action as early as its rank is free and what it waits for has arrived; None where all wait.
+
+        Args:
+            rows: the table; nothing is checked but the waiting.
+            begin: when each rank may start, at least 0; default 0.
+
+        Linear: a rank that waits is woken by what it waits for.
+        """
+        nodes, num_microbatches = self._nodes, self._num_microbatches
+        done = [-1.0] * (3 * self._num_stages * num_microbatches)
+        last = list(begin or [0.0] * self._num_ranks)
+        starts: list[list[float]] = [[] for _ in rows]
+        ends: list[list[float]] = [[] for _ in rows]
+        asleep: dict[int, list[int]] = {}
+        awake = list(range(len(rows)))[::-1]
+        while awake:
+            rank = awake.pop()
+            time, row, row_starts, row_ends = last[rank], rows[rank], starts[rank], ends[rank]
+            for place in range(len(row_ends), len(row)):
+                code = row[place]
+                takes, slot, waits = nodes[code // num_microbatches]
+                start = time
+                for distance, hop in waits:
+                    arrival = done[code + distance]
+                    if arrival < 0:
+                        asleep.setdefault(code + distance, []).append(rank)
+                        break
+                    arrival += hop
+                    if arrival > start:
+                        start = arrival
+                else:
+                    time = start + takes
+                    row_starts.append(start)
+                    row_ends.append(time)
+                    done[code + slot] = time
+                    if code + slot in asleep:
+                        awake += asleep.pop(code + slot)
+                    continue
+                break
+            last[rank] = time
+        stuck = any(len(row) > len(row_ends) for row, row_ends in zip(rows, ends, strict=True))
+        return None if stuck else Played(starts, ends, last)
+
+
+Node = tuple[float, int, tuple[tuple[int, float], ...]]
+"""What all micro-batches of a (stage, kind) share: the time it takes; how far from its code the slot stands where it is
+noted as done; and what it waits for: how far that slot stands, and the hop from there."""
+
+
+def _node(shape: Schedule, costs: CostModel, action: Action) -> Node:
+    code = (_BASE[action.kind] * shape.num_stages + action.stage) * shape.num_microbatches
+    waits = []
+    for one_of in waits_for(action, shape.num_stages, num_chains=shape.num_chains):
+        (slot,) = {_slot(shape, other) for other in one_of if other.kind in COMPUTE}
+        other = one_of[-1]
+        near = shape.stage_ranks[other.stage] == shape.stage_ranks[action.stage]
+        hop = 0.0 if near else costs.hop(shape, min(other.stage, action.stage))
+        waits.append((slot - code, hop))
+    return costs.of(shape, action), _slot(shape, action) - code, tuple(waits)
+
+
+def _slot(shape: Schedule, action: Action) -> int:
+    """Where micro-batch 0 is noted as done. Whoever wants an input's gradient takes it from `B` or `I`: one slot."""
+    kind = Kind.I if action.kind is Kind.B else action.kind
+    return (_BASE[kind] * shape.num_stages + action.stage) * shape.num_microbatches

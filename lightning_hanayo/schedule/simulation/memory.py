@@ -1,0 +1,100 @@
+"""MemoryModel: what stages hold in bytes, and so what each rank holds over time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule.number import check_numbers
+from lightning_hanayo.schedule.simulation.timeline import Curve, Timeline
+
+Bytes = float | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The most that one rank holds, in bytes, by what it is for."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """at their peak"""
+
+    @property
+    def total(self) -> float:
+        """All of it: everything but the activations is there all the time."""
+        return self.standing + self.activations
+
+    @property
+    def standing(self) -> float:
+        """What is there all the time."""
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes. A number is for one rank's whole share of the model (a stage takes its part of it); a tuple (or a
+    list) gives each stage's own, the loss stage's too or not. Where the model is there twice (chimera) a rank holds two
+    shares of it, and one copy's values are enough.
+
+        bytes   |       ____        activations: from the start of a stage's F to the end of its B or W
+                |   ___|    |___
+                |__|            |__
+                |  optimizer
+                |  gradients        all the time: `.grad` is kept from step to step
+                |__weights________  time
+
+    Example:
+        >>> memory = MemoryModel(activation=2e9, weights=1e9, gradients=1e9, optimizer=4e9)
+        >>> memory.peaks(simulate(build("1f1b", num_ranks=2, num_microbatches=4)))[0].total
+        10000000000.0
+    """
+
+    activation: Bytes
+    """what one micro-batch leaves behind for its backward"""
+    weights: Bytes = 0.0
+    gradients: Bytes = 0.0
+    optimizer: Bytes = 0.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "expected a finite number of bytes of at least 0, or one per stage")
+
+    def peaks(self, timeline: Timeline) -> tuple[RankMemory, ...]:
+        """The most that each rank holds at once."""
+        return tuple(
+            RankMemory(
+                self._sum("weights", timeline, rank),
+                self._sum("gradients", timeline, rank),
+                self._sum("optimizer", timeline, rank),
+                max(held for _, held in timeline.held(rank, self._of_stages("activation", timeline))),
+            )
+            for rank in range(timeline.num_ranks)
+        )
+
+    def curve(self, timeline: Timeline, rank: int) -> Curve:
+        """All that a rank holds, from the timeline's begin on: (time, bytes from then on)."""
+        standing = sum(self._sum(name, timeline, rank) for name in ("weights", "gradients", "optimizer"))
+        activations = timeline.held(rank, self._of_stages("activation", timeline))
+        return tuple((time, standing + held) for time, held in activations)
+
+    def _sum(self, name: str, timeline: Timeline, rank: int) -> float:
+        values = self._of_stages(name, timeline)
+        return sum(values[stage] for stage, holder in timeline.rank_of.items() if holder == rank)
+
+    def _of_stages(self, name: str, timeline: Timeline) -> Sequence[float]:
+        value: Bytes = getattr(self, name)
+        shares = timeline.stage_shares
+        if not isinstance(value, tuple):
+            return [value * share for share in shares]
+        if 2 * len(value) == len(shares) and _visited(timeline) == len(value):
+            return value * 2
+        loss_stage = bool(shares) and shares[-1] == 0
+        if len(value) not in (len(shares) - loss_stage, len(shares)):
+            raise HanayoError(f"MemoryModel: {name} has {len(value)} values, the timeline {len(shares)} stages")
+        return value if len(value) == len(shares) else (*value, 0.0)
+
+
+def _visited(timeline: Timeline) -> int:
+    """How many stages one micro-batch visits: half of them where the model is there twice."""
+    one = timeline.spans[0].action.microbatch
+    return len({span.action.stage for span in timeline.spans if span.action.microbatch == one})

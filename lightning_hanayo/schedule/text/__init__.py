@@ -1,0 +1,1 @@
+"""Schedules as text: CSV tables, and drawings for a terminal."""

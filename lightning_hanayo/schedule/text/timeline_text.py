@@ -1,0 +1,114 @@
+"""Text: a schedule drawn in a terminal, over time, idle visible: as a string, or as pieces that a caller may colour."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.simulation.simulate import simulate
+from lightning_hanayo.schedule.simulation.timeline import Span, Timeline
+from lightning_hanayo.schedule.table import Schedule
+
+MOST = 20_000
+"""characters in a row that isn't wrapped; where it would be longer, labels are cut short"""
+SHORT = 0.05
+"""of the longest action: shorter ones don't get the room for their labels"""
+
+
+def schedule_text(
+    schedule: Schedule, costs: CostModel | None = None, columns: int | None = None, wrap: bool = False
+) -> str:
+    """The schedule over time under `costs`, a row per rank.
+
+    Example:
+        >>> print(schedule_text(build("1f1b", num_ranks=2, num_microbatches=2)))
+        rank 0  F0 F1 ......B0    ...B1
+        rank 1  ...F0 B0    F1 B1    ......
+    """
+    return timeline_text(simulate(schedule, costs), columns, wrap)
+
+
+def timeline_text(timeline: Timeline, columns: int | None = None, wrap: bool = False) -> str:
+    """The timeline, a row per rank: kind and micro-batch at each action's start, dots where the rank is idle.
+
+    Args:
+        timeline: simulated or measured.
+        columns: the most characters per row; None: as many as every label needs. In too few, labels are cut short.
+        wrap: cut the time instead, into bands of at most `columns` characters, with an empty line between them.
+    """
+    lines = timeline_lines(timeline, columns, wrap)
+    return "\n".join((line.head + "".join(piece.text for piece in line.pieces)).rstrip() for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of characters: of one span, or idle (None)."""
+
+    text: str
+    span: Span | None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One rank's row, or part of it; without pieces, the empty line between two bands."""
+
+    head: str
+    pieces: tuple[Piece, ...]
+
+
+def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = False) -> Iterator[Line]:
+    """The same as `timeline_text`, in pieces."""
+    compute = [span for span in timeline.spans if span.action.kind.is_compute and span.end > span.start]
+    if not compute:
+        return
+    margin = len(f"rank {timeline.num_ranks - 1}") + 2
+    longest = max(len(_label(span)) for span in compute)
+    scale = min((longest + 1) / _shortest(compute), MOST / timeline.makespan)
+    if columns is not None and not wrap:
+        scale = min(scale, max(1, columns - margin) / timeline.makespan)
+    width = max(1, round(timeline.makespan * scale))
+    band = width if columns is None or not wrap else max(longest + 1, columns - margin)
+    rows = [
+        _row([span for span in compute if span.rank == rank], timeline.begin, scale, width)
+        for rank in range(timeline.num_ranks)
+    ]
+    for number in range(ceil(width / band)):
+        if number:
+            yield Line("", ())
+        for rank, row in enumerate(rows):
+            cells = row[number * band : (number + 1) * band]
+            yield Line(f"{f'rank {rank}':<{margin}}", tuple(_pieces(cells)))
+
+
+def _shortest(spans: Sequence[Span]) -> float:
+    """The length of the shortest action whose label is to fit."""
+    lengths = [span.end - span.start for span in spans]
+    longest = max(lengths)
+    return min(length for length in lengths if length >= SHORT * longest)
+
+
+_Cell = tuple[str, Span | None]
+
+
+def _row(spans: Sequence[Span], begin: float, scale: float, width: int) -> list[_Cell]:
+    cells: list[_Cell] = [(".", None)] * width
+    for span in spans:
+        first, last = (min(width, round((time - begin) * scale)) for time in (span.start, span.end))
+        text = _label(span) if last - first > len(_label(span)) else _label(span)[: max(1, last - first)]
+        cells[first:last] = [(character, span) for character in text.ljust(last - first)[: last - first]]
+    return cells
+
+
+def _pieces(cells: Sequence[_Cell]) -> Iterator[Piece]:
+    text, span = "", None
+    for character, owner in cells:
+        if owner is not span and text:
+            yield Piece(text, span)
+            text = ""
+        text, span = text + character, owner
+    if text:
+        yield Piece(text, span)
+
+
+def _label(span: Span) -> str:
+    return f"{span.action.kind}{span.action.microbatch}"

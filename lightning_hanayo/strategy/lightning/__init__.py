@@ -1,0 +1,1 @@
+"""Everything that depends on Lightning's private attributes."""

@@ -1,0 +1,226 @@
+"""The report: what a run was laid out as, how it really ran beside the prediction, and where its results lie."""
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import WandbLogger
+from typing_extensions import override
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.plotting import save_comparison, save_timeline
+from lightning_hanayo.strategy.lightning.internals import logged_step
+from lightning_hanayo.strategy.report.gauges import Gauges
+from lightning_hanayo.strategy.report.measured import Measured
+from lightning_hanayo.strategy.strategy import HanayoStrategy
+
+SMOOTHED = 10
+"""how many batches the losses that are reported are means over"""
+
+
+class WaveReport(Callback):
+    """Logs how the pipeline runs, draws `wave.png` in the end, and closes a fit with a few lines on its results.
+
+    Every so many batches all loggers get, of one batch:
+
+    - `hanayo/bubble`: the part of all ranks' time in which they didn't compute;
+    - `hanayo/exposed_communication`: the part in which they waited for messages computed already, but not there yet;
+    - `hanayo/stage_0/forward_ms`, `hanayo/stage_0/backward_ms` (or `backward_input_ms` and `backward_weight_ms`) and so
+      on: what one micro-batch took.
+
+    With a `WandbLogger`, layout, schedule, bubbles and pictures go into the run. Another strategy than `HanayoStrategy`
+    has nothing to report. Every process needs the same `WaveReport`.
+
+    Example:
+        >>> trainer = L.Trainer(devices=4, strategy="hanayo", callbacks=[WaveReport(every_n_steps=100)])
+
+    Args:
+        every_n_steps: how many batches lie between two that are logged; 0: none; None: the Trainer's
+            `log_every_n_steps`.
+        picture: the pipeline as it ran, above the predicted one, besides `schedule.png`; None: no pictures.
+        trace: the last batches, for ui.perfetto.dev; None: not written. Files lie in `default_root_dir`.
+        profile: what stages and messages took: what `HanayoStrategy(costs=...)` plans with; None: not written.
+
+    Raises:
+        HanayoError: `every_n_steps` is below 0.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        picture: str | None = "wave.png",
+        trace: str | None = "trace.json",
+        profile: str | None = "profile.json",
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 0:
+            raise HanayoError(f"every_n_steps={every_n_steps!r}: expected a whole number from 0 on, or None")
+        self._every_n_steps = every_n_steps
+        self._files = {"picture": picture, "trace": trace, "profile": profile}
+        self._first: torch.Tensor | None = None
+        self._last: deque[torch.Tensor] = deque(maxlen=SMOOTHED)
+        self._gauges: Gauges | None = None
+        self._batches = 0
+        self._written: list[tuple[str, str]] = []
+
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        strategy = _strategy(trainer)
+        if strategy is None:
+            return
+        self._batches = 0
+        if strategy.data_rank == 0:
+            self._gauges = Gauges(strategy.pipeline)
+        if trainer.is_global_zero:
+            self._introduce(trainer, strategy)
+
+    def _introduce(self, trainer: "pl.Trainer", strategy: HanayoStrategy) -> None:
+        layout = describe(strategy)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(layout)
+        Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
+        if self._files["picture"] is not None:
+            picture = Path(trainer.default_root_dir, "schedule.png")
+            save_timeline(picture, strategy.pipeline.layout.simulate(), title=_title(strategy), unit="T_F")
+            _log_image(trainer, "hanayo/schedule", picture)
+        print("".join(f"{name}: {value}\n" for name, value in layout.items()), end="", flush=True)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.is_global_zero and outputs and "loss" in outputs:
+            loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
+            self._last.append(loss)
+            self._first = loss if self._first is None else self._first
+        self._log(trainer)
+        every = trainer.log_every_n_steps if self._every_n_steps is None else self._every_n_steps  # type: ignore[attr-defined]
+        self._batches += 1
+        if every and self._batches % every == 0 and self._gauges is not None:
+            self._gauges.start(logged_step(trainer))
+
+    def _log(self, trainer: "pl.Trainer") -> None:
+        """The figures of the batch that was due last, if they have not been logged yet."""
+        read = self._gauges.read() if self._gauges is not None else None
+        if read is not None and trainer.is_global_zero:
+            step, figures = read
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=step)
+
+    @override
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        if self._gauges is not None:
+            self._gauges.forget()
+        self._gauges = None
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        strategy = _strategy(trainer)
+        if strategy is None:
+            return
+        self._log(trainer)
+        self._gauges = None
+        measured = Measured.of(strategy.pipeline) if strategy.data_rank == 0 else None
+        if measured is None or not trainer.is_global_zero:
+            return
+        self._write(trainer, strategy, measured)
+        bubbles = {"hanayo/bubble": measured.timeline.bubble_ratio}
+        for logger in trainer.loggers:
+            logger.log_metrics(bubbles | {"hanayo/bubble_from_costs": measured.predicted.bubble_ratio})
+
+    def _write(self, trainer: "pl.Trainer", strategy: HanayoStrategy, measured: Measured) -> None:
+        """The files asked for."""
+        paths = {what: Path(trainer.default_root_dir, name) for what, name in self._files.items() if name is not None}
+        if "picture" in paths:
+            save_comparison(paths["picture"], measured.timeline, measured.predicted, title=_title(strategy))
+            _log_image(trainer, "hanayo/wave", paths["picture"])
+        if "trace" in paths:
+            measured.save_trace(paths["trace"])
+        if "profile" in paths:
+            measured.profile(strategy.pipeline).save(paths["profile"])
+        ran, simulated = measured.timeline.bubble_ratio, measured.predicted.bubble_ratio
+        said = {
+            "picture": f"bubble {ran:.1%} as it ran, {simulated:.1%} simulated",
+            "trace": "open it in ui.perfetto.dev",
+            "profile": "plan with it: HanayoStrategy(costs=...)",
+        }
+        names = {"picture": "pipeline", "trace": "trace", "profile": "profile"}
+        self._written = [(names[what], f"{_short(path)} ({said[what]})") for what, path in paths.items()]
+
+    @override
+    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        if trainer.is_global_zero and stage == "fit" and _strategy(trainer) is not None:
+            bar = trainer.progress_bar_callback
+            if bar is not None:
+                bar.teardown(trainer, pl_module, stage)  # its last frame, before the last lines
+            runs = [_finish(logger) for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+            print("\n" + "\n".join(self._lines(trainer, runs)), flush=True)
+
+    def _lines(self, trainer: "pl.Trainer", runs: list[str]) -> list[str]:
+        rows: list[tuple[str, str]] = []
+        if self._first is not None:
+            last = float(torch.stack(list(self._last)).mean())
+            count = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+            losses = f"{float(self._first):.3f} at the first batch, {last:.3f} over the last {len(self._last)}"
+            rows.append(("train loss", f"{losses} of {count}"))
+        rows += [
+            (name, f"{float(value):.3f}") for name, value in trainer.callback_metrics.items() if name.startswith("val")
+        ]
+        checkpoint = trainer.checkpoint_callback
+        best = getattr(checkpoint, "best_model_path", "")
+        if best:
+            rows.append(("checkpoint", _short(best)))
+        rows += [("wandb run", run) for run in runs]
+        rows += self._written
+        width = max((len(name) for name, _ in rows), default=0)
+        return [f"{name:<{width}}  {text}" for name, text in rows]
+
+
+def describe(strategy: HanayoStrategy) -> dict[str, Any]:
+    """The layout of a run, for people and for loggers."""
+    layout, topology, ownership = strategy.pipeline.layout, strategy.topology, strategy.pipeline.ownership
+    cube = f" x {'x'.join(map(str, topology.cube))} cube" if topology.cube != (1, 1, 1) else ""
+    stages = [f"{run.start}-{run.stop - 1}" if len(run) > 1 else str(run.start) for run in ownership.stages if run]
+    return {
+        "hanayo/layout": f"{topology.pipe} pipeline{cube} x {topology.data} data = {topology.world_size} ranks",
+        "hanayo/schedule_name": layout.schedule,
+        "hanayo/num_waves": layout.num_waves,
+        "hanayo/num_microbatches": layout.num_microbatches,
+        "hanayo/stack": f"{ownership.stack.name}: {len(ownership.stack)} blocks, stages {' | '.join(stages)}",
+        "hanayo/predicted_bubble": round(layout.predict(), 4),
+    }
+
+
+def _strategy(trainer: "pl.Trainer") -> HanayoStrategy | None:
+    return trainer.strategy if isinstance(trainer.strategy, HanayoStrategy) else None
+
+
+def _title(strategy: HanayoStrategy) -> str:
+    layout = strategy.pipeline.layout
+    return (
+        f"{layout.schedule}: {layout.num_ranks} pipeline ranks, {layout.num_waves} waves, "
+        f"{layout.num_microbatches} micro-batches"
+    )
+
+
+def _log_image(trainer: "pl.Trainer", name: str, path: Path) -> None:
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image(name, [str(path)])
+
+
+def _finish(logger: WandbLogger) -> str:
+    """End the run, which makes wandb say its last words before ours; return where it lies."""
+    run = logger.experiment
+    directory = _short(Path(run.dir).parent)
+    upload = f" (offline; upload it with: wandb sync {directory})" if run.offline else ""
+    run.finish()
+    return directory + upload
+
+
+def _short(path: str | Path) -> str:
+    """Relative to the working directory, if it lies there."""
+    path = Path(path).absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

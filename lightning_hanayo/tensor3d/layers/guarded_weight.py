@@ -1,0 +1,52 @@
+"""The guard: a layer's `weight` as code sees it that isn't the layer's: shape and dtype, but nothing to compute with.
+
+A sum or a product over a shard looks like one over the whole, and is wrong without a sign.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hanayo.errors import UnsupportedError
+
+_SIZES = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous")
+_KINDS = ("type", "get_device", "is_floating_point", "is_complex")
+_ALLOWED = frozenset((*_SIZES, *_KINDS, "__get__", "__repr__", "__hash__"))
+
+
+class GuardedWeight(Tensor):
+    """An alias of a shard, with which nothing can be computed."""
+
+    @staticmethod
+    def of(shard: Tensor) -> "GuardedWeight":
+        """The alias."""
+        with torch._C.DisableTorchFunctionSubclass():
+            alias: GuardedWeight = shard.detach().as_subclass(GuardedWeight)
+            alias.requires_grad_(shard.requires_grad)
+            return alias
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Raises:
+        UnsupportedError: for everything that reads the values.
+        """
+        name = getattr(func, "__name__", str(func))
+        if name not in _ALLOWED:
+            raise UnsupportedError(
+                f"{name} was called with the weight of a 3-D layer, of which this rank holds a part: the result would "
+                f"be wrong. Call the layer itself, or leave it out of the cube."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def guarded_weight(module: Any, name: str = "weight") -> GuardedWeight:
+    """The getter behind a 3-D layer's `weight`, or behind another parameter."""
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
+    return GuardedWeight.of(parameter)

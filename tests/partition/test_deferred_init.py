@@ -1,0 +1,260 @@
+"""Values of a model that was built on the meta device, module by module: those of one that was really built.
+
+real      with no context              Linear.weight ~ U(-1/4, 1/4), GPT-2's c_proj ~ N(0, 0.02 / 2 sqrt(layers)), ...
+built     with torch.device("meta")    the same of each, seeded by name
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partition.deferred_init import DeferredInit, is_unbuilt
+from lightning_hanayo.partition.ownership import Placeholder, leave_out
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_positions": 32, "n_embd": 64, "n_layer": 3, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=61, bos_token_id=0, eos_token_id=0, **sizes))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return BertForMaskedLM(BertConfig(vocab_size=61, max_position_embeddings=32, **sizes))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, pad_token_id=3, **sizes))
+
+
+def torch_transformer() -> nn.Module:
+    return nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
+
+
+class Layers(nn.Module):
+    """Such as reset themselves, in ways of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16, padding_idx=2)
+        self.attention = nn.MultiheadAttention(32, 4)
+        self.lstm = nn.LSTM(16, 32)
+        self.norm = nn.BatchNorm1d(16)
+        self.convolution = nn.Conv1d(16, 16, 3)
+
+
+class Recipe(nn.Module):
+    """The recipes' models, whose initial values are given by a method that goes over all parameters."""
+
+    def __init__(self, model: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model = model()
+        del self.model.perplexity
+
+    def reset_parameters(self) -> None:
+        self.model._initialize(*[len(self.model.blocks)] * (type(self.model).__name__ == "GPT"))
+
+
+def recipes_gpt() -> nn.Module:
+    from recipes.gpt.module import GPT
+
+    return Recipe(lambda: GPT(61, 32, 3, 64, 4))
+
+
+def recipes_bert() -> nn.Module:
+    from recipes.bert.module import BERT
+
+    return Recipe(lambda: BERT(61, 32, 3, 64, 4))
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Made on meta, and filled module by module."""
+    model = on_meta(make)
+    blueprint = DeferredInit(model, seed)
+    for module in blueprint.unbuilt(model.modules()):
+        blueprint.fill(module, blueprint.build(module))
+    return model
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """With what several modules share, and with buffers that no state dict has."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, llama, torch_transformer, Layers, recipes_gpt, recipes_bert])
+def test_values_are_those_of_a_model_that_was_really_built(make: Callable[[], nn.Module]) -> None:
+    """Constants to the last bit; random ones by their mean and deviation, which each parameter's size allows."""
+    torch.manual_seed(1)
+    real, model = tensors_of(make()), tensors_of(built(make))
+    assert list(model) == list(real)
+    for name, value in model.items():
+        wanted = real[name]
+        assert (value.shape, value.dtype, value.requires_grad, type(value)) == (
+            (wanted.shape, wanted.dtype, wanted.requires_grad, type(wanted))
+        )
+        if not wanted.is_floating_point() or wanted.std(correction=0) == 0 or "inv_freq" in name:
+            assert torch.equal(value, wanted), name
+        else:
+            apart = 5 * wanted.std(correction=0).item() * (2 / wanted.numel()) ** 0.5
+            assert abs(value.mean() - wanted.mean()) < apart, name
+            assert abs(value.std(correction=0) - wanted.std(correction=0)) < apart, name
+            assert not torch.equal(value, wanted), name
+
+
+def test_gpt2_writes_less_into_the_residual_sum_and_stays_tied() -> None:
+    model: Any = built(gpt2)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    for block in model.transformer.h:
+        assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        for last in (block.attn.c_proj, block.mlp.c_proj):
+            assert last.weight.std().item() == pytest.approx(0.02 / 6**0.5, rel=0.05)
+
+
+def test_a_module_is_built_alone_and_alike_whatever_else_is_built() -> None:
+    model = on_meta(gpt2)
+    blueprint, whole = DeferredInit(model, 0), tensors_of(built(gpt2))
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    for module in reversed(blueprint.unbuilt(model.modules())):
+        own = {id(tensor): value for tensor, value in zip(module.tensors, blueprint.build(module), strict=True)}
+        for name, tensor in tensors_of(model).items():
+            assert tensor.is_meta and (id(tensor) not in own or torch.equal(own[id(tensor)], whole[name])), name
+    assert torch.equal(torch.get_rng_state(), state)
+    first, second = (whole[f"transformer.h.{i}.mlp.c_fc.weight"] for i in (0, 1))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, tensors_of(built(gpt2, seed=1))["transformer.h.0.mlp.c_fc.weight"])
+
+
+def test_what_the_model_becomes_meanwhile_does_not_matter() -> None:
+    """A cube cuts parameters, and exchanges classes and attributes, before values are made."""
+    model: Any = on_meta(gpt2)
+    blueprint = DeferredInit(model, 0)
+    layer = model.transformer.h[0].mlp.c_proj
+    layer.weight.data = layer.weight.data[:3]
+    layer.__class__, layer.nf = nn.Identity, None
+    (module,) = blueprint.unbuilt([layer])
+    wanted = tensors_of(built(gpt2))
+    weight, bias = blueprint.build(module)
+    assert torch.equal(weight, wanted["transformer.h.0.mlp.c_proj.weight"]) and not bias.any()
+
+
+def test_what_was_really_built_stays() -> None:
+    """A model may be built on meta in part; a module that gives values to all doesn't give them twice."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.real = nn.Linear(4, 4)
+            self.late = on_meta(lambda: nn.Linear(4, 4))
+
+        def reset_parameters(self) -> None:
+            for parameter in self.parameters():
+                nn.init.constant_(parameter, 3.0)
+
+    model = Mixed()
+    before = model.real.weight.clone()
+    blueprint = DeferredInit(model, 0)
+    (module,) = blueprint.unbuilt(model.modules())
+    assert module.name == "late" and all((value == 3).all() for value in blueprint.build(module))
+    assert torch.equal(model.real.weight, before)
+
+
+def test_placeholders_are_no_unbuilt_parameters() -> None:
+    """Nor are copies of them: a model that was trained on other ranks must not begin anew."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.mark = "kept"  # type: ignore[assignment]
+    assert is_unbuilt(on_meta(lambda: nn.Linear(3, 3))) and not is_unbuilt(model)
+    leave_out(model, set(model[0].parameters()))
+    for placed in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(placed[1].weight, Placeholder) and placed[1].weight.is_meta and not is_unbuilt(placed)
+    assert pickle.loads(pickle.dumps(model))[1].weight.mark == "kept"
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.scale = nn.Parameter(torch.empty(3))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("positions", torch.arange(3), persistent=False)
+
+
+class Partly(Bare):
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.inner.scale[:2] = 1.0
+
+
+class Special(nn.Module):
+    """Something more than each module's own way, in the constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 3)
+        nn.init.normal_(self.up.weight)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.b.weight.copy_(self.a.weight)
+
+
+class Attribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.total = torch.zeros(())
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.linear.weight.register_hook(lambda gradient: gradient * 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Bare, r"inner\.scale of a Module was built on the meta device, and nothing gives it values"),
+        (Table, r"positions of a Table was built on the meta device, and nothing gives it values"),
+        (Partly, r"inner\.scale of a Module .* nothing gives it values"),
+        (Special, r"up\.weight of a Linear was given values 2 times .* 1 times by"),
+        (Reader, r"b can't be built by itself: reset_parameters of the whole model failed"),
+        (Attribute, r"total of a Attribute .* neither a parameter nor a buffer"),
+        (Hooked, r"linear\.weight was built on the meta device, and would lose its hooks"),
+    ],
+)
+def test_what_nothing_gives_values_to_is_refused_by_name(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        built(make)

@@ -1,0 +1,81 @@
+"""A stage's graph begins at its entrance, and a loss's graph is what its own stage made.
+
+w -> x = w * 2 -> y = x.exp() | loss = y + u            |: stop
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hanayo.runtime.autograd import graph_boundary
+from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs
+from lightning_hanayo.runtime.comm.message import Message
+
+
+def arrived(*tensors: Tensor) -> Message:
+    return Message(("tuple", *(("tensor", i) for i in range(len(tensors)))), tensors)
+
+
+def leaf(value: float = 2.0) -> Tensor:
+    return torch.full((2,), value, requires_grad=True)
+
+
+def test_reaches_what_lies_behind_the_stop() -> None:
+    w, u = leaf(), leaf()
+    x = w * 2
+    y = x.exp()
+    loss = (y + u).sum()
+    nodes, leaves = graph_boundary.reach([loss])
+    assert (leaves, {n.name() for n in nodes}) == (
+        {w, u}, {"SumBackward0", "AddBackward0", "ExpBackward0", "MulBackward0"},
+    )  # fmt: skip
+    nodes, leaves = graph_boundary.reach([loss], stop=graph_boundary.nodes_of([y]))
+    assert (leaves, {n.name() for n in nodes}) == ({u}, {"SumBackward0", "AddBackward0"})
+    assert graph_boundary.reach([w])[1] == {w} and graph_boundary.reach([torch.ones(1)]) == (set(), set())
+
+
+def test_gradients_reach_the_entrance_in_order() -> None:
+    mask = torch.ones(2)
+    entrance = DetachedInputs(arrived(leaf(), mask, leaf()))
+    x, m, y = entrance.packet.tensors
+    graph_boundary.backward([x * m, y], [torch.ones(2), None])
+    assert m is mask and torch.equal(entrance.gradients[0], torch.ones(2)) and entrance.gradients[1] is None
+
+
+def test_what_stays_on_the_rank_leaves_its_graph_too() -> None:
+    a, mask = leaf(), torch.ones(2)
+    entrance = DetachedInputs(arrived(a, mask, a * 2).detached())
+    x, m, y = entrance.packet.tensors
+    graph_boundary.backward([x * y * m], [torch.ones(2)])
+    assert m is mask and [g.tolist() for g in entrance.gradients] == [[4.0, 4.0], [2.0, 2.0]]
+    assert a.grad is None, "the graph before is its stage's"
+
+
+IN_PLACE: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.relu_(x), lambda x: x.mul_(3), lambda x: x.add_(1).exp_(), lambda x: x[0].mul_(3) + x[1],
+    lambda x: torch.nn.functional.dropout(x, 0.0, inplace=True) * 3,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("work", IN_PLACE, ids=range(len(IN_PLACE)))
+def test_a_block_may_work_in_place_on_what_arrives(work: Callable[[Tensor], Tensor]) -> None:
+    source = leaf()
+    entrance = DetachedInputs(arrived(source.clone().detach().requires_grad_(), leaf()))
+    work(entrance.packet.tensors[0]).sum().backward()
+    work(source * 1).sum().backward()
+    assert torch.equal(entrance.gradients[0], source.grad)
+
+
+def test_without_grad_mode_there_is_no_graph() -> None:
+    with torch.no_grad():
+        (x,) = DetachedInputs(arrived(leaf())).packet.tensors
+        assert not x.requires_grad and graph_boundary.sequence_number() == 0
+
+
+def test_the_clock_goes_on() -> None:
+    early = leaf() * 2
+    mark = graph_boundary.sequence_number()
+    late = early * 2
+    assert early.grad_fn._sequence_nr() < mark <= late.grad_fn._sequence_nr()

@@ -1,0 +1,87 @@
+"""The swap: what it takes, what it leaves alone, and that nobody can tell by looking."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.runtime.autograd import linear_patch
+from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.capture import forward_patch
+
+
+class Adapter(nn.Linear):
+    """A subclass of somebody's."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.adapter = Adapter(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)  # its own subclass of Linear, used by its weight alone
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(self.norm(self.linear(input=x)))
+
+
+def swapped(module: nn.Module) -> list[str]:
+    return [name for name, part in module.named_modules() if "forward" in vars(part)]
+
+
+def test_exact_linear_layers_are_swapped() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    block = Block()
+    block.conv = Conv1D(4, 4)
+    linear_patch.install([block], WeightGradientQueue())
+    assert swapped(block) == ["linear", "conv"]
+
+
+def test_nobody_can_tell_by_looking() -> None:
+    block = Block()
+    before = (repr(block), list(block.state_dict()), dict(block.named_parameters()))
+    linear_patch.install([block], WeightGradientQueue())
+    assert (repr(block), list(block.state_dict()), dict(block.named_parameters())) == before
+    assert type(block.linear) is nn.Linear
+    linear_patch.remove([block])
+    assert swapped(block) == [] and vars(block.linear).keys() == vars(nn.Linear(4, 4)).keys()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_are_ordinary(duplicate: object) -> None:
+    block, queue = Block(), WeightGradientQueue()
+    linear_patch.install([block], queue)
+    twin = duplicate(block)  # type: ignore[operator]
+    with queue.opened(0):
+        twin(torch.ones(1, 4)).sum().backward()
+    assert queue.num_bytes == 0
+    assert twin.linear.weight.grad is not None and block.linear.weight.grad is None
+    linear_patch.install([twin], queue)  # a copy may be swapped in its turn
+    with queue.opened(0):
+        twin(torch.ones(1, 4)).sum().backward()
+    assert queue.num_bytes > 0
+
+
+def test_what_shall_be_kept_and_what_somebody_else_replaced_stays() -> None:
+    one, two = Block(), Block()
+    two.linear.forward = lambda input: input
+    linear_patch.install([one, two], WeightGradientQueue(), keep={one.linear.weight})
+    assert swapped(one) == [] and vars(two.linear)["forward"].__name__ == "<lambda>"
+    linear_patch.remove([one, two])
+    assert "forward" in vars(two.linear)
+
+
+def test_a_block_that_is_a_layer_stands_on_both() -> None:
+    block, queue = nn.Linear(4, 4), WeightGradientQueue()
+    linear_patch.install([block], queue)
+    forward_patch.install([block])
+    with queue.opened(0):
+        block(torch.ones(1, 4)).sum().backward()
+    assert block.weight.grad is None and queue.num_bytes > 0
+    forward_patch.remove([block])
+    linear_patch.remove([block])
+    assert "forward" not in vars(block)

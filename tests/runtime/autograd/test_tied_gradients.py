@@ -1,0 +1,36 @@
+"""A tied weight's two parts are added to each other first, as one process does.
+
+one process   grad = (h0 + e0) + (h1 + e1)         a pipeline runs   h0  h1  e0  e1        h: head, e: embedding
+"""
+
+import torch
+from torch import nn
+
+from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
+
+
+def test_to_the_last_bit() -> None:
+    torch.manual_seed(0)
+    tied, head_only = nn.Parameter(torch.randn(50)), nn.Parameter(torch.randn(50))
+    head, embedding = torch.randn(4, 50), torch.randn(4, 50)
+    shared = TiedGradients()
+    for m in range(4):
+        shared.first(m, {tied}, lambda m=m: ((tied + head_only) * head[m]).sum().backward())
+    for m in range(4):
+        shared.second(m, lambda m=m: (tied * embedding[m]).sum().backward())
+    expected = torch.zeros(50)
+    for m in range(4):
+        expected = expected + (head[m] + embedding[m])
+    assert torch.equal(tied.grad, expected)
+    assert torch.equal(head_only.grad, ((head[0] + head[1]) + head[2]) + head[3])
+
+
+def test_a_part_may_be_missing() -> None:
+    tied = nn.Parameter(torch.ones(2))
+    shared = TiedGradients()
+    shared.first(0, {tied}, lambda: (tied * 2).sum().backward())
+    shared.first(1, {tied}, lambda: None)
+    shared.second(0, lambda: None)
+    shared.second(1, lambda: (tied * 3).sum().backward())
+    shared.second(2, lambda: None)
+    assert torch.equal(tied.grad, torch.full((2,), 5.0))

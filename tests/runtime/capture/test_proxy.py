@@ -1,0 +1,52 @@
+"""A hole is handed on, and refuses everything else by the user's line."""
+
+import copy
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.capture.proxy import Proxy, pattern, pick
+
+USES: list[Callable[[Any], object]] = [
+    lambda h: h + 1, lambda h: 1 + h, lambda h: torch.ones(1) + h, lambda h: h * 2, lambda h: h / 2, lambda h: h // 2,
+    lambda h: h % 2, lambda h: h @ h, lambda h: h**2, lambda h: -h, lambda h: abs(h), lambda h: ~h, lambda h: h & h,
+    lambda h: h == 1, lambda h: h != 1, lambda h: h < 1, lambda h: h[0], lambda h: h[0:1], lambda h: list(h),
+    lambda h: len(h), lambda h: bool(h), lambda h: int(h), lambda h: float(h), lambda h: 1 in h, lambda h: h(1),
+    lambda h: h.shape, lambda h: h.to("cpu"), lambda h: h.view(-1), lambda h: torch.relu(h), lambda h: torch.cat([h]),
+    lambda h: torch.nn.functional.dropout(h, 0.1), lambda h: torch.nn.Linear(2, 2)(h), lambda h: operator.iadd(h, 1),
+    lambda h: operator.setitem(h, 0, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES, ids=range(len(USES)))
+def test_every_use_is_refused_where_it_happens(use: Callable[[Any], object]) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"test_proxy\.py:\d+ \(.*lambda h: .*uses the output of a block"
+    ) as caught:
+        use(Proxy())
+    assert "Move this code into the block" in str(caught.value)
+
+
+def test_holes_are_shaped_like_the_last_output() -> None:
+    h, (aux, nothing), table = pattern((torch.ones(1), [torch.ones(1), None], {"k": torch.ones(1)}), block=3)
+    assert [type(x) for x in (h, aux, table["k"])] == [Proxy] * 3 and nothing is None
+    assert (h.path, aux.path, table["k"].path, h.block) == ((0,), (1, 0), (2, "k"), 3)
+
+
+def test_a_path_finds_its_part() -> None:
+    tree = ({"k": [10, 20]}, 30)
+    assert pick(tree, (0, "k", 1)) == 20 and pick(tree, ()) is tree
+
+
+def test_what_needs_no_value_is_allowed() -> None:
+    hole = Proxy((1,), 2)
+    assert hole is not None and not isinstance(hole, torch.Tensor) and len({hole, hole}) == 1
+    assert repr(hole) == "Proxy[1]" and f"{hole}"
+    assert not hasattr(hole, "__array__")
+    for twin in (copy.copy(hole), copy.deepcopy(hole), pickle.loads(pickle.dumps(hole))):
+        assert (twin.path, twin.block) == ((1,), 2)

@@ -1,0 +1,104 @@
+"""A step waits in a thread of its own; exceptions come out where the main thread asks, and no thread stays behind.
+
+main     begin ........ (others run) ........ resume ........ result
+thread     a  suspend                            b    return
+"""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_hanayo.runtime.capture.suspended_call import SuspendedCalls, current_visitor, suspend
+
+
+@pytest.fixture
+def steps() -> Iterator[SuspendedCalls]:
+    before = set(threading.enumerate())
+    found = SuspendedCalls()
+    yield found
+    found.close()
+    assert set(threading.enumerate()) == before, "threads stay behind"
+
+
+def test_several_wait_at_once_and_end_in_any_order(steps: SuspendedCalls) -> None:
+    seen: list[object] = []
+
+    def function(name: str) -> object:
+        seen.append((name, current_visitor()))
+        return name, suspend()
+
+    under_way = {name: steps.begin(lambda name=name: function(name), visitor=name * 2) for name in "abc"}
+    for number, name in enumerate("bca"):
+        under_way[name].resume(number)
+        assert under_way[name].result == (name, number)
+    assert seen == [("a", "aa"), ("b", "bb"), ("c", "cc")] and current_visitor() is None
+
+
+def test_threads_are_reused(steps: SuspendedCalls) -> None:
+    before, idents = threading.active_count(), set()
+
+    def function() -> None:
+        idents.add(threading.get_ident())
+        suspend()
+
+    for _ in range(5):
+        both = [steps.begin(function, None) for _ in range(2)]
+        for step in both:
+            step.resume(None)
+            steps.release(step)
+    assert len(idents) == 2 and threading.active_count() == before + 2
+
+
+def test_an_exception_before_the_suspension(steps: SuspendedCalls) -> None:
+    with pytest.raises(ZeroDivisionError):
+        steps.begin(lambda: 1 / 0, None)
+
+
+def test_an_exception_after_it(steps: SuspendedCalls) -> None:
+    step = steps.begin(lambda: 1 / suspend(), None)
+    with pytest.raises(ZeroDivisionError):
+        step.resume(0)
+    assert step.done
+
+
+def test_without_suspension_it_is_done(steps: SuspendedCalls) -> None:
+    step = steps.begin(lambda: 7, None)
+    assert step.done and step.result == 7
+
+
+def test_the_abandoned_clean_up(steps: SuspendedCalls) -> None:
+    cleaned: list[str] = []
+
+    def function() -> None:
+        try:
+            suspend()
+        except Exception:
+            cleaned.append("not an Exception, which user code may catch and go on")
+        finally:
+            cleaned.append("finally")
+
+    for _ in range(3):
+        steps.begin(function, None)
+    steps.close()
+    assert cleaned == ["finally"] * 3
+
+
+def test_user_code_runs_in_the_main_threads_modes(steps: SuspendedCalls) -> None:
+    def modes() -> tuple[bool, bool, torch.dtype, bool, str]:
+        return (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+            torch.is_autocast_cache_enabled(), str(torch.empty(1).device),
+        )  # fmt: skip
+
+    contexts = [
+        torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"),
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.enable_grad(),
+    ]  # fmt: skip
+    for context in contexts:
+        with context:
+            expected, step = modes(), steps.begin(lambda: (modes(), suspend(), modes()), None)
+        step.resume(None)
+        steps.release(step)
+        assert step.result == (expected, None, expected)

@@ -1,0 +1,122 @@
+"""A packet packed into a buffer of bytes is the same packet when it is unpacked.
+
+buffer   | 64 B header | tensor 0 | . . | tensor 1 | ...     each begins at a multiple of 64 B
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+
+from lightning_hanayo.runtime.comm.codec import (
+    ALIGN,
+    SendBuffer,
+    Spec,
+    header,
+    set_header,
+    spec_of,
+    stable_hash,
+    unpack,
+)
+from lightning_hanayo.runtime.comm.message import Message, gradients, spread
+from lightning_hanayo.runtime.comm.pytree import Flattener, unflatten
+
+CPU = torch.device("cpu")
+
+
+def packed(packet: Message) -> Tensor:
+    parcel = SendBuffer(spec_of(packet), CPU)
+    parcel.fill(packet.tensors)
+    return parcel.buffer
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8, torch.bool,
+    torch.complex64,
+]  # fmt: skip
+SHAPES = some.lists(some.integers(0, 5), max_size=3).map(tuple)
+
+
+@some.composite
+def tensors(draw: some.DrawFn) -> Tensor:
+    tensor = (torch.randn(draw(SHAPES)) * 3).to(draw(some.sampled_from(DTYPES)))
+    if tensor.ndim > 1 and draw(some.booleans()):
+        tensor = tensor.transpose(0, -1)  # not contiguous
+    return tensor.requires_grad_(tensor.is_floating_point() and draw(some.booleans()))
+
+
+@given(some.lists(tensors(), max_size=4))
+def test_round_trip(values: list[Tensor]) -> None:
+    packet = Message(("tuple", *(("tensor", i) for i in range(len(values)))), tuple(values))
+    spec = spec_of(packet)
+    assert spec.describes(packet)
+    buffer = packed(packet)
+    arrived = unpack(Spec.from_bytes(spec.to_bytes()), buffer)
+    assert all(start % ALIGN == 0 for start, _ in spec.extents) and buffer.nbytes == spec.num_bytes
+    assert arrived.skeleton == packet.skeleton
+    for ours, theirs in zip(arrived.tensors, values, strict=True):
+        assert (ours.dtype, ours.shape, ours.requires_grad) == (theirs.dtype, theirs.shape, theirs.requires_grad)
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("tree", [(True, 1, 1.0), {"a": None, 2: ["x", float("inf")]}, (torch.Size([2]), torch.int8)])
+def test_spec_as_json(tree: object) -> None:
+    spec = Spec(Flattener().flatten(tree), (("bfloat16", (2, 3), True), ("bool", (), False)))
+    arrived = Spec.from_bytes(spec.to_bytes())
+    assert (arrived, hash(arrived)) == (spec, hash(spec))
+    assert repr(unflatten(arrived.skeleton, [])) == repr(tree)
+
+
+def test_header_says_what_follows() -> None:
+    buffer = packed(Message(("tuple",), ()))
+    assert (buffer.nbytes, header(buffer)) == (ALIGN, 0)
+    set_header(buffer, 12345)
+    assert header(buffer) == 12345
+
+
+def test_work_in_place_on_one_tensor_leaves_the_others_alone() -> None:
+    """x.add_(1) after y * w: autograd would refuse the backward if x and w counted their versions together."""
+    packet = Message(("tuple", ("tensor", 0), ("tensor", 1)), (torch.ones(2), torch.ones(2, requires_grad=True)))
+    x, w = unpack(spec_of(packet), packed(packet)).tensors
+    product = torch.full((2,), 3.0, requires_grad=True) * w
+    x.add_(1)
+    product.sum().backward()
+    assert torch.equal(w.grad, torch.full((2,), 3.0))
+
+
+def test_gradients_keep_their_places() -> None:
+    given_tensors = [torch.ones(1), None, torch.zeros(2)]
+    assert [g is t for g, t in zip(spread(gradients(given_tensors)), given_tensors, strict=True)] == [True] * 3
+    assert spread(gradients([])) == []
+
+
+def test_hash_is_the_same_in_every_process() -> None:
+    assert stable_hash("train") == 278516359590707
+    assert len({stable_hash(str(i)) for i in range(1000)}) == 1000
+
+
+CHANGES = {
+    "shape": (torch.ones(3), "x"),
+    "dtype": (torch.ones(2, dtype=torch.float64), "x"),
+    "gradient": (torch.ones(2, requires_grad=True), "x"),
+    "plain value": (torch.ones(2), "y"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_spec_describes_nothing_else(change: str) -> None:
+    first, other = (
+        Message(("tuple", ("tensor", 0), ("plain", "str", text)), (tensor,))
+        for tensor, text in ((torch.ones(2), "x"), CHANGES[change])
+    )
+    assert spec_of(first).describes(first)
+    assert not spec_of(first).describes(other)
+
+
+def test_a_parcel_is_filled_again() -> None:
+    parcel = SendBuffer(spec_of(Message(("tensor", 0), (torch.zeros(2),))), CPU)
+    for value in (1.0, 2.0):
+        parcel.fill([torch.full((2,), value)])
+        (arrived,) = unpack(parcel.spec, parcel.buffer.clone()).tensors
+        assert torch.equal(arrived, torch.full((2,), value))

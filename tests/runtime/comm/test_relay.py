@@ -1,0 +1,48 @@
+"""The chain hands rank 0's value on to all ranks, whatever its length.
+
+JSON   0 B ... 504 B | longer: a second message
+"""
+
+from typing import Any
+
+import pytest
+
+from lightning_hanayo.runtime.comm.loopback import Hub
+from lightning_hanayo.runtime.comm.relay import Relay, UnexpectedMessage
+from tests.harness.limits import real_seconds
+
+VALUES = [None, True, 0, [4, 2**52], {"loss": [0.1, "float32"]}, float("inf")]
+
+
+def share(num_ranks: int, values: list[Any]) -> list[list[Any]]:
+    """What each rank gets."""
+    chains = [Relay(transport) for transport in Hub(num_ranks, timeout=real_seconds(30)).transports()]
+    return [
+        [chain.share("metrics", value if rank == 0 else "ignored") for value in values]
+        for rank, chain in enumerate(chains)
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_all_ranks_get_the_first_ones_values(num_ranks: int) -> None:
+    assert share(num_ranks, VALUES) == [VALUES] * num_ranks
+
+
+def test_longer_than_a_frame() -> None:
+    texts = ["x" * length for length in (0, 500, 501, 502, 503, 504, 505, 600, 100_000, 1)]
+    assert share(3, texts) == [texts] * 3
+
+
+def test_a_wrong_kind_names_both() -> None:
+    first, second = (Relay(transport) for transport in Hub(2, timeout=real_seconds(30)).transports())
+    first.share("metrics", {"loss": 1.0})
+    with pytest.raises(UnexpectedMessage, match=r"pipeline rank 1 .*'batch'.* rank 0 .*'metrics'"):
+        second.share("batch")
+
+
+def test_the_first_rank_may_be_ahead() -> None:
+    """By all that a step sends: it begins the next one while the others still end theirs."""
+    first, second = (Relay(transport) for transport in Hub(2, timeout=real_seconds(30)).transports())
+    for value in range(10):
+        first.share("data", value)
+    assert [second.share("data") for _ in range(10)] == list(range(10))

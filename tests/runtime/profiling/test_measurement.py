@@ -1,0 +1,96 @@
+"""What follows from a trace: figures of drawn batches, and those of simulated ones, whose costs are known."""
+
+import pytest
+
+from lightning_hanayo.runtime.profiling.measurement import (
+    costs_of,
+    exposed_communication,
+    stage_times,
+    timeline_of,
+    typical,
+    waits_of,
+)
+from lightning_hanayo.runtime.profiling.message_timing import Batch, crossings
+from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, build, with_loss_stage
+from tests.runtime.played import event, played
+
+TWO = build("gpipe", num_ranks=2, num_microbatches=1)
+"""
+seconds   0    1    2    3    4    5    6
+rank 0    |0F0 |  . asked  .   .   |0B0 |     waits from 1 on for what is sent at 4 and there at 5
+rank 1    asked.    |1F0 |1B0 |               waits from 0 on for what is sent at 1 and there at 2
+"""
+DRAWN: Batch = (
+    (event("0F0", 0, 0, 1), event("0B0", 1, 5, 6)),
+    (event("1F0", 0, 2, 3), event("1B0", 3, 3, 4)),
+)
+
+
+def test_a_message_is_exposed_from_its_senders_end_on() -> None:
+    assert [(str(m.sent.action), str(m.taken.action), m.waited, m.delay, m.exposed)
+            for m in sorted(crossings(TWO, DRAWN), key=lambda m: m.sent.end)] == [
+        ("0F0", "1F0", 2, 1, 1), ("1B0", "0B0", 4, 1, 1),
+    ]  # fmt: skip
+    assert exposed_communication(TWO, DRAWN) == pytest.approx(2 / (2 * 6))
+    assert timeline_of(TWO, DRAWN).bubble_ratio == pytest.approx(8 / 12)
+
+
+def test_a_message_that_came_meanwhile_is_hidden() -> None:
+    late = ((DRAWN[0]), (event("1F0", 3, 3, 4), event("1B0", 4, 4, 5)))
+    hidden, _ = sorted(crossings(TWO, late), key=lambda m: m.sent.end)
+    assert (hidden.waited, hidden.delay, hidden.exposed) == (0, 2, 0)
+
+
+def test_batches_follow_each_other_with_their_waits() -> None:
+    second = tuple(tuple(event(str(e.action), e.asked + 10, e.start + 10, e.end + 10) for e in row) for row in DRAWN)
+    timeline = timeline_of(TWO, DRAWN, second)
+    assert (timeline.num_steps, timeline.makespan) == (2, 16)
+    assert [step.begin for step in timeline.steps] == [0, 10]
+    first = [Span(0, Action.parse("0B0"), 1, 5), Span(1, Action.parse("1F0"), 0, 2)]
+    assert waits_of(DRAWN, second) == [*first, *(Span(s.rank, s.action, s.start + 10, s.end + 10) for s in first)]
+
+
+COSTS = CostModel(0.4, 0.6, 0.2, message=0.05)
+
+
+@pytest.mark.parametrize("name", ["hanayo", "hanayo-zb", "1f1b", "zb-h1"])
+def test_the_costs_that_a_batch_was_played_with_are_found(name: str) -> None:
+    schedule = with_loss_stage(build(name, num_ranks=2, num_microbatches=4))
+    found = costs_of(schedule, [played(schedule, COSTS)])
+    parts = [schedule.share_of(stage) for stage in range(schedule.num_stages)]
+    assert found.message == pytest.approx(0.05)
+    assert found.forward == pytest.approx(tuple(0.4 * part for part in parts))
+    whole = [i + w for i, w in zip(_tuple(found.backward_input), _tuple(found.backward_weight), strict=True)]
+    assert whole == pytest.approx([0.8 * part for part in parts])
+    if any(action.kind is Kind.W for row in schedule.actions for action in row):
+        assert found.backward_weight == pytest.approx(tuple(0.2 * part for part in parts))
+    assert timeline_of(schedule, played(schedule, COSTS)).makespan > 0
+
+
+def _tuple(cost: float | tuple[float, ...]) -> tuple[float, ...]:
+    assert isinstance(cost, tuple)
+    return cost
+
+
+def test_free_messages_are_never_exposed_and_others_never_more_than_the_bubble() -> None:
+    schedule = build("hanayo-zb", num_ranks=4, num_microbatches=8, num_waves=2)
+    assert exposed_communication(schedule, played(schedule, CostModel())) == pytest.approx(0)
+    slow = played(schedule, CostModel(message=0.2))
+    assert 0 < exposed_communication(schedule, slow) <= timeline_of(schedule, slow).bubble_ratio
+
+
+def test_times_are_means_and_the_typical_batch_is_the_middle_one() -> None:
+    batches = [played(TWO, CostModel(forward=f)) for f in (1.0, 5.0, 3.0)]
+    assert stage_times(batches)[1, Kind.F] == pytest.approx(3.0)
+    assert typical(batches) == batches[2]
+    assert _num_events(batches[0]) == 4
+
+
+def _num_events(batch: Batch) -> int:
+    return sum(map(len, batch))
+
+
+def test_one_rank_has_no_messages() -> None:
+    alone = Schedule("alone", (0,), ((Action(0, Kind.F, 0), Action(0, Kind.B, 0)),), 1)
+    batch = [[event("0F0", 0, 0, 1), event("0B0", 1, 1, 3)]]
+    assert (exposed_communication(alone, batch), costs_of(alone, [batch]).message) == (0, 0)

@@ -1,0 +1,233 @@
+"""A stack that carries its own loss: in a loop, with the loss on the last rank; in chimera, two copies at once.
+
+chimera, P = 2      down    0 -> 1      rank 0 holds stages 0 and 3, rank 1 stages 1 and 2;
+                    up      3 <- 2      0 and 2, 1 and 3 have the same weights and sum their gradients
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hanayo.runtime.autograd import linear_patch
+from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
+from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.comm.loopback import Hub
+from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
+from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.comm.transport import Transport
+from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.profiling.trace import Trace
+from lightning_hanayo.runtime.program import Program
+from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
+from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage, SelfContainedLastStage
+from lightning_hanayo.schedule import Schedule, build, forward_only
+from tests.harness.limits import real_seconds
+from tests.harness.pool import Pool
+from tests.schedule.samples import split
+
+Pair = tuple[Tensor, Tensor]
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """Hands the targets on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: Pair) -> Pair:
+        x, targets = state
+        return x + torch.tanh(self.linear(x)), targets
+
+
+class Loss(Block):
+    def forward(self, state: Pair) -> Tensor:  # type: ignore[override]
+        x, targets = super().forward(state)
+        return nn.functional.cross_entropy(x, targets)
+
+
+def stack(num_blocks: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(num_blocks - 1)), Loss()).double()
+
+
+def batch(num_microbatches: int) -> list[Pair]:
+    """What has no share is no number."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num_microbatches, 3, WIDTH, generator=generator, dtype=torch.float64)
+    inputs[[not share for share in shares(num_microbatches)]] = torch.nan
+    return list(zip(inputs, torch.randint(0, WIDTH, (num_microbatches, 3), generator=generator), strict=True))
+
+
+def shares(num_microbatches: int) -> list[float]:
+    """Uneven; the third one has none."""
+    return [((m + 1) % 3) / num_microbatches for m in range(num_microbatches)]
+
+
+def expected(num_microbatches: int) -> list[Tensor]:
+    """The gradients of one process."""
+    model = stack()
+    for pair, share in zip(batch(num_microbatches), shares(num_microbatches), strict=True):
+        if share:
+            (model(pair) * share).backward()
+    return [_there(parameter.grad) for parameter in model.parameters()]
+
+
+def _there(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient
+
+
+class Player:
+    """One rank: its own weights, an engine over its stages."""
+
+    def __init__(self, schedule: Schedule, transport: Transport, reduce: Callable[[int], None]) -> None:
+        self.schedule, self.rank = schedule, transport.rank
+        per_stage = 4 // schedule.chain_length
+        self.blocks = {
+            stage: list(stack())[stage % schedule.chain_length * per_stage :][:per_stage]
+            for stage in schedule.stages_of(self.rank)
+        }
+        self.stages = {stage: self._stage(stage, blocks) for stage, blocks in self.blocks.items()}
+        self.engine = Engine(self.stages, PointToPointChannel(transport), reduce, Trace())
+
+    def _stage(self, stage: int, blocks: list[nn.Module]) -> Stage:
+        queue = WeightGradientQueue()
+        linear_patch.install(blocks, queue)
+        place = stage % self.schedule.chain_length
+        if place == 0:
+            return SelfContainedFirstStage(blocks, 4, queue)
+        return (
+            SelfContainedLastStage(blocks, queue)
+            if place == self.schedule.chain_length - 1
+            else MiddleStage(blocks, queue)
+        )
+
+    @property
+    def parameters(self) -> dict[int, list[nn.Parameter]]:
+        return {stage: [p for block in own for p in block.parameters()] for stage, own in self.blocks.items()}
+
+    def play(self, schedule: Schedule) -> None:
+        for stage in self.stages.values():
+            if isinstance(stage, SelfContainedFirstStage):
+                stage.batch = batch(schedule.num_microbatches)
+            elif isinstance(stage, SelfContainedLastStage):
+                stage.weights = shares(schedule.num_microbatches)
+        self.engine.play(Program.of(schedule, self.rank), signature=0)
+
+    def losses(self) -> dict[int, Tensor]:
+        return {
+            m: loss
+            for s in self.stages.values()
+            if isinstance(s, SelfContainedLastStage)
+            for m, loss in s.losses.items()
+        }
+
+
+def play_all(players: list[Player], schedule: Schedule) -> None:
+    errors: list[BaseException] = []
+
+    def play(player: Player) -> None:
+        try:
+            player.play(schedule)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=play, args=(player,)) for player in players]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors, key=lambda e: isinstance(e, TimeoutError)):
+        raise error
+
+
+def check(gradients: Mapping[int, Sequence[Tensor | None]], schedule: Schedule) -> None:
+    """Summed over twins, the stages' gradients are those of one process."""
+    length, num_chains = schedule.chain_length, schedule.num_chains
+    chains = [[g for place in range(length) for g in gradients[chain * length + place]] for chain in range(num_chains)]
+    for copies, theirs in zip(zip(*chains, strict=True), expected(schedule.num_microbatches), strict=True):
+        ours = sum((gradient for gradient in copies if gradient is not None), torch.zeros_like(theirs))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+CASES = [
+    build("1f1b", num_ranks=2, num_microbatches=3),
+    build("interleaved", num_ranks=2, num_microbatches=4),
+    build("zbv", num_ranks=2, num_microbatches=4),
+    *(build("chimera", num_ranks=2, num_microbatches=count) for count in (1, 2, 5)),
+    *(build("chimera", num_ranks=4, num_microbatches=count) for count in (1, 4, 6, 8)),
+    split(build("chimera", num_ranks=4, num_microbatches=8)),
+]
+
+
+def named(schedule: Schedule) -> str:
+    return f"{schedule.name}-{schedule.num_ranks}-{schedule.num_microbatches}"
+
+
+def players_of(schedule: Schedule, reduce: Callable[[int], None]) -> list[Player]:
+    hub = Hub(schedule.num_ranks, timeout=real_seconds(30))
+    return [Player(schedule, transport, reduce) for transport in hub.transports()]
+
+
+@pytest.mark.parametrize("schedule", CASES, ids=named)
+def test_gradients_are_those_of_one_process(schedule: Schedule) -> None:
+    reduced: list[int] = []
+    players = players_of(schedule, reduced.append)
+    for _ in range(2):
+        for parameter in (p for player in players for own in player.parameters.values() for p in own):
+            parameter.grad = None
+        play_all(players, schedule)
+        check({s: [p.grad for p in own] for player in players for s, own in player.parameters.items()}, schedule)
+    assert sorted(reduced) == sorted(2 * [*range(schedule.num_stages)])
+
+
+def test_losses_come_on_the_ranks_where_the_chains_end() -> None:
+    schedule = build("chimera", num_ranks=4, num_microbatches=6)
+    players = players_of(schedule, lambda stage: None)
+    play_all(players, forward_only(schedule))
+    assert [sorted(player.losses()) for player in players] == [[2, 3, 5], [], [], [0, 1, 4]]
+    losses = players[0].losses() | players[3].losses()
+    for m, pair in enumerate(batch(6)):
+        torch.testing.assert_close(losses[m], stack()(pair).detach(), rtol=0, atol=1e-12, equal_nan=True)
+
+
+def over_processes(num_microbatches: int) -> dict[int, list[Tensor | None]]:
+    """chimera on this rank: its stages' gradients, summed with their twins'."""
+    dist.init_process_group("gloo")
+    world, rank, last = dist.group.WORLD, dist.get_rank(), dist.get_world_size() - 1
+    assert world is not None
+    pairs = [dist.new_group([low, last - low]) for low in range(dist.get_world_size() // 2)]
+    transport = ProcessGroupTransport(
+        range(last + 1), control=world, channels={}, device=torch.device("cpu"), on_failure=raised
+    )
+    schedule = build("chimera", num_ranks=last + 1, num_microbatches=num_microbatches)
+    reductions: list[GradientAllReduce] = []
+    player = Player(schedule, transport, lambda stage: reductions[0].start(stage))
+    reductions.append(GradientAllReduce(player.parameters, pairs[min(rank, last - rank)]))
+    player.play(schedule)
+    reductions[0].finish()
+    player.engine.mail.finish()  # a peer may still need what this rank has sent
+    return {stage: [parameter.grad for parameter in own] for stage, own in player.parameters.items()}
+
+
+def raised(error: Exception) -> NoReturn:
+    raise error
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 1), (2, 4), (4, 6)])
+def test_twins_sum_their_gradients_over_processes(pool: Pool, num_ranks: int, num_microbatches: int) -> None:
+    schedule = build("chimera", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    found = pool.run(num_ranks, over_processes, num_microbatches)
+    gradients = {stage: own for rank in found for stage, own in rank.items()}
+    for stage, twin in enumerate(schedule.replica_of):
+        for ours, theirs in zip(gradients[stage], gradients[twin], strict=True):
+            assert torch.equal(ours, theirs)
+    half = schedule.chain_length
+    check({stage: own if stage < half else [None] * len(own) for stage, own in gradients.items()}, schedule)

@@ -1,0 +1,139 @@
+"""The follower: along the plan while it can, and what it does in a hole.
+
+plan     0F0 0F1 0I0 0F2 ...       0I0 isn't there yet: 0F2, a weight gradient, or nothing
+                ^ hole
+"""
+
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hanayo.schedule import CostModel, Schedule, simulate, validate
+from lightning_hanayo.schedule.placement import zigzag
+from lightning_hanayo.schedule.search.evaluator import Evaluator
+from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, Job, ListScheduler
+from tests.schedule.samples import row, unhurried
+
+EVEN = CostModel(1, 1, 1)
+HERE = "0F0 0F1 0I0 0F2 0I1 0F3 0I2 0I3"
+THERE = "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3"
+
+
+def played(
+    here: str, there: str, manner: FillPolicy | None = None, costs: CostModel = EVEN, budget: float = 9
+) -> list[str]:
+    """What two ranks with a stage each run, the plan and the answer written as a table is."""
+    shape = Schedule("line", (0, 1), ((), ()), here.count("0F"))
+    compiled = Evaluator(shape, costs)
+    follower = ListScheduler(
+        Job.of(shape, costs, budget), compiled.rows([row(here), row(there)]), manner or FillPolicy()
+    )
+    follower.play()
+    return [" ".join(map(str, actions)) for actions in compiled.actions(follower.rows)]
+
+
+def test_weight_gradients_fill_what_is_left() -> None:
+    """0I0 comes at 3, 0F1 ends at 2, and 0F2 waits for its turn.
+
+    rank 0   F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
+    rank 1      F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+    """
+    assert played(HERE, THERE) == [
+        "0F0 0F1 0I0 0F2 0I1 0F3 0I2 0W0 0I3 0W1 0W2 0W3",
+        "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3",
+    ]
+
+
+@pytest.mark.parametrize(("reach", "ran"), [(0, "0F0 0I0"), (2, "0F0 0I0"), (3, "0F0 0F1"), (inf, "0F0 0F1")])
+def test_its_reach(reach: float, ran: str) -> None:
+    """While 0I0, at place 1, is awaited, 0F1 waits at place 4."""
+    assert played("0F0 0I0 0I1 0I2 0F1 0F2 0I3 0F3", THERE, FillPolicy(reach))[0].startswith(ran)
+
+
+@pytest.mark.parametrize(("weights_first", "ran"), [(False, "0F2"), (True, "0W0")])
+def test_from_ahead_or_a_weight_gradient(weights_first: bool, ran: str) -> None:
+    """0I0 ends at 4, 0I1 comes at 5."""
+    here, _ = played("0F0 0F1 0I0 0I1 0F2 0I2", "1F0 1I0 1F1 1I1 1F2 1I2", FillPolicy(1, 0, weights_first))
+    assert here.startswith(f"0F0 0F1 0I0 {ran} 0I1")
+
+
+@pytest.mark.parametrize(("patience", "ran"), [(0, "0F2 0I0"), (0.4, "0F2 0I0"), (0.6, "0I0 0F2"), (1, "0I0 0F2")])
+def test_its_patience(patience: float, ran: str) -> None:
+    """The hole is half as long as 0F2: 0F1 ends at 2, 0I0 comes at 2.5."""
+    here, _ = played(HERE, THERE, FillPolicy(1, patience), CostModel((1, 0.5), 1, 1))
+    assert here.startswith(f"0F0 0F1 {ran}")
+
+
+def test_planned_weight_gradients_keep_their_place() -> None:
+    here, there = "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"
+    assert played(here, there) == [here, there]
+    assert played("0F0 0F1 0I0 0I1", "1F0 1I0 1F1 1I1")[1] == "1F0 1I0 1F1 1I1 1W0 1W1"
+
+
+def test_a_forward_without_room_waits_and_reach_is_lifted_where_all_wait() -> None:
+    """0F1 has no room, and 0I0 stands beyond the reach: only looking further helps."""
+    assert played("0F0 0F1 0I0 0I1", "1F0 1F1 1I0 1I1", budget=1) == [
+        "0F0 0I0 0W0 0F1 0I1 0W1",
+        "1F0 1I0 1W0 1F1 1I1 1W1",
+    ]
+
+
+def test_time_goes_on_where_all_wait() -> None:
+    """0F1 has no room until 0W0, and 0I0, which comes at 7, is beyond the reach: nothing starts before it is there."""
+    costs = CostModel(1, 1, 1, message=2)
+    shape = Schedule("line", (0, 1), ((), ()), 2)
+    compiled = Evaluator(shape, costs)
+    plan = [row("0F0 0F1 0I0 0I1"), row("1F0 1I0 1F1 1I1")]
+    follower = ListScheduler(Job.of(shape, costs, 1), compiled.rows(plan), FillPolicy(reach=0))
+    assert follower.play() == pytest.approx(compiled.makespan(follower.rows))
+
+
+def test_a_job() -> None:
+    shape = Schedule("v", zigzag(2, 1), ((), ()), 3)
+    costs = CostModel(forward=(1, 2, 3, 4), backward_input=6, backward_weight=2, message=0.1)
+    job = Job.of(shape, costs, budget=1.5)
+    assert job.times == ((1.0, 2.0, 3.0, 4.0), (3.0,) * 4, (1.0,) * 4)
+    assert job.hops == (0.1, 0.0, 0.1)
+    assert (job.num_ranks, job.num_stages, job.capacity, job.num_actions) == (2, 4, 3, 36)
+    whole = Job.of(shape, costs, budget=inf, split=False)
+    assert (whole.times[1], whole.capacity, whole.num_actions) == ((4.0,) * 4, 6, 24)
+
+
+def test_rows_in_the_order_of_their_keys() -> None:
+    job = Job.of(Schedule("v", (0, 1), ((), ()), 2), EVEN, 2)
+    assert job.rows([0, 1, 1, 2, 5, 5, 4, 3]) == [[0, 1, 4, 5], [2, 3, 7, 6]]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Schedule, CostModel, float]:
+    num_ranks, num_waves = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    shape = Schedule("any", zigzag(num_ranks, num_waves), ((),) * num_ranks, draw(st.integers(1, 6)))
+    cost = st.sampled_from([0, 0.25, 1, 1.5])
+    stages = st.tuples(*[cost] * shape.num_stages)
+    costs = CostModel(draw(stages), draw(stages), draw(stages), message=draw(st.sampled_from([0, 0.125, 1])))
+    return shape, costs, draw(st.sampled_from([1, 1.3, 1.5, 2, 3, 7]))
+
+
+manners = st.builds(FillPolicy, st.sampled_from([0, 1, 3, inf]), st.sampled_from([0, 0.5, 1]), st.booleans())
+
+
+@given(jobs(), manners, st.booleans(), st.randoms(use_true_random=False))
+@unhurried
+def test_any_plan_comes_to_its_end_within_its_room(
+    sizes: tuple[Schedule, CostModel, float], manner: FillPolicy, weights: bool, random: Random
+) -> None:
+    """Its own makespan is no promise where all waited for what lay beyond their reach: the table may be faster."""
+    shape, costs, budget = sizes
+    job, compiled = Job.of(shape, costs, budget), Evaluator(shape, costs)
+    num_planned = job.num_actions if weights else job.num_actions // 3 * 2
+    plan = job.rows([random.random() for _ in range(num_planned)])
+    follower = ListScheduler(job, plan, manner)
+    makespan = follower.play()
+    table = Schedule("any", shape.stage_ranks, compiled.actions(follower.rows), shape.num_microbatches)
+    validate(table)
+    timeline = simulate(table, costs)
+    assert max(timeline.peak_activations) <= budget + 1e-6
+    assert timeline.makespan <= makespan + 1e-6

@@ -1,0 +1,104 @@
+"""Comparisons: who takes part, with which depth, and what is said of the others."""
+
+from typing import Any
+
+import pytest
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule import CostModel, build, register_schedule, registry, schedule_names, simulate
+from lightning_hanayo.schedule.passes.communication import complete
+from lightning_hanayo.schedule.registry import sizes_for
+from lightning_hanayo.schedule.simulation.comparison import compare, merged, messages_per_microbatch
+
+
+def test_everyone_takes_part_or_has_a_reason() -> None:
+    comparison = compare(num_ranks=4, num_microbatches=8, num_waves=2)
+    taken = [one.name for one in comparison.candidates]
+    assert sorted([*taken, *comparison.refused]) == sorted(schedule_names())
+    assert "hanayo" in taken
+    assert comparison.refused["zbv"] == "'zbv' has two stages per rank, as one wave has; got num_waves=2"
+
+
+def test_the_fastest_stands_first() -> None:
+    times = [one.timeline.makespan for one in compare(num_ranks=4, num_microbatches=8).candidates]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("num_waves", [1, 2])
+def test_the_depth_is_that_of_the_waves(num_waves: int) -> None:
+    for one in compare(num_ranks=4, num_microbatches=4, num_waves=num_waves).candidates:
+        per_rank = len(one.schedule.stages_of(0)) // one.schedule.num_chains
+        assert per_rank in (1, 2 * num_waves), one.name
+
+
+def test_a_schedule_says_itself_how_deep_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
+    monkeypatch.setattr(registry, "_DEPTHS", dict(registry._DEPTHS))
+    for name, depth in (("one", "one"), ("two", "two"), ("any", "stages"), ("waves", "waves")):
+        register_schedule(name, depth)(lambda request: build("gpipe", num_ranks=1, num_microbatches=1))
+    assert [sizes_for(name, 3) for name in ("one", "any", "waves")] == [
+        {},
+        {"num_stages_per_rank": 6},
+        {"num_waves": 3},
+    ]
+    assert sizes_for("two", 1) == {}
+    with pytest.raises(HanayoError, match="two stages per rank"):
+        sizes_for("two", 3)
+
+
+def test_who_stays_inside_the_budget_is_marked() -> None:
+    inside = {one.name: one.inside for one in compare(num_ranks=4, num_microbatches=8, activation_budget=3).candidates}
+    assert inside["hanayo"]
+    assert not inside["1f1b"]
+    assert not inside["gpipe"]
+    for one in compare(num_ranks=4, num_microbatches=8, activation_budget=3).candidates:
+        assert one.inside == (one.peak <= 3)
+
+
+def test_a_name_given_twice_takes_part_once() -> None:
+    names = ["hanayo", "hanayo"]
+    assert len(compare(num_ranks=2, num_microbatches=2, names=names).candidates) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"num_waves": 0}, {"num_ranks": 0}, {"activation_budget": float("nan")}])
+def test_what_is_wrong_for_all_is_said_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(HanayoError, match=next(iter(wrong))):
+        compare(**{"num_ranks": 2, "num_microbatches": 2} | wrong)
+
+
+def test_without_a_budget_all_are_inside() -> None:
+    assert all(one.inside for one in compare(num_ranks=2, num_microbatches=4).candidates)
+
+
+def test_steps_follow_each_other() -> None:
+    (one,) = compare(num_ranks=2, num_microbatches=4, steps=3, names=["hanayo"]).candidates
+    assert one.timeline == simulate(one.schedule, steps=3)
+
+
+def test_costs_of_small_stages_add_up_for_large_ones() -> None:
+    fine = CostModel(forward=(1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0), backward_input=2.0, message=(0.1,) * 7 + (0.0,))
+    coarse = merged(fine, 2)
+    assert coarse.forward == (5.0, 4.0)
+    assert coarse.backward_input == 2.0
+    assert coarse.message == (0.1, 0.0)
+    assert merged(fine, 8) == fine
+    assert merged(CostModel(message=(0.1, 0.2, 0.3)), 2).message == (0.2, 0.0)
+
+
+def test_costs_that_cannot_be_shared_are_a_reason() -> None:
+    comparison = compare(num_ranks=2, num_microbatches=2, costs=CostModel(forward=(1.0, 2.0, 3.0)))
+    assert not comparison.candidates
+    assert comparison.refused["1f1b"] == "forward has 3 values, which can't be shared evenly by 2 stages"
+
+
+def test_every_candidate_does_the_same_work() -> None:
+    costs = CostModel(forward=(0.25,) * 15 + (0.5,), backward_input=(0.25,) * 16, backward_weight=(0.25,) * 16)
+    for one in compare(num_ranks=4, num_microbatches=4, num_waves=2, costs=costs).candidates:
+        assert sum(one.timeline.busy) == pytest.approx(4 * 12.25), one.name
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_messages_are_those_of_the_completed_table(name: str) -> None:
+    schedule = build(name, num_ranks=4, num_microbatches=4)
+    sends = sum(action.kind in ("SEND_F", "SEND_B") for row in complete(schedule) for action in row)
+    assert messages_per_microbatch(schedule) * schedule.num_microbatches == sends

@@ -1,0 +1,90 @@
+"""Memory in bytes."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, simulate, with_loss_stage
+from lightning_hanayo.schedule.simulation.memory import MemoryModel, RankMemory
+from tests.schedule.samples import schedules, unhurried
+
+MODEL = MemoryModel(activation=8.0, weights=100.0, gradients=200.0, optimizer=400.0)
+
+
+def test_what_two_ranks_hold() -> None:
+    """1F1B with P = 2: rank 0 holds two micro-batches' activations, rank 1 one."""
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=4))
+    assert MODEL.peaks(timeline) == (RankMemory(100, 200, 400, 16), RankMemory(100, 200, 400, 8))
+    assert [rank.total for rank in MODEL.peaks(timeline)] == [716, 708]
+
+
+def test_a_curve_stands_on_what_is_always_there() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
+    assert MODEL.curve(timeline, 1) == ((0, 700), (1, 708), (4, 708), (7, 700))
+
+
+def test_each_stages_own_bytes() -> None:
+    r"""A wave on two ranks: stages 0 and 3 on rank 0, 1 and 2 on rank 1.
+
+    0     3        1 + 8 bytes
+      1 2          2 + 4
+    """
+    timeline = simulate(build("hanayo", num_ranks=2, num_microbatches=1))
+    each = (1.0, 2.0, 4.0, 8.0)
+    peaks = MemoryModel(each, weights=each, gradients=10.0).peaks(timeline)
+    assert peaks == (RankMemory(9, 10, 0, 9), RankMemory(6, 10, 0, 6))
+
+
+def test_a_model_that_is_there_twice() -> None:
+    """Each rank holds two stages, each a whole share of one copy."""
+    timeline = simulate(build("chimera", num_ranks=4, num_microbatches=4))
+    peaks = MODEL.peaks(timeline)
+    assert [(rank.weights, rank.gradients, rank.optimizer) for rank in peaks] == [(200, 400, 800)] * 4
+    assert [rank.activations for rank in peaks] == [8 * held for held in timeline.peak_activations]
+
+
+def test_one_copys_values_are_enough() -> None:
+    timeline = simulate(build("chimera", num_ranks=2, num_microbatches=2))
+    one, both = (MemoryModel(list(each), weights=each) for each in ((1.0, 2.0), (1.0, 2.0, 1.0, 2.0)))  # type: ignore[arg-type]
+    assert one.peaks(timeline) == both.peaks(timeline)
+    assert [rank.weights for rank in one.peaks(timeline)] == [3, 3]
+
+
+def test_the_loss_stage_may_be_left_out() -> None:
+    schedule = with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))
+    timeline = simulate(schedule, CostModel(forward=(1.0, 1.0, 0.5)))
+    out, told = MemoryModel((1.0, 2.0)), MemoryModel((1.0, 2.0, 4.0))
+    assert [rank.activations for rank in out.peaks(timeline)] == [2, 2]
+    assert [rank.activations for rank in told.peaks(timeline)] == [6, 2]
+
+
+@given(schedules())
+@unhurried
+def test_bytes_follow_the_activations(schedule: Schedule) -> None:
+    timeline = simulate(schedule)
+    for rank, peak in enumerate(MODEL.peaks(timeline)):
+        assert peak.activations == pytest.approx(8 * timeline.peak_activations[rank], abs=1e-6)
+        curve = MODEL.curve(timeline, rank)
+        assert [time for time, _ in curve] == [time for time, _ in timeline.activations(rank)]
+        assert max(held for _, held in curve) == pytest.approx(peak.total, abs=1e-6)
+
+
+def test_no_spans_hold_nothing() -> None:
+    assert MODEL.peaks(Timeline(())) == ()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"activation": -1.0}, {"activation": 1.0, "weights": ()}, {"activation": "8"}, {"activation": float("inf")}],
+)
+def test_bytes_are_no_negative_number(sizes: dict[str, Any]) -> None:
+    with pytest.raises(HanayoError, match="expected a finite number of bytes of at least 0, or one per stage"):
+        MemoryModel(**sizes)
+
+
+def test_a_tuple_of_the_wrong_length() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
+    with pytest.raises(HanayoError, match="weights has 3 values, the timeline 2 stages"):
+        MemoryModel(1.0, weights=(1.0, 1.0, 1.0)).peaks(timeline)

@@ -1,0 +1,71 @@
+"""Schedules drawn as text."""
+
+from lightning_hanayo.schedule import CostModel, Timeline, build, schedule_text, simulate, timeline_text
+from lightning_hanayo.schedule.text.table_text import grid
+from lightning_hanayo.schedule.text.timeline_text import MOST, timeline_lines
+from tests.schedule.samples import make
+
+
+def test_over_time() -> None:
+    assert schedule_text(build("1f1b", num_ranks=2, num_microbatches=2)).splitlines() == [
+        "rank 0  F0 F1 ......B0    ...B1",
+        "rank 1  ...F0 B0    F1 B1    ......",
+    ]
+
+
+def test_the_wave() -> None:
+    drawn = schedule_text(make("hanayo", 4, 4)).splitlines()
+    assert drawn[0].startswith("rank 0  F0 F1 F2 F3 .........F0 B0    F1 B1")
+    assert drawn[3].startswith("rank 3  .........F0 F0 F1 F1 F2 F2 F3 F3 .........B0    B0")
+
+
+def test_few_columns() -> None:
+    drawn = schedule_text(make("hanayo", 4, 32, 2), columns=80).splitlines()
+    assert len(drawn) == 4
+    assert max(map(len, drawn)) <= 80
+
+
+def test_nothing() -> None:
+    assert timeline_text(Timeline(())) == ""
+
+
+def test_a_table_with_a_mark() -> None:
+    assert grid(build("1f1b", num_ranks=2, num_microbatches=1).actions, mark=(1, 0)).splitlines() == [
+        "rank 0  0F0   0B0",
+        "rank 1 [1F0]  1B0",
+    ]
+
+
+def test_a_long_schedule_wraps_into_bands_that_lose_nothing() -> None:
+    schedule = make("hanayo", 4, 8, 2)
+    whole = schedule_text(schedule).splitlines()
+    bands = schedule_text(schedule, columns=60, wrap=True).split("\n\n")
+    assert len(bands) > 2
+    assert all(len(line) <= 60 for band in bands for line in band.splitlines())
+    for rank, line in enumerate(whole):
+        joined = "".join(band.splitlines()[rank].ljust(60)[8:] for band in bands)
+        assert joined.rstrip() == line[8:].rstrip()
+
+
+def test_pieces_belong_to_their_spans() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
+    first, second = timeline_lines(timeline)
+    assert first.head == "rank 0  "
+    assert [(piece.text, str(piece.span.action) if piece.span else None) for piece in second.pieces] == [
+        ("...", None),
+        ("F0 ", "1F0"),
+        ("B0    ", "1B0"),
+        ("F1 ", "1F1"),
+        ("B1    ", "1B1"),
+        ("......", None),
+    ]
+
+
+def test_a_tiny_action_makes_no_endless_line() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), CostModel(forward=1e-9))
+    assert max(map(len, timeline_text(timeline).splitlines())) < 60
+
+
+def test_a_long_schedule_makes_no_endless_line() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=3000))
+    assert max(map(len, timeline_text(timeline).splitlines())) <= MOST + 10

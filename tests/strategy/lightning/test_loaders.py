@@ -1,0 +1,109 @@
+"""Pipeline rank 0 reads the user's loader; the ranks above get as many placeholders.
+
+rank 0   b0  b1  b2  end        length certain: nothing is said
+rank 1   .   .   .   end        uncertain: "one more" x 3, "end" come down the chain
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.comm.loopback import Hub
+from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, process
+from tests.harness.limits import real_seconds
+
+CHAIN = Relay(Hub(1).transports()[0])
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(3.0)
+
+
+class Short(DataLoader[torch.Tensor]):
+    """Its length is one too high."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+LOADERS = {
+    "a stream": lambda: DataLoader(Stream(), batch_size=2),
+    "of known length": lambda: DataLoader(torch.arange(3.0), batch_size=2),  # type: ignore[arg-type]
+    "shorter than it says": lambda: Short(torch.arange(3.0), batch_size=2),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_all_ranks_get_as_many_batches(kind: str) -> None:
+    chains = [Relay(transport) for transport in Hub(3, timeout=real_seconds(30)).transports()]
+    loaders = [process(LOADERS[kind](), lambda chain=chain: chain, rank) for rank, chain in enumerate(chains)]
+    for _ in range(2):
+        walks = [iter(loader) for loader in loaders]
+        lengths = [0, 0, 0]
+        for _ in range(3):  # the ranks take turns: each batch is announced before it is asked for
+            for rank, walk in enumerate(walks):
+                lengths[rank] += next(walk, None) is not None
+        assert lengths == [2, 2, 2]
+
+
+def test_a_certain_length_is_not_announced() -> None:
+    loader = LOADERS["of known length"]()
+    assert process(loader, no_chain, 0) is loader
+    assert len(list(process(loader, no_chain, 1))) == 2
+
+
+def test_the_length_is_the_loaders() -> None:
+    assert [len(process(LOADERS["of known length"](), lambda: CHAIN, rank)) for rank in (0, 1)] == [2, 2]
+    with pytest.raises(TypeError, match="DataLoader has no length"):
+        len(process(LOADERS["a stream"](), lambda: CHAIN, 1))
+
+
+@pytest.mark.parametrize("key", ["x", 0, 1])
+def test_looking_into_a_placeholder_says_what_to_do(key: object) -> None:
+    with pytest.raises(UnsupportedError, match=r"was read on a pipeline rank above 0, .* `trainer.is_global_zero`"):
+        PlaceholderBatch()[key]  # type: ignore[index]
+
+
+class Resumable(DataLoader[torch.Tensor]):
+    """Goes on where its state says."""
+
+    begin = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
+        yield from list(super().__iter__())[self.begin :]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"begin": self.begin}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["begin"]
+
+
+def test_a_resumed_loader_takes_its_placeholder_along() -> None:
+    chains = [Relay(transport) for transport in Hub(2, timeout=real_seconds(30)).transports()]
+    first, above = (
+        process(Resumable(torch.arange(4.0)), lambda chain=chain: chain, rank)  # type: ignore[arg-type]
+        for rank, chain in enumerate(chains)
+    )
+    assert len(first) == len(above) == 4
+    assert first.state_dict() == above.state_dict() == {"begin": 0}
+    for loader in (first, above):
+        loader.load_state_dict({"begin": 3})
+    assert len(list(first)) == len(list(above)) == 1
+
+
+def no_chain() -> Relay:
+    raise AssertionError("asked for before it is there")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_lengths_are_known_before_the_pipeline(rank: int) -> None:
+    loader = process(Resumable(torch.arange(4.0)), no_chain, rank)  # type: ignore[arg-type]
+    assert len(loader) == 4
+    with pytest.raises(AssertionError, match="before it is there"):
+        next(iter(loader))

@@ -1,0 +1,66 @@
+"""The report of a run over real processes: what loggers get, what is written, and that the next run plans with it."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_hanayo import WaveReport
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.profile import Profile
+from lightning_hanayo.schedule import Action, simulate
+from lightning_hanayo.strategy.build.assemble import layout_of
+from tests.harness import models
+from tests.harness.pool import Pool
+from tests.harness.running import Layout, make_loader, make_strategy, make_trainer
+
+WAVE = Layout(2, 2, 1, schedule="hanayo-zb")
+STEPS = 5
+
+
+def fit(folder: str) -> None:
+    """One rank's part of a run."""
+    options: dict[str, Any] = {"max_steps": STEPS, "log_every_n_steps": 2, "default_root_dir": folder}
+    options |= {"logger": CSVLogger(folder, name="", version=""), "callbacks": [WaveReport(picture=None)]}
+    make_trainer(WAVE, **options).fit(models.build(models.MLP), make_loader(models.vectors((8,) * STEPS)))
+
+
+def test_a_run_is_measured_and_the_next_one_planned_with_it(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, fit, str(tmp_path))
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".json", ".json", ".yaml"]
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    _check_figures([row for row in rows if row["hanayo/exposed_communication"]])
+    _check_trace(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+
+    profile = Profile.load(tmp_path / "profile.json")
+    assert (profile.schedule, profile.num_ranks, profile.num_waves) == ("hanayo-zb", 2, 2)
+    assert sum(profile.blocks) == models.NUM_BLOCKS
+    strategy = make_strategy(WAVE, costs=str(tmp_path / "profile.json"))
+    _, layout = layout_of(models.build(models.MLP), strategy.options, WAVE.topology, steady=False)
+    bubble = simulate(layout.table(WAVE.num_microbatches), profile.costs).bubble_ratio
+    assert layout.predict() == pytest.approx(bubble)
+
+
+def _check_figures(rows: list[dict[str, str]]) -> None:
+    assert [row["step"] for row in rows] == ["1", "3"], "as often as the Trainer logs, each under its own number"
+    stages = [f"hanayo/stage_{s}/{k}_ms" for s in range(8) for k in ("forward", "backward_input", "backward_weight")]
+    for row in rows:
+        assert 0 <= float(row["hanayo/exposed_communication"]) <= float(row["hanayo/bubble"]) < 1
+        assert all(float(row[name]) > 0 for name in stages)
+
+
+def _check_trace(events: list[dict[str, Any]]) -> None:
+    """The last four batches, and one as it was simulated."""
+    actions = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
+    measured, predicted = ([Action.parse(e["name"]) for e in actions if e["pid"] == process] for process in (0, 1))
+    assert sorted(measured, key=str) == sorted(4 * predicted, key=str)
+    assert len(predicted) == 3 * 8 * WAVE.num_microbatches
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_a_bad_number_of_steps() -> None:
+    with pytest.raises(HanayoError, match="every_n_steps=-1"):
+        WaveReport(every_n_steps=-1)

@@ -1,0 +1,137 @@
+"""Feed-forward layers over the grid: equal to dense ones in both layouts, whichever layer was made first."""
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu
+
+from lightning_hanayo.tensor3d.layers.feed_forward import FeedForward3D, SwiGLU3D
+from lightning_hanayo.tensor3d.layers.linear import Linear3D, spread
+from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, ParallelStyle
+from lightning_hanayo.tensor3d.stage_context import StageContext
+from tests.harness.cube import CountingAxis, Sizes, error, grid, part, process_group
+from tests.harness.pool import Pool
+from tests.tensor3d.comparing import gradient_errors, too_large
+
+LAYOUTS: dict[str, tuple[ParallelStyle, tuple[str, ...]]] = {
+    "sequence": (SEQUENCE, ("x", "y", "z")),
+    "batch": (BATCH, ("xy", "", "z")),
+}
+
+
+class Dense(nn.Module):
+    """Both kinds, of plain layers with the same names."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        if gated:
+            self.gate = nn.Linear(8, 16, dtype=torch.float64)
+        self.up = nn.Linear(8, 16, dtype=torch.float64)
+        self.down = nn.Linear(16, 8, dtype=torch.float64)
+        self.gated = gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(silu(self.gate(x)) * self.up(x) if self.gated else torch.relu(self.up(x)))
+        return y
+
+
+class Backwards(nn.Module):
+    """The same as the plain one, but with its layers made, and spread, in another order."""
+
+    def __init__(self, setting: StageContext, layout: ParallelStyle) -> None:
+        super().__init__()
+        dense = Dense(False)
+        self.down = dense.down
+        spread(self.down, setting, layout.swapped())
+        Linear3D(8, 8, setting=setting, layout=layout)  # one that nobody uses
+        self.up = dense.up
+        spread(self.up, setting, layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+
+def made(kind: str, setting: StageContext, layout: ParallelStyle) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "backwards":
+        return Backwards(setting, layout)
+    if kind == "swiglu":
+        return SwiGLU3D(8, 16, bias=True, setting=setting, layout=layout, dtype=torch.float64)
+    return FeedForward3D(8, 16, torch.relu, setting=setting, layout=layout, dtype=torch.float64)
+
+
+def compared(
+    ranks: Mesh, kind: str, layout: ParallelStyle, axes: tuple[str, ...], setting: StageContext
+) -> dict[str, float]:
+    """Each is used twice, so that its weights get two gradients.
+
+    Where the sequence's parts are padded, what lies behind its end is cut off the output again.
+    """
+    torch.manual_seed(0)
+    dense = Dense(kind == "swiglu")
+    module = made(kind, setting, layout)
+    length = setting.length or 6
+    x = torch.randn(8, length, 8, dtype=torch.float64)
+    gradient = torch.randn_like(x)
+    padded = pad(x, (0, 0, 0, 6 - length))
+    own = part(padded, ranks, *axes).requires_grad_()
+    x.requires_grad_()
+    y = dense(dense(x))
+    y.backward(gradient)
+    CountingAxis.received.clear()
+    own_y = module(module(own))
+    own_y.backward(part(pad(gradient, (0, 0, 0, 6 - length)), ranks, *axes))
+    assert x.grad is not None
+    start = ranks.index("y") * own.shape[1] if length < 6 else 0
+    real = slice(0, max(0, min(own.shape[1], length - start)))
+    expected = part(pad(y.detach(), (0, 0, 0, 6 - length)), ranks, *axes)
+    errors = {"dx": error(own.grad, part(pad(x.grad, (0, 0, 0, 6 - length)), ranks, *axes))}
+    if real.stop:
+        errors["y"] = error(own_y[:, real], expected[:, real])
+    return errors | gradient_errors(module, dense, ranks)
+
+
+def feed_forwards(grids: list[Sizes]) -> dict[str, float]:
+    errors = {}
+    with process_group():
+        for sizes in grids:
+            ranks = grid(sizes)
+            for kind, layout, keep in product(("plain", "swiglu", "backwards"), LAYOUTS, ("gathered", "shards")):
+                lengths = (None, 5) if layout == "sequence" else (None,)
+                for length in lengths:
+                    setting = StageContext(ranks, keep, length=length)
+                    case = compared(ranks, kind, *LAYOUTS[layout], setting)
+                    errors |= {f"{sizes} {kind} {layout} {keep} {length} {w}": e / 1e-10 for w, e in case.items()}
+            enters_once(ranks)
+    return errors
+
+
+def enters_once(ranks: Mesh) -> None:
+    """SwiGLU brings x together once for both, also under autocast, where it travels in bf16."""
+    module = SwiGLU3D(8, 16, setting=StageContext(ranks))
+    x = torch.randn(8 // ranks.size("x"), 6 // ranks.size("y"), 8 // ranks.size("z"))
+    CountingAxis.received.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)
+    assert y.dtype is torch.bfloat16
+    inputs = x.numel() * (ranks.size("y") - 1)
+    inner = 8 // ranks.size("x") * 6 * 16 // ranks.size("yz") * (ranks.size("z") - 1)
+    weights = 3 * 8 * 16 // ranks.num_ranks * (ranks.size("x") - 1)
+    assert CountingAxis.received["gather"] == 2 * (inputs + inner + weights)
+
+
+def test_dropout_is_inside() -> None:
+    module = FeedForward3D(8, 16, dropout=0.5, setting=StageContext(Mesh.of((1, 1, 1), 0, lambda names: None)))
+    x = torch.randn(4, 8)
+    assert not torch.equal(module(x), module(x))
+    assert torch.equal(module.eval()(x), module(x))
+
+
+@pytest.mark.parametrize("grids", [[(2, 2, 2)], [(1, 2, 2), (2, 1, 2), (4, 1, 1)]], ids=["8 ranks", "4 ranks"])
+def test_equals_the_dense_layers(pool: Pool, grids: list[Sizes]) -> None:
+    assert too_large(pool.run(prod(grids[0]), feed_forwards, grids)) == []

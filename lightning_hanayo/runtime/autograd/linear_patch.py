@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.linear_modules import is_linear
 from lightning_hanayo.runtime.autograd.split_linear import SplitLinear, can_wait
 from lightning_hanayo.weight_gradients import WeightGradients
 
@@ -26,7 +27,7 @@ def install(blocks: Iterable[nn.Module], queue: WeightGradients, *, keep: Collec
     """
     for module in {part: None for block in blocks for part in block.modules()}:
         is_free = _LAYER in vars(module) or "forward" not in vars(module)
-        if _is_linear(module) and is_free and module.weight not in keep:
+        if is_linear(module) and is_free and module.weight not in keep:
             layer = SplitLinear(module, queue, transposed=type(module) is not nn.Linear)
             object.__setattr__(module, _LAYER, layer)
             module.forward = MethodType(forward_transposed if layer.transposed else forward, module)
@@ -59,8 +60,3 @@ def _forward(module: Any, x: Tensor) -> Any:
         return layer.call_compiled(x) if compiles else type(module).forward(module, x)
     weight = module.weight
     return layer.call(x, weight, module.bias) if can_wait(x, weight) else type(module).forward(module, x)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
 from lightning_hanayo.weight_gradients import WeightGradients
 
 _numbers = itertools.count(1)
@@ -59,11 +60,11 @@ class SplitLinear:
 
     def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The forward, of operands for which `can_wait` holds."""
-        return _Eager.apply(_as_autocast(x), weight, bias, self)  # type: ignore[no-any-return]
+        return _Eager.apply(as_autocast(x), weight, bias, self)  # type: ignore[no-any-return]
 
     def call_compiled(self, x: Tensor) -> Tensor:
         """The forward as compiled code has it, which must not touch the parameters themselves."""
-        rows = _as_autocast(x).reshape(-1, x.shape[-1])
+        rows = as_autocast(x).reshape(-1, x.shape[-1])
         y: Tensor = _Compiled.apply(rows, *self.values, self.handle, self.transposed)
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -125,18 +126,6 @@ def bias_gradient(rows: Tensor) -> Tensor:
     return rows.sum(0)
 
 
-def _as_autocast(x: Tensor) -> Tensor:
-    """`x` as autocast would hand it to a matrix product; double precision it leaves alone."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.is_floating_point():
-        return x
-    return x.to(torch.get_autocast_dtype(device))
-
-
-def _has_hooks(parameter: Any) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def _waits(queue: WeightGradients) -> bool:
     """Whether this backward is the one that the queue is open for, and not `autograd.grad` called by a block."""
     return queue.is_open and not torch.is_grad_enabled() and torch.autograd._is_checkpoint_valid()
@@ -169,12 +158,12 @@ class _Eager(torch.autograd.Function):
             matrix = weight.to(rows.dtype) if ctx.cast is None or torch.is_grad_enabled() else ctx.cast
             dx = rows.mm(matrix.t() if layer.transposed else matrix).view(x.shape)
         if needs_weight:
-            if waits and not _has_hooks(ctx.parameters[0]):
+            if waits and not has_gradient_hooks(ctx.parameters[0]):
                 layer.leave(ctx.parameters[0], rows, x)
             else:
                 dw = layer.product(rows, x)
         if needs_bias:
-            if waits and not _has_hooks(ctx.parameters[1]):
+            if waits and not has_gradient_hooks(ctx.parameters[1]):
                 layer.leave(ctx.parameters[1], rows, None)
             else:
                 db = bias_gradient(rows)
@@ -229,7 +218,7 @@ def _settle(layer: SplitLinear, rows: Tensor, x: Tensor) -> None:
     for parameter, operand in zip(layer.parameters, (x, None), strict=True):
         if parameter is None or not parameter.requires_grad:
             continue
-        if _waits(layer.queue) and not _has_hooks(parameter):
+        if _waits(layer.queue) and not has_gradient_hooks(parameter):
             layer.leave(parameter, rows, operand)
             continue
         gradient = bias_gradient(rows) if operand is None else layer.product(rows, operand)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.tensor3d.boundary.shared_input import SharedInput
 from lightning_hanayo.tensor3d.convert.specs.spec import attribute
 from lightning_hanayo.tensor3d.layers.dropout import own_stream
-from lightning_hanayo.tensor3d.layers.product import as_autocast
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 _INSIDE = "_inside"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d.convert.specs.spec import class_name
+from lightning_hanayo.linear_modules import has_gradient_hooks
 
 
 class Owners:
@@ -29,11 +29,6 @@ class Owners:
         return next((name for name, p in module._parameters.items() if p is not None and self._count[p] > 1), None)
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Exactly `nn.Linear`, or Hugging Face's `Conv1D`: a subclass may compute something else."""
-    return type(module) is nn.Linear or class_name(type(module)) == "transformers.pytorch_utils.Conv1D"
-
-
 def obstacle(module: nn.Module, owners: Owners) -> str | None:
     """Why a linear layer's parameters can't be cut; None if they can."""
     weight = module._parameters.get("weight")
@@ -42,7 +37,7 @@ def obstacle(module: nn.Module, owners: Owners) -> str | None:
     if name := owners.shared(module):
         return f"its {name} is another module's too"
     parameters: list[Any] = [parameter for parameter in module._parameters.values() if parameter is not None]
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
+    if any(map(has_gradient_hooks, parameters)):
         return "its parameters have hooks, which would see a part of each"
     if any(name not in ("weight", "bias") for name in module._parameters):
         return "it has parameters besides weight and bias"

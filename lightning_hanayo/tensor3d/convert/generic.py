@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lightning_hanayo.tensor3d.convert.eligibility import Owners, is_linear, obstacle
+from lightning_hanayo.linear_modules import is_linear
+from lightning_hanayo.tensor3d.convert.eligibility import Owners, obstacle
 from lightning_hanayo.tensor3d.convert.generic_linear import Travel, cheapest, spread_rows
 from lightning_hanayo.tensor3d.convert.report import Row, kind_of
 from lightning_hanayo.tensor3d.divisibility import Grid3

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.tensor3d.collectives import exchange, padded, parts_of
 from lightning_hanayo.tensor3d.layers.linear import Spread, attach, features
-from lightning_hanayo.tensor3d.layers.product import Call, as_autocast, product
+from lightning_hanayo.tensor3d.layers.product import Call, product
 from lightning_hanayo.tensor3d.parallel_style import ROWS
 from lightning_hanayo.tensor3d.sharding import Cut, Shard
 from lightning_hanayo.tensor3d.stage_context import StageContext

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hanayo.linear_modules import is_linear
 from lightning_hanayo.tensor3d.boundary.gathered_forward import wrap
 from lightning_hanayo.tensor3d.boundary.shared_input import SharedInput
-from lightning_hanayo.tensor3d.convert.eligibility import Owners, has_hooks, has_own_forward, is_linear, obstacle
+from lightning_hanayo.tensor3d.convert.eligibility import Owners, has_hooks, has_own_forward, obstacle
 from lightning_hanayo.tensor3d.convert.report import Row, called, kind_of
 from lightning_hanayo.tensor3d.convert.specs.layers import LayerSpec, layer_kind, leave, works_on_parts
 from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, Part, attribute, set_attribute

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.tensor3d.boundary.shared_input import SharedInput
-from lightning_hanayo.tensor3d.layers.product import Call, as_autocast, product
+from lightning_hanayo.tensor3d.layers.product import Call, product
 from lightning_hanayo.tensor3d.layers.weight import Weight, with_own_weight
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import ParallelStyle

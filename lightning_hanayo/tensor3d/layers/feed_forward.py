@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.tensor3d.boundary.shared_input import SharedInput
 from lightning_hanayo.tensor3d.layers.dropout import Dropout3D
 from lightning_hanayo.tensor3d.layers.linear import Linear3D
-from lightning_hanayo.tensor3d.layers.product import as_autocast
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor3d.stage_context import StageContext
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
 from lightning_hanayo.tensor3d.collectives import start_gather, start_scatter
 from lightning_hanayo.tensor3d.layers.weight import Weight
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
@@ -154,14 +155,6 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def as_autocast(x: Tensor) -> Tensor:
-    """`x` as autocast would hand it to a matrix product; double precision it leaves alone."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.is_floating_point():
-        return x
-    return x.to(torch.get_autocast_dtype(device))
-
-
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
@@ -228,8 +221,7 @@ def _saved(ctx: Any, needs_weight_itself: bool) -> tuple[Input, Pending]:
 
 def _is_watched(parameter: Tensor) -> bool:
     """Whether somebody wants the gradient as autograd hands it on: hooks, or `autograd.grad` within a block."""
-    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return not parameter.is_leaf or bool(hooks) or not torch.autograd._is_checkpoint_valid()
+    return not parameter.is_leaf or has_gradient_hooks(parameter) or not torch.autograd._is_checkpoint_valid()
 
 
 def _weight_gradient(call: Call, gradient: list[Tensor], x: Input, *, waits: bool) -> Tensor | None:

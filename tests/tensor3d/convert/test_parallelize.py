@@ -333,7 +333,7 @@ def with_other_attention(block: Any) -> None:
 
 
 REASONS = {
-    with_subclass: "model.layers.1.self_attn.q_proj is a tests.tensor3d.convert.test_parallelize.LoRALinear, not an nn.Linear",
+    with_subclass: "q_proj is a tests.tensor3d.convert.test_parallelize.LoRALinear, not an nn.Linear",
     with_shared_weight: "model.layers.1.mlp.gate_proj: its weight is another module's too",
     with_parametrization: "model.layers.1.mlp.down_proj is a torch.nn.utils.parametrize.ParametrizedLinear, not an",
     with_pruning: "model.layers.1.mlp.down_proj: its weight is computed from other parameters",

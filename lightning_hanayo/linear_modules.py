@@ -1,0 +1,23 @@
+"""What `runtime` and `tensor3d` share about linear layers: which modules count, and the dtype that autocast picks."""
+
+import torch
+from torch import Tensor, nn
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether this is exactly `nn.Linear` or Hugging Face's `Conv1D`: a subclass may compute something else."""
+    kind = type(module)
+    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """`x` in the dtype in which autocast would multiply it. Double precision stays as it is."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.is_floating_point():
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether the user has registered hooks that see this parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

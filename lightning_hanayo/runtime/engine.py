@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.comm.point_to_point import MessageKey, PointToPointChannel
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Compute, Exchange, Program
+from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.schedule import Kind
 
@@ -19,7 +21,7 @@ class Engine:
         reduce: called with a stage's number once all its gradients are there; starts their reduction over data ranks
             and twins, and mustn't wait for it: a twin may need this rank's next computation to get there.
         trace: notes when what ran.
-        begin_action: called with the micro-batch and kind of each forward and backward before it runs.
+        streams: the random streams of steps and blocks; None: torch's own generators are left as they are.
     """
 
     def __init__(
@@ -28,35 +30,29 @@ class Engine:
         mail: PointToPointChannel,
         reduce: Callable[[int], None],
         trace: Trace,
-        begin_action: Callable[[int, Kind], None] = lambda *_: None,
+        streams: RandomStreams | None = None,
     ) -> None:
         self.stages = stages
         self.mail = mail
         self.trace = trace
         self._reduce = reduce
-        self._begin_action = begin_action
+        self._streams = streams
         self._handed: dict[MessageKey, Message] = {}
         self._runs = {(number, kind): run for number, stage in stages.items() for kind, run in stage.runs().items()}
 
-    def play(self, program: Program, signature: int, *, reduce: bool = True) -> None:
-        """Run one batch. Called by all ranks of the pipeline with their own program and the same `signature`.
-
-        Args:
-            program: what this rank does.
-            signature: the same for batches that look alike; their messages are agreed.
-            reduce: whether gradients are reduced; not while batches accumulate.
-        """
+    def run(self, program: Program, batch: Batch) -> None:
+        """Run `program` on `batch`. Called by all ranks of the pipeline with their own programs of one schedule."""
         self._handed.clear()
         for stage in self.stages.values():
             stage.clear()
-        self.mail.begin(signature)
+        self.mail.begin(batch.signature)
         self.trace.begin()
         for move in program.moves:
             if isinstance(move, Compute):
-                self._compute(move)
+                self._compute(move, batch)
             elif isinstance(move, Exchange):
                 self._exchange(move)
-            elif reduce:
+            elif batch.reduce_gradients:
                 self._keep_what_was_handed()
                 self._reduce(move.stage)
         for stage in self.stages.values():
@@ -75,7 +71,7 @@ class Engine:
             [(route, peer, self._handed.pop(route)) for route, peer in exchange.sends], exchange.receives
         )
 
-    def _compute(self, move: Compute) -> None:
+    def _compute(self, move: Compute, batch: Batch) -> None:
         action, arrives, clock = move.action, move.arrives, self.trace.clock
         assert action.microbatch is not None
         asked = clock()
@@ -84,9 +80,9 @@ class Engine:
             packet = self._handed.pop(arrives).detached() if move.is_local else self.mail.collect(arrives)
             self.mail.release(move.frees)
         start = clock()
-        if action.kind is not Kind.W:  # a weight gradient draws no random numbers
-            self._begin_action(action.microbatch, action.kind)
-        leaving = self._runs[action.stage, action.kind](action.microbatch, packet)
+        if self._streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
+            self._streams.begin_action(action.microbatch, action.kind)
+        leaving = self._runs[action.stage, action.kind](batch, action.microbatch, packet)
         if move.leaves is not None and leaving is not None:
             self._handed[move.leaves] = leaving
         self.trace.add(action, asked, start)

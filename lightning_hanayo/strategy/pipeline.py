@@ -12,13 +12,12 @@ from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
-from lightning_hanayo.runtime.stages.base import LastStage
-from lightning_hanayo.runtime.stages.single import SingleStage
 from lightning_hanayo.schedule import forward_only, reduction_order
 from lightning_hanayo.strategy.loss_weight import Shares
 from lightning_hanayo.strategy.sharing import Sharing, Split
@@ -43,20 +42,9 @@ LogOf = Callable[[Split, Sequence[float], Sharing], Log]
 """Makes the log of a batch from its pieces and what each of them counts."""
 
 
-class Entering:
-    """Tells the current batch's log which micro-batch's code runs next."""
-
-    log: Log | None = None
-
-    def __call__(self, microbatch: int | None) -> None:
-        """That micro-batch's user code runs next; None: code that counts for nothing."""
-        if self.log is not None:
-            self.log.enter(microbatch)
-
-
 @dataclass
 class Pipeline:
-    """One rank's part of it. On pipeline rank 0 `user` and `last` play the user's step."""
+    """One rank's part of it. On pipeline rank 0 `user` plays the user's step."""
 
     layout: Layout
     ownership: Ownership
@@ -65,8 +53,6 @@ class Pipeline:
     chain: Relay
     reduction: GradientAllReduce
     user: UserStep
-    last: LastStage | SingleStage
-    entering: Entering
     parameters: list[nn.Parameter]
     """those this rank holds"""
     sharing: Sharing
@@ -136,28 +122,35 @@ class Pipeline:
         reduce: bool,
         train: bool,
     ) -> Any:
+        sums = reduce and not self.reduction.is_alone
         if self.rank > 0:
-            self._run(*self.chain.share("batch"), train=train, reduce=reduce)
+            num_microbatches, signature, key = self.chain.share("batch")
+            self._run(Batch(signature, sums), num_microbatches, key, train=train, reduce=reduce)
             return None
         parts = microbatches.sizes(microbatches.num_samples(batch), self.layout.num_microbatches)
         split = self.sharing.split(batch, parts)
         shares = shares_of(split.pieces)
-        log = self.entering.log = log_of(split, shares.of_mean, self.sharing)
-        self.user.begin(lambda m: step(split.played[m]), lambda m: step(split.rows[m]))
-        self.last.weights = [shares.of_gradient[piece] * scale for piece in split.own]
+        log = log_of(split, shares.of_mean, self.sharing)
         kind = f"train={train} reduce={reduce} grad={torch.is_grad_enabled()}"
+        running = Batch(
+            microbatches.signature(batch, parts, kind),
+            sums,
+            step=lambda m: step(split.played[m]),
+            dry_run_step=lambda m: step(split.rows[m]),
+            on_user_code=log.enter,
+            loss_weights=[shares.of_gradient[piece] * scale for piece in split.own],
+        )
         with log.collecting():
-            announced = self.chain.share("batch", [len(parts), microbatches.signature(batch, parts, kind), key])
-            self._run(*announced, train=train, reduce=reduce)
-        results = [self.last.results.pop(m) for m in range(len(parts))]
+            self.chain.share("batch", [len(parts), running.signature, key])
+            self._run(running, len(parts), key, train=train, reduce=reduce)
+        results = [running.results.pop(m) for m in range(len(parts))]
         return self.sharing.merge(results, split, shares.of_loss, has_loss=train)
 
-    def _run(self, num_microbatches: int, signature: int, key: str, *, train: bool, reduce: bool) -> None:
+    def _run(self, batch: Batch, num_microbatches: int, key: str, *, train: bool, reduce: bool) -> None:
         if self.dense is not None:
             self.dense.gather()
-        sums = reduce and not self.reduction.is_alone
         with self.streams.batch(key) if self.streams is not None else nullcontext():
-            self.engine.play(self._program(num_microbatches, train), signature, reduce=sums)
+            self.engine.run(self._program(num_microbatches, train), batch)
         self.reduction.finish()
         if self.dense is not None:
             self.dense.scatter()

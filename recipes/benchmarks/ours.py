@@ -9,6 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.transport import Transport
@@ -63,7 +64,10 @@ class OurPlayer(Player):
         times = case.times(self.schedule.num_stages)
         self.stages = {number: EmulatedStage(number, times) for number in self.schedule.stages_of(rank)}
         runs = {number: self._run(number, stage, case) for number, stage in self.stages.items()}
-        self._closing = [run for run in runs.values() if isinstance(run, SelfContainedLastStage)]
+        self._batch = Batch(
+            inputs=inputs(case.num_microbatches, case.width).split(1),
+            loss_weights=[1 / case.num_microbatches] * case.num_microbatches,
+        )
         self._program = Program.of(self.schedule, rank)
         self._engine = Engine(runs, PointToPointChannel(over), reduce, Trace())
 
@@ -71,21 +75,16 @@ class OurPlayer(Player):
         queue = stage.queue = WeightGradientQueue()
         is_last = number == self.schedule.num_stages - 1
         block = EmulatedLoss(stage) if is_last else stage
-        run = stage_over([block], number, self.schedule, queue, num_blocks=self.schedule.num_stages)
-        if isinstance(run, SelfContainedFirstStage):
-            run.batch = inputs(case.num_microbatches, case.width).split(1)
-        elif isinstance(run, SelfContainedLastStage):
-            run.weights = [1 / case.num_microbatches] * case.num_microbatches
-        return run
+        return stage_over([block], number, self.schedule, queue, num_blocks=self.schedule.num_stages)
 
     @override
     def play(self) -> None:
-        self._engine.play(self._program, signature=0)
+        self._engine.run(self._program, self._batch)
 
     @property
     @override
     def losses(self) -> list[float]:
-        return [stage.losses[m].item() for stage in self._closing for m in sorted(stage.losses)]
+        return [loss.item() for _, loss in sorted(self._batch.results.items())]
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.message import gradients
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stages.base import Stage
-from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage, SelfContainedLastStage
+from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage
 from lightning_hanayo.schedule import Schedule, build
 from recipes.benchmarks.ours import stage_over, transport
 
@@ -134,25 +135,16 @@ def _ours(case: RealCase, name: str) -> _Player:
         linear_patch.install(blocks, queue)
         whole = [*blocks[:-1], _WithLoss(blocks[-1])] if is_last else blocks
         runs[number] = stage_over(whole, number, schedule, queue, num_blocks=case.blocks * RANKS)
-    _feed(runs, case)
+    batch = Batch(inputs=_batch(case), loss_weights=[1 / case.num_microbatches] * case.num_microbatches)
     engine, program = (
         Engine(runs, PointToPointChannel(transport()), lambda _: None, Trace()),
         Program.of(schedule, rank),
     )
-    closing = [run for run in runs.values() if isinstance(run, SelfContainedLastStage)]
 
     def loss() -> float | None:
-        return sum(value.item() for value in closing[0].losses.values()) if closing else None
+        return sum(value.item() for value in batch.results.values()) if batch.results else None
 
-    return everything, lambda: engine.play(program, signature=0), loss
-
-
-def _feed(runs: dict[int, Stage], case: RealCase) -> None:
-    for run in runs.values():
-        if isinstance(run, SelfContainedFirstStage):
-            run.batch = _batch(case)
-        elif isinstance(run, SelfContainedLastStage):
-            run.weights = [1 / case.num_microbatches] * case.num_microbatches
+    return everything, lambda: engine.run(program, batch), loss
 
 
 def _peer(case: RealCase) -> _Player:
@@ -207,20 +199,20 @@ def _profile(case: RealCase, record: RealRecord) -> None:
 
 def _one(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: dict[str, float]) -> None:
     clock = time.perf_counter
-    stage.batch = [x]
+    batch = Batch(inputs=[x])
     start = clock()
-    stage.forward(0, None)
+    stage.forward(batch, 0, None)
     forward = clock()
     arrived = gradients([torch.full_like(x, 1e-3)])
     begin = clock()
     if split:
-        stage.backward_input(0, arrived)
+        stage.backward_input(batch, 0, arrived)
         middle = clock()
-        stage.backward_weight(0, None)
+        stage.backward_weight(batch, 0, None)
         times["backward_input"] += middle - begin
         times["backward_weight"] += clock() - middle
     else:
-        stage.backward(0, arrived)
+        stage.backward(batch, 0, arrived)
         times["backward"] += clock() - begin
     times["forward"] += forward - start
 

@@ -11,6 +11,7 @@ from lightning_hanayo.partition.cut import cut
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.loopback import Hub
@@ -52,9 +53,9 @@ class LoopbackPipeline:
         shared = TiedGradients()
         blocks = [[self.blocks[i] for i in run] for run in self.runs]
         first = FirstStage(self.user, shared, self.queues[0])
-        self.last = LastStage(blocks[-1], self.user, first, shared, self.queues[-1])
+        last = LastStage(blocks[-1], self.user, first, shared, self.queues[-1])
         middle = zip(blocks[1:-1], self.queues[1:-1], strict=True)
-        return [first, *(MiddleStage(own, queue) for own, queue in middle), self.last]
+        return [first, *(MiddleStage(own, queue) for own, queue in middle), last]
 
     def run(
         self,
@@ -67,14 +68,13 @@ class LoopbackPipeline:
     ) -> list[Any]:
         """Play one batch, every rank within `context`; return the step's results."""
         schedule = self.schedule if train else forward_only(self.schedule)
-        self.user.begin(step)
-        self.last.weights = weights
+        batch = Batch(signature, step=step, loss_weights=weights)
         errors: list[BaseException] = []
 
         def play(rank: int, engine: Engine) -> None:
             try:
                 with context():
-                    engine.play(Program.of(schedule, rank), signature)
+                    engine.run(Program.of(schedule, rank), batch)
             except BaseException as error:
                 errors.append(error)
 
@@ -85,7 +85,7 @@ class LoopbackPipeline:
             thread.join()
         for error in sorted(errors, key=lambda e: isinstance(e, TimeoutError)):
             raise error
-        return [self.last.results[m] for m in range(schedule.num_microbatches)]
+        return [batch.results[m] for m in range(schedule.num_microbatches)]
 
     def close(self) -> None:
         """End the step threads and take the bridge away."""

@@ -123,13 +123,13 @@ def test_peak_bytes_are_the_simulated_peak(schedule: Schedule) -> None:
     with playing(schedule) as (pipeline, run):
         engine = pipeline.engines[1]
         engine.trace = watch = Watch(live)
-        play = engine.play
+        play = engine.run
 
         def counted(*args: Any, **kwargs: Any) -> None:
             with live:
                 play(*args, **kwargs)
 
-        engine.play = counted
+        engine.run = counted
         run()  # makes the gradients, which stay
         before, watch.held = live.num_bytes, []
         run()

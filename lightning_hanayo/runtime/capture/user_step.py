@@ -1,17 +1,16 @@
 """The user's step on pipeline rank 0: one suspended call of it for each micro-batch under way."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.batch import Batch, StepFunction
 from lightning_hanayo.runtime.capture.forward_patch import BlockTracer
 from lightning_hanayo.runtime.capture.suspended_call import SuspendedCall, SuspendedCalls
 from lightning_hanayo.runtime.comm.message import Message
-
-StepFunction = Callable[[int], Any]
-"""Runs the user's step on the micro-batch of that index, and returns what it returns."""
+from lightning_hanayo.runtime.random_streams import RandomStreams
 
 
 class UserStep:
@@ -20,76 +19,66 @@ class UserStep:
     Args:
         blocks: the whole stack; `num_local` of them run where they are called.
         name: the stack's qualified name, for errors.
-        enter: called with the micro-batch's index whenever its user code is about to run; None: nothing of it counts.
-        begin_code: called with the micro-batch's index before its user code begins.
+        streams: the random streams of steps and blocks; None: torch's own generators are left as they are.
     """
 
     def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        num_local: int,
-        name: str,
-        enter: Callable[[int | None], None] = lambda _: None,
-        begin_code: Callable[[int], None] = lambda _: None,
+        self, blocks: Sequence[nn.Module], num_local: int, name: str, streams: RandomStreams | None = None
     ) -> None:
         self._blocks = blocks
         self._num_local = num_local
         self._name = name
-        self._enter = enter
-        self._begin_code = begin_code
+        self._streams = streams
         self._steps = SuspendedCalls()
         self._under_way: dict[int, tuple[SuspendedCall, BlockTracer]] = {}
         self._rehearsals: dict[int, tuple[SuspendedCall, BlockTracer]] = {}
-        self._function: StepFunction | None = None
-        self._rehearsed: StepFunction | None = None
 
-    def begin(self, function: StepFunction, rehearsed: StepFunction | None = None) -> None:
-        """Start a batch whose micro-batches run `function`, or up to the stack, as a rehearsal, `rehearsed`."""
-        self._function = function
-        self._rehearsed = rehearsed
-
-    def run(self, microbatch: int) -> Any:
+    def run(self, batch: Batch, microbatch: int) -> Any:
         """Run the whole step straight through, where the stack lies as one stage; return what it returns."""
-        assert self._function is not None
-        self._enter(microbatch)
+        assert batch.step is not None
+        batch.on_user_code(microbatch)
         self._begin_code(microbatch)
-        return self._function(microbatch)
+        return batch.step(microbatch)
 
-    def open(self, microbatch: int) -> Message:
+    def open(self, batch: Batch, microbatch: int) -> Message:
         """Run the step until it suspends at the last block, and return the cargo.
 
         Raises:
             UnsupportedError: the step ended without passing the stack.
         """
-        assert self._function is not None
-        self._enter(microbatch)
-        self._under_way[microbatch] = self._begin(self._function, microbatch)
+        assert batch.step is not None
+        batch.on_user_code(microbatch)
+        self._under_way[microbatch] = self._begin(batch.step, microbatch)
         return self._under_way[microbatch][1].packet
 
-    def go_on(self, microbatch: int, output: Any) -> Message:
+    def go_on(self, batch: Batch, microbatch: int, output: Any) -> Message:
         """Where no block runs in the step: resume it with the first block's output, to its suspension at the last one.
 
         Returns:
             The calls of the blocks behind the first one.
         """
-        self._enter(microbatch)
+        batch.on_user_code(microbatch)
         return self._go_on(self._under_way, microbatch, output)
 
-    def rehearse(self, microbatch: int) -> Message:
+    def rehearse(self, batch: Batch, microbatch: int) -> Message:
         """As `open`, of the rehearsed function: what it does counts for nothing, and it is never closed."""
-        assert self._rehearsed is not None
-        self._enter(None)
-        self._rehearsals[microbatch] = self._begin(self._rehearsed, microbatch)
+        assert batch.dry_run_step is not None
+        batch.on_user_code(None)
+        self._rehearsals[microbatch] = self._begin(batch.dry_run_step, microbatch)
         return self._rehearsals[microbatch][1].packet
 
-    def rehearse_on(self, microbatch: int, output: Any) -> Message:
+    def rehearse_on(self, batch: Batch, microbatch: int, output: Any) -> Message:
         """As `go_on`; then the rehearsal is over."""
-        self._enter(None)
+        batch.on_user_code(None)
         packet = self._go_on(self._rehearsals, microbatch, output)
         step, _ = self._rehearsals.pop(microbatch)
         step.abandon()
         self._steps.release(step)
         return packet
+
+    def _begin_code(self, microbatch: int) -> None:
+        if self._streams is not None:
+            self._streams.begin_code(microbatch)
 
     def _begin(self, function: StepFunction, microbatch: int) -> tuple[SuspendedCall, BlockTracer]:
         recorder = BlockTracer(self._blocks, self._num_local, self._name)
@@ -112,10 +101,10 @@ class UserStep:
                 f"a pipeline plays one whole pass through the stack for each micro-batch."
             )
 
-    def close(self, microbatch: int, output: Any) -> tuple[Any, int]:
+    def close(self, batch: Batch, microbatch: int, output: Any) -> tuple[Any, int]:
         """Resume the step with the stack's output; return what it returns, and autograd's clock at its suspension."""
         step, recorder = self._under_way.pop(microbatch)
-        self._enter(microbatch)
+        batch.on_user_code(microbatch)
         step.resume(output)
         self._steps.release(step)
         result, step.result = step.result, None

@@ -19,6 +19,7 @@ from lightning_hanayo.runtime.autograd import graph_boundary
 from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.user_step import UserStep, without_values
 from lightning_hanayo.runtime.comm.message import Message, gradients, spread
@@ -26,7 +27,7 @@ from lightning_hanayo.runtime.microbatches import with_values
 from lightning_hanayo.runtime.stages.boundary import NoHooks, StageHooks
 from lightning_hanayo.schedule import Kind
 
-Run = Callable[[int, Message | None], Message | None]
+Run = Callable[[Batch, int, Message | None], Message | None]
 """Runs one action of a micro-batch: takes the packet that has arrived, returns the one that leaves."""
 
 
@@ -47,19 +48,19 @@ class Stage(ABC):
         return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward_input, Kind.W: self.backward_weight}
 
     @abstractmethod
-    def forward(self, microbatch: int, arrived: Message | None) -> Message | None:
+    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message | None:
         """Run the stage; `arrived` is None in the first one, and the last one returns None."""
 
     @abstractmethod
-    def backward(self, microbatch: int, arrived: Message | None) -> Message | None:
+    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message | None:
         """Run the stage's whole backward; `arrived` is None in the last one, and the first one returns None."""
 
-    def backward_input(self, microbatch: int, arrived: Message | None) -> Message | None:
+    def backward_input(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message | None:
         """As `backward`, but what layers can leave for `backward_weight` stays in the queue."""
         with self._queue.opened(microbatch):
-            return self.backward(microbatch, arrived)
+            return self.backward(batch, microbatch, arrived)
 
-    def backward_weight(self, microbatch: int, arrived: Message | None) -> None:
+    def backward_weight(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
         """Make the weight gradients that `backward_input` left; nothing arrives for it."""
         self._queue.drain(microbatch)
 
@@ -84,7 +85,7 @@ class MiddleStage(Stage):
         self._under_way: dict[int, tuple[DetachedInputs, list[Tensor]]] = {}
 
     @override
-    def forward(self, microbatch: int, arrived: Message | None) -> Message:
+    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
         assert arrived is not None
         entrance = DetachedInputs(arrived)
         cargo = StageInput.of(entrance.packet)
@@ -95,7 +96,7 @@ class MiddleStage(Stage):
         return leaving
 
     @override
-    def backward(self, microbatch: int, arrived: Message | None) -> Message:
+    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
         assert arrived is not None
         entrance, exits = self._under_way.pop(microbatch)
         self._surroundings.before_backward(microbatch)
@@ -120,14 +121,14 @@ class FirstStage(Stage):
         self._exits: dict[int, list[Tensor]] = {}
 
     @override
-    def forward(self, microbatch: int, arrived: Message | None) -> Message:
-        leaving = self._user.open(microbatch)
+    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
+        leaving = self._user.open(batch, microbatch)
         if torch.is_grad_enabled():
             self._exits[microbatch] = leaving.differentiable
         return leaving
 
     @override
-    def backward(self, microbatch: int, arrived: Message | None) -> None:
+    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
         assert arrived is not None
         exits = self._exits.pop(microbatch)
         self._shared.second(microbatch, lambda: graph_boundary.backward(exits, spread(arrived)))
@@ -143,7 +144,7 @@ class FirstStage(Stage):
 
 
 class LastStage(Stage):
-    """Blocks, and user code behind the stack. `weights` are the micro-batches' shares in the batch's loss."""
+    """Blocks, and user code behind the stack."""
 
     def __init__(
         self,
@@ -161,32 +162,30 @@ class LastStage(Stage):
         self._shared = shared
         self._under_way: dict[int, tuple[DetachedInputs, set[Node], int]] = {}
         self._known_shared: dict[frozenset[Tensor], frozenset[Tensor]] = {}
-        self.weights: Sequence[float] = ()
-        self.results: dict[int, Any] = {}
 
     @override
-    def forward(self, microbatch: int, arrived: Message | None) -> None:
+    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
         assert arrived is not None
         entrance = DetachedInputs(arrived)
         cargo = StageInput.of(entrance.packet).through(self._blocks)
         outputs = graph_boundary.nodes_of(cargo.packet.differentiable)
-        self.results[microbatch], mark = self._user.close(microbatch, cargo.output)
+        batch.results[microbatch], mark = self._user.close(batch, microbatch, cargo.output)
         if torch.is_grad_enabled():
             self._under_way[microbatch] = (entrance, outputs, mark)
 
     @override
-    def backward(self, microbatch: int, arrived: Message | None) -> Message:
+    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
         entrance, outputs, mark = self._under_way.pop(microbatch)
-        if self.weights[microbatch]:  # without a share, not even a NaN counts: the mean of no tokens is one
-            self._run_backward(microbatch, outputs, mark)
-        self.results[microbatch] = detached(self.results[microbatch])
+        if batch.loss_weights[microbatch]:  # without a share, not even a NaN counts: the mean of no tokens is one
+            self._run_backward(batch, microbatch, outputs, mark)
+        batch.results[microbatch] = detached(batch.results[microbatch])
         return gradients(entrance.gradients)
 
-    def _run_backward(self, microbatch: int, outputs: set[Node], mark: int) -> None:
-        loss = loss_of(self.results[microbatch])
+    def _run_backward(self, batch: Batch, microbatch: int, outputs: set[Node], mark: int) -> None:
+        loss = loss_of(batch.results[microbatch])
         nodes, leaves = graph_boundary.reach([loss], stop=outputs)
         early = any(node._sequence_nr() < mark for node in nodes)  # a skip connection past the stack, a penalty
-        weighted = loss * self.weights[microbatch]
+        weighted = loss * batch.loss_weights[microbatch]
         shared = self._shared_among(leaves, microbatch)
         with graph_boundary.without_autocast():
             self._shared.first(microbatch, shared, lambda: weighted.backward(retain_graph=early))
@@ -195,7 +194,6 @@ class LastStage(Stage):
     def clear(self) -> None:
         super().clear()
         self._under_way.clear()
-        self.results = {}
 
     def _shared_among(self, leaves: set[Tensor], microbatch: int) -> frozenset[Tensor]:
         """Those of the loss's parameters that stage 0 uses too: found once, for its graph is the larger one."""

@@ -8,13 +8,13 @@ each other and may lie on any ranks: on the last one in a loop, on two at once i
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.proxy import Proxy
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.comm.message import Message, gradients
@@ -26,7 +26,7 @@ _TAKES_THE_OUTPUT = Flattener().flatten(((Proxy(),), {}))
 
 
 class SelfContainedFirstStage(Stage):
-    """The first blocks. `batch` holds the micro-batches; of those that don't come by here any value will do.
+    """The first blocks. `Batch.inputs` holds the micro-batches; of those that don't come by here any value will do.
 
     Args:
         blocks: its own.
@@ -38,18 +38,17 @@ class SelfContainedFirstStage(Stage):
         super().__init__(queue)
         self._inner = MiddleStage(blocks, queue)
         self._which = (0,) * num_blocks
-        self.batch: Sequence[Any] = ()
 
     @override
-    def forward(self, microbatch: int, arrived: Message | None) -> Message:
+    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
         flattener = Flattener()
-        carry = flattener.flatten(self.batch[microbatch], "the micro-batch")
+        carry = flattener.flatten(batch.inputs[microbatch], "the micro-batch")
         cargo = StageInput(carry, (_TAKES_THE_OUTPUT,), self._which, tuple(flattener.tensors))
-        return self._inner.forward(microbatch, cargo.packet)
+        return self._inner.forward(batch, microbatch, cargo.packet)
 
     @override
-    def backward(self, microbatch: int, arrived: Message | None) -> None:
-        self._inner.backward(microbatch, arrived)
+    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
+        self._inner.backward(batch, microbatch, arrived)
 
     @override
     def clear(self) -> None:
@@ -57,26 +56,23 @@ class SelfContainedFirstStage(Stage):
 
 
 class SelfContainedLastStage(Stage):
-    """The last blocks, up to the loss. `weights` are the micro-batches' shares in the batch's loss."""
+    """The last blocks, up to the loss, which `Batch.results` gets."""
 
     def __init__(self, blocks: Sequence[nn.Module], queue: WeightGradientQueue) -> None:
         super().__init__(queue)
         self._inner = MiddleStage(blocks, queue)
-        self.weights: Sequence[float] = ()
-        self.losses: dict[int, Tensor] = {}
 
     @override
-    def forward(self, microbatch: int, arrived: Message | None) -> None:
-        leaving = self._inner.forward(microbatch, arrived)
-        self.losses[microbatch] = StageInput.of(leaving).output.detach()
+    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
+        leaving = self._inner.forward(batch, microbatch, arrived)
+        batch.results[microbatch] = StageInput.of(leaving).output.detach()
 
     @override
-    def backward(self, microbatch: int, arrived: Message | None) -> Message:
-        weight = self.weights[microbatch]  # without a share, not even a NaN counts
-        share = torch.full_like(self.losses[microbatch], weight) if weight else None
-        return self._inner.backward(microbatch, gradients([share]))
+    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
+        weight = batch.loss_weights[microbatch]  # without a share, not even a NaN counts
+        share = torch.full_like(batch.results[microbatch], weight) if weight else None
+        return self._inner.backward(batch, microbatch, gradients([share]))
 
     @override
     def clear(self) -> None:
         self._inner.clear()
-        self.losses = {}

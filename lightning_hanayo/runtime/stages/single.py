@@ -5,40 +5,31 @@
 Nothing is suspended, recorded or handed on, so whatever works in a plain step works here, and costs as much.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 from typing_extensions import override
 
 from lightning_hanayo.runtime.autograd import graph_boundary
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.stages.base import Stage, detached, loss_of
 
 
 class SingleStage(Stage):
-    """All of the user's step. `weights` are the micro-batches' shares in the batch's loss."""
+    """All of the user's step."""
 
     def __init__(self, user: UserStep, queue: WeightGradientQueue) -> None:
         super().__init__(queue)
         self._user = user
-        self.weights: Sequence[float] = ()
-        self.results: dict[int, Any] = {}
 
     @override
-    def forward(self, microbatch: int, arrived: Message | None) -> None:
-        self.results[microbatch] = self._user.run(microbatch)
+    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
+        batch.results[microbatch] = self._user.run(batch, microbatch)
 
     @override
-    def backward(self, microbatch: int, arrived: Message | None) -> None:
-        loss, weight = loss_of(self.results[microbatch]), self.weights[microbatch]
+    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
+        loss, weight = loss_of(batch.results[microbatch]), batch.loss_weights[microbatch]
         if weight:  # without a share, not even a NaN counts: the mean of no tokens is one
             with graph_boundary.without_autocast():
                 (loss * weight).backward()
-        self.results[microbatch] = detached(self.results[microbatch])
-
-    @override
-    def clear(self) -> None:
-        super().clear()
-        self.results = {}
+        batch.results[microbatch] = detached(batch.results[microbatch])

@@ -21,6 +21,7 @@ from lightning_hanayo.runtime.autograd import graph_boundary
 from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.message import Message, gradients, spread
@@ -95,9 +96,9 @@ class TensorParallelFirstStage(FirstStage):
         self._opened: dict[int, _Opened] = {}
 
     @override
-    def forward(self, microbatch: int, arrived: Message | None) -> Message:
+    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
         border = GraphCut()
-        entering = _Entering(self._user, self._gate, microbatch, border)
+        entering = _Entering(self._user, self._gate, batch, microbatch, border)
         opening = entering.opening(self._streams_of)
         note = self._gate.note(microbatch)
         self._surroundings.before_forward(microbatch, note)
@@ -110,7 +111,7 @@ class TensorParallelFirstStage(FirstStage):
         return leaving
 
     @override
-    def backward(self, microbatch: int, arrived: Message | None) -> None:
+    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
         assert arrived is not None
         opened = self._opened.pop(microbatch)
         self._surroundings.before_backward(microbatch)
@@ -141,9 +142,10 @@ class _Entering:
     code before the stack is played again, for all samples that the blocks will work on.
     """
 
-    def __init__(self, user: UserStep, gate: BoundaryReshard, microbatch: int, border: GraphCut) -> None:
+    def __init__(self, user: UserStep, gate: BoundaryReshard, batch: Batch, microbatch: int, border: GraphCut) -> None:
         self._user = user
         self._gate = gate
+        self._batch = batch
         self._microbatch = microbatch
         self._border = border
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
@@ -151,31 +153,31 @@ class _Entering:
 
     def opening(self, streams_of: Callable[[Message], list[int]]) -> Message:
         """The first block's call, inside."""
-        packet = self._user.open(self._microbatch)
+        packet = self._user.open(self._batch, self._microbatch)
         streams = streams_of(packet)
         admitted = self._admit(packet, streams)
         if admitted is not None:
             return Message(packet.skeleton, tuple(admitted))
         inside = self._gate.admit_streams(self._microbatch, [self._border.cross(packet.tensors[i]) for i in streams])
         self._rehearses = True
-        packet = self._user.rehearse(self._microbatch)
+        packet = self._user.rehearse(self._batch, self._microbatch)
         for i, tensor in zip(streams_of(packet), inside, strict=True):
             self._known[id(packet.tensors[i])] = packet.tensors[i], tensor
         return self._rehearsed(packet)
 
     def rest(self, output: Any) -> Message:
         """The calls of the other blocks, inside, after the first one has returned `output`."""
-        packet = self._user.go_on(self._microbatch, output)
+        packet = self._user.go_on(self._batch, self._microbatch, output)
         if not StageInput.of(packet).which:
             if self._rehearses:
-                self._user.rehearse_on(self._microbatch, output)
+                self._user.rehearse_on(self._batch, self._microbatch, output)
             return packet
         admitted = None if self._rehearses else self._admit(packet, [])
         if admitted is not None:
             return Message(packet.skeleton, tuple(admitted))
         if not self._rehearses:
-            self._user.rehearse(self._microbatch)
-        return self._rehearsed(self._user.rehearse_on(self._microbatch, output))
+            self._user.rehearse(self._batch, self._microbatch)
+        return self._rehearsed(self._user.rehearse_on(self._batch, self._microbatch, output))
 
     def _rehearsed(self, packet: Message) -> Message:
         """What a rehearsal has made, with the true streams in it. It is no part of a graph.
@@ -228,7 +230,7 @@ class TensorParallelLastStage(LastStage):
         self._left: dict[int, tuple[DetachedInputs, GraphCut, int]] = {}
 
     @override
-    def forward(self, microbatch: int, arrived: Message | None) -> None:
+    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
         assert arrived is not None
         entrance, border = DetachedInputs(arrived), GraphCut()
         cargo = StageInput.of(entrance.packet)
@@ -236,16 +238,16 @@ class TensorParallelLastStage(LastStage):
         cargo = cargo.through(self._blocks)
         released = [border.cross(self._gate.release(microbatch, tensor)) for tensor in cargo.packet.tensors]
         output = unflatten(cargo.packet.skeleton[0], released)
-        self.results[microbatch], mark = self._user.close(microbatch, output)
+        batch.results[microbatch], mark = self._user.close(batch, microbatch, output)
         if torch.is_grad_enabled():
             self._left[microbatch] = entrance, border, mark
 
     @override
-    def backward(self, microbatch: int, arrived: Message | None) -> Message:
+    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
         entrance, border, mark = self._left.pop(microbatch)
-        if self.weights[microbatch]:
-            self._run_backward(microbatch, set(), mark)
-        self.results[microbatch] = detached(self.results[microbatch])
+        if batch.loss_weights[microbatch]:
+            self._run_backward(batch, microbatch, set(), mark)
+        batch.results[microbatch] = detached(batch.results[microbatch])
         self._surroundings.before_backward(microbatch)
         border.backward(always=True)
         return gradients(entrance.gradients)

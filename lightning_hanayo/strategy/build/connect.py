@@ -25,7 +25,7 @@ from lightning_hanayo.schedule import Kind
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.strategy.build.cube import Cube
 from lightning_hanayo.strategy.build.process_groups import ProcessGroups
-from lightning_hanayo.strategy.pipeline import Entering, Pipeline
+from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.sharing import Alone
 
 
@@ -63,11 +63,9 @@ def connect(
         keep = ownership.parameters_of_several(model)
         for stage in own_stages:
             linear_patch.install(ownership.blocks(stage), queues[stage], keep=keep)
-    entering = Entering()
     num_local = len(ownership.stages[0]) if cube is None else 0
-    begin_code = streams.begin_code if streams is not None else _ignore
-    user = UserStep(stack.blocks, num_local, stack.name, entering, begin_code)
-    ends, last = _ends(ownership, user, queues) if cube is None else _gated_ends(ownership, user, queues, cube)
+    user = UserStep(stack.blocks, num_local, stack.name, streams)
+    ends = _ends(ownership, user, queues) if cube is None else _gated_ends(ownership, user, queues, cube)
     whole = len(ends) == 1  # a single stage runs the blocks where the user's code calls them
     if streams is not None or not whole:
         forward_patch.install(stack.blocks, streams, num_local=num_local, whole=whole)
@@ -80,8 +78,7 @@ def connect(
         reduction, dense_reduction = GradientAllReduce(trained, groups.data), None
     else:
         reduction, dense_reduction = _reductions(trained, groups, cube)
-    begin_action = streams.begin_action if streams is not None else _ignore
-    engine = Engine(stages, PointToPointChannel(transport), reduction.start, Trace(), begin_action)
+    engine = Engine(stages, PointToPointChannel(transport), reduction.start, Trace(), streams)
     return Pipeline(
         layout,
         ownership,
@@ -90,8 +87,6 @@ def connect(
         chain,
         reduction,
         user,
-        last,
-        entering,
         own,
         Alone() if cube is None else cube.sharing,
         None if cube is None else cube.dense,
@@ -112,21 +107,20 @@ def _reductions(
 
 def _ends(
     ownership: Ownership, user: UserStep, queues: Mapping[int, WeightGradientQueue]
-) -> tuple[dict[int, Stage], LastStage | SingleStage]:
-    """The stages that run user code, the first and the last or one that is both; and which of them has the loss."""
+) -> dict[int, Stage]:
+    """The stages that run user code: the first and the last, or one that is both."""
     end = len(ownership.stages) - 1
     if end == 0:
-        whole = SingleStage(user, queues[0])
-        return {0: whole}, whole
+        return {0: SingleStage(user, queues[0])}
     shared = TiedGradients()
     first = FirstStage(user, shared, queues[0])
     last = LastStage(ownership.blocks(end), user, first, shared, queues[end])
-    return {0: first, end: last}, last
+    return {0: first, end: last}
 
 
 def _gated_ends(
     ownership: Ownership, user: UserStep, queues: Mapping[int, WeightGradientQueue], cube: Cube
-) -> tuple[dict[int, Stage], LastStage]:
+) -> dict[int, Stage]:
     """As `_ends`, where the ranks of a cube hold each stage together."""
     end = len(ownership.stages) - 1
     shared = TiedGradients()
@@ -148,7 +142,7 @@ def _gated_ends(
         gate=cube.passage,
         surroundings=cube.surroundings(end),
     )
-    return {0: first, end: last}, last
+    return {0: first, end: last}
 
 
 def _splits(layout: Layout) -> bool:
@@ -162,10 +156,6 @@ def _keep_padding(model: nn.Module, changes: TemporaryAttributes) -> None:
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             changes.set(module, "use_nested_tensor", False)
-
-
-def _ignore(*_: object) -> None:
-    """Nothing is seeded."""
 
 
 def disconnect(pipeline: Pipeline) -> None:

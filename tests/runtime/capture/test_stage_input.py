@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.forward_patch import install, remove
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.user_step import UserStep
@@ -41,9 +42,8 @@ def opened(blocks: list[nn.Module], calls: list[tuple[Tensor, ...]]) -> StageInp
         return x
 
     user = UserStep(blocks, 1, "blocks")
-    user.begin(step)
     try:
-        return StageInput.of(user.open(0))
+        return StageInput.of(user.open(Batch(step=step), 0))
     finally:
         user.stop()
 

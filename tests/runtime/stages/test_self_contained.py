@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.loopback import Hub
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
@@ -95,6 +96,7 @@ class Player:
             for stage in schedule.stages_of(self.rank)
         }
         self.stages = {stage: self._stage(stage, blocks) for stage, blocks in self.blocks.items()}
+        self.losses: dict[int, Tensor] = {}
         self.engine = Engine(self.stages, PointToPointChannel(transport), reduce, Trace())
 
     def _stage(self, stage: int, blocks: list[nn.Module]) -> Stage:
@@ -114,20 +116,9 @@ class Player:
         return {stage: [p for block in own for p in block.parameters()] for stage, own in self.blocks.items()}
 
     def play(self, schedule: Schedule) -> None:
-        for stage in self.stages.values():
-            if isinstance(stage, SelfContainedFirstStage):
-                stage.batch = batch(schedule.num_microbatches)
-            elif isinstance(stage, SelfContainedLastStage):
-                stage.weights = shares(schedule.num_microbatches)
-        self.engine.play(Program.of(schedule, self.rank), signature=0)
-
-    def losses(self) -> dict[int, Tensor]:
-        return {
-            m: loss
-            for s in self.stages.values()
-            if isinstance(s, SelfContainedLastStage)
-            for m, loss in s.losses.items()
-        }
+        count = schedule.num_microbatches
+        running = Batch(inputs=batch(count), loss_weights=shares(count), results=self.losses)
+        self.engine.run(Program.of(schedule, self.rank), running)
 
 
 def play_all(players: list[Player], schedule: Schedule) -> None:
@@ -192,8 +183,8 @@ def test_losses_come_on_the_ranks_where_the_chains_end() -> None:
     schedule = build("chimera", num_ranks=4, num_microbatches=6)
     players = players_of(schedule, lambda stage: None)
     play_all(players, forward_only(schedule))
-    assert [sorted(player.losses()) for player in players] == [[2, 3, 5], [], [], [0, 1, 4]]
-    losses = players[0].losses() | players[3].losses()
+    assert [sorted(player.losses) for player in players] == [[2, 3, 5], [], [], [0, 1, 4]]
+    losses = players[0].losses | players[3].losses
     for m, pair in enumerate(batch(6)):
         torch.testing.assert_close(losses[m], stack()(pair).detach(), rtol=0, atol=1e-12, equal_nan=True)
 

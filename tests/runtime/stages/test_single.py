@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.stages.single import SingleStage
 
@@ -20,12 +21,10 @@ PARTS = torch.arange(12.0).view(6, 2).split([3, 2, 1])
 SHARES = (1 / 2, 1 / 3, 1 / 6)
 
 
-def stage_of(step: Callable[[int], Any], enter: Callable[[int], None] = lambda _: None) -> SingleStage:
-    user = UserStep([], 0, "blocks", enter)
-    user.begin(step)
-    stage = SingleStage(user, WeightGradientQueue())
-    stage.weights = SHARES
-    return stage
+def running(step: Callable[[int], Any], **options: Any) -> tuple[SingleStage, Batch]:
+    """The stage, and a batch of which it runs `step`."""
+    batch = Batch(step=step, **{"loss_weights": SHARES, **options})
+    return SingleStage(UserStep([], 0, "blocks"), WeightGradientQueue()), batch
 
 
 def test_gradients_are_those_of_the_same_loop_by_hand() -> None:
@@ -35,37 +34,36 @@ def test_gradients_are_those_of_the_same_loop_by_hand() -> None:
     def loss(microbatch: int) -> Tensor:
         return model(PARTS[microbatch]).square().mean()
 
-    entered: list[int] = []
-    stage = stage_of(loss, entered.append)
+    started: list[int | None] = []
+    stage, batch = running(loss, on_user_code=started.append)
     for m in range(3):
-        stage.forward(m, None)
-        stage.backward(m, None)
+        stage.forward(batch, m, None)
+        stage.backward(batch, m, None)
     made = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     for m, share in enumerate(SHARES):
         (loss(m) * share).backward()
     assert [torch.equal(ours, p.grad) for ours, p in zip(made, model.parameters(), strict=True)] == [True, True]
-    assert entered == [0, 1, 2]
-    assert [result.requires_grad for result in stage.results.values()] == [False] * 3
+    assert started == [0, 1, 2]
+    assert [result.requires_grad for result in batch.results.values()] == [False] * 3
 
 
 def test_the_step_runs_in_the_calling_thread() -> None:
-    stage = stage_of(lambda _: threading.current_thread())
-    stage.forward(0, None)
-    assert stage.results[0] is threading.current_thread()
+    stage, batch = running(lambda _: threading.current_thread())
+    stage.forward(batch, 0, None)
+    assert batch.results[0] is threading.current_thread()
 
 
 def test_a_microbatch_without_a_share_counts_for_nothing() -> None:
     weight = nn.Parameter(torch.ones(()))
-    stage = stage_of(lambda _: weight * float("nan"))
-    stage.weights = (0.0,)
-    stage.forward(0, None)
-    stage.backward(0, None)
+    stage, batch = running(lambda _: weight * float("nan"), loss_weights=(0.0,))
+    stage.forward(batch, 0, None)
+    stage.backward(batch, 0, None)
     assert weight.grad is None
 
 
 def test_a_step_without_a_loss_is_refused() -> None:
-    stage = stage_of(lambda _: None)
-    stage.forward(0, None)
+    stage, batch = running(lambda _: None)
+    stage.forward(batch, 0, None)
     with pytest.raises(UnsupportedError, match="returned NoneType"):
-        stage.backward(0, None)
+        stage.backward(batch, 0, None)

@@ -1,0 +1,43 @@
+"""The batch: what the engine, the stages and the user's step need to know about the batch that is running."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+StepFunction = Callable[[int], Any]
+"""Runs the user's step on the micro-batch of that index, and returns what it returns."""
+
+
+def _ignore(_: int | None) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch on one rank. It goes down the calls: engine, stage, user's step.
+
+    Example:
+        >>> batch = Batch(step=lambda m: model(inputs[m]).mean(), loss_weights=[0.5, 0.5])
+        >>> engine.run(program, batch)  # on the other pipeline ranks: engine.run(program, Batch())
+        >>> batch.results[0]
+
+    Args:
+        signature: the same for batches whose messages have the same shapes; equal on all pipeline ranks.
+        reduce_gradients: whether each stage's gradients are reduced over the data ranks; not while batches accumulate.
+        step: runs the user's step on one micro-batch; None on ranks without user code.
+        dry_run_step: the same on all samples that this rank's blocks work on; only with tensor parallelism.
+        on_user_code: called with a micro-batch's index each time before its user code starts or continues, and with
+            None before a dry run, whose logs and metrics do not count.
+        inputs: the micro-batches themselves, for self-contained stages, which have no user's step.
+        loss_weights: each micro-batch's weight in the gradient; only the rank with the loss reads them.
+        results: filled by the last stage: what the step returned for each micro-batch, or its loss (self-contained).
+    """
+
+    signature: int = 0
+    reduce_gradients: bool = True
+    step: StepFunction | None = None
+    dry_run_step: StepFunction | None = None
+    on_user_code: Callable[[int | None], None] = _ignore
+    inputs: Sequence[Any] = ()
+    loss_weights: Sequence[float] = ()
+    results: dict[int, Any] = field(default_factory=dict)

@@ -12,21 +12,18 @@ class TensorParallelHooks:
 
     def __init__(self, setting: StageContext) -> None:
         self._setting = setting
-        self._lengths: dict[int, int] = {}
 
     def begin_batch(self) -> None:
         """See `runtime.gate.Surroundings`."""
-        self._lengths.clear()
         self._setting.late.forget()
         self._setting.order.forget()
 
-    def before_forward(self, microbatch: int, note: int) -> None:
-        """See `runtime.gate.Surroundings`: the note is the length of the sequences."""
-        self._lengths[microbatch] = note
-        self._setting.length = note or None
+    def before_forward(self, sequence_length: int) -> None:
+        """See `runtime.gate.Surroundings`."""
+        self._setting.length = sequence_length or None
         self._setting.order.begin()
 
-    def before_backward(self, microbatch: int) -> None:
+    def before_backward(self, sequence_length: int) -> None:
         """See `runtime.gate.Surroundings`: a layer that is computed again finds what it found before."""
-        self._setting.length = self._lengths.get(microbatch) or None
+        self._setting.length = sequence_length or None
         self._setting.order.begin(recomputes=True)

@@ -3,7 +3,7 @@
     carry    the last block's output                            a tree
     calls    the distinct calls of the blocks still to come     (args, kwargs) with holes where the carry goes
     which    for each block still to come, its call             indices into `calls`
-    note     what all stages are told about the micro-batch     a number
+    sequence_length   of the whole sequences; 0 where no block uses it
 
 A mask that all blocks get is one tensor in one call; Gemma's two kinds of masks are two calls.
 """
@@ -29,18 +29,18 @@ class StageInput:
     calls: tuple[Skeleton, ...]
     which: tuple[int, ...]
     tensors: tuple[Tensor, ...]
-    note: int = 0
+    sequence_length: int = 0
 
     @staticmethod
     def of(packet: Message) -> "StageInput":
         """The cargo that `packet` holds."""
-        carry, calls, which, note = packet.skeleton
-        return StageInput(carry, calls, which, packet.tensors, note)
+        carry, calls, which, sequence_length = packet.skeleton
+        return StageInput(carry, calls, which, packet.tensors, sequence_length)
 
     @property
     def packet(self) -> Message:
         """As a packet, with the tensors it really uses, each once."""
-        skeleton, used = _used(self.carry, self.calls, self.which, self.note)
+        skeleton, used = _used(self.carry, self.calls, self.which, self.sequence_length)
         return Message(skeleton, tuple(self.tensors[place] for place in used))
 
     @property
@@ -62,7 +62,7 @@ class StageInput:
         flattener = Flattener()
         carry = flattener.flatten(output, "the output of a block")
         calls, which = _kept(self.calls, which, len(flattener.tensors), len(self.tensors))
-        return StageInput(carry, calls, which, (*flattener.tensors, *self.tensors), self.note)
+        return StageInput(carry, calls, which, (*flattener.tensors, *self.tensors), self.sequence_length)
 
 
 # What follows from structure alone is the same for every micro-batch, and worked out once.
@@ -70,12 +70,12 @@ class StageInput:
 
 @lru_cache(maxsize=256)
 def _used(
-    carry: Skeleton, calls: tuple[Skeleton, ...], which: tuple[int, ...], note: int
+    carry: Skeleton, calls: tuple[Skeleton, ...], which: tuple[int, ...], sequence_length: int
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The skeleton of a packet with the tensors that are used, and where these stand."""
     used = tuple(dict.fromkeys(place for skeleton in (carry, *calls) for place in places(skeleton)))
     where = {place: i for i, place in enumerate(used)}
-    return (renumber(carry, where), tuple(renumber(call, where) for call in calls), which, note), used
+    return (renumber(carry, where), tuple(renumber(call, where) for call in calls), which, sequence_length), used
 
 
 @lru_cache(maxsize=256)

@@ -82,24 +82,24 @@ class MiddleStage(Stage):
     ) -> None:
         super().__init__(queue, surroundings)
         self._blocks = list(blocks)
-        self._under_way: dict[int, tuple[DetachedInputs, list[Tensor]]] = {}
+        self._under_way: dict[int, tuple[DetachedInputs, list[Tensor], int]] = {}
 
     @override
     def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
         assert arrived is not None
         entrance = DetachedInputs(arrived)
         cargo = StageInput.of(entrance.packet)
-        self._surroundings.before_forward(microbatch, cargo.note)
+        self._surroundings.before_forward(cargo.sequence_length)
         leaving = cargo.through(self._blocks).packet
         if torch.is_grad_enabled():
-            self._under_way[microbatch] = (entrance, leaving.differentiable)
+            self._under_way[microbatch] = (entrance, leaving.differentiable, cargo.sequence_length)
         return leaving
 
     @override
     def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
         assert arrived is not None
-        entrance, exits = self._under_way.pop(microbatch)
-        self._surroundings.before_backward(microbatch)
+        entrance, exits, sequence_length = self._under_way.pop(microbatch)
+        self._surroundings.before_backward(sequence_length)
         graph_boundary.backward(exits, spread(arrived))
         return gradients(entrance.gradients)
 

@@ -1,9 +1,9 @@
-"""The gate: what stands between the user's code and the blocks where the ranks of a cube hold a stage together.
+"""Protocols of tensor parallelism: what the stages need from the code that shards the blocks over several ranks.
 
-outside    each rank's share of the micro-batch, features whole        user code, losses, logs
-inside     shards, the same samples for all ranks that share them      blocks
+outside the stack    each rank has its own samples, with all features       user code, losses, logs
+inside               shards; the ranks that share samples work together     blocks
 
-The runtime knows this protocol; whoever spreads the blocks over a cube implements it.
+`tensor3d` implements both protocols. Stages on one rank each use `NoHooks`, and no `BoundaryReshard`.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -13,51 +13,54 @@ from torch import Tensor
 
 
 class BoundaryReshard(Protocol):
-    """Passed by all ranks of a cube together, in the main thread, in the same order."""
+    """Converts tensors at the stack's boundary. All ranks of a cube call it in the main thread, in the same order."""
 
-    def admit(
+    def shard_arguments(
         self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
     ) -> list[Tensor] | None:
-        """The arguments of blocks as they are inside.
+        """Convert the arguments of blocks to the layout inside the stack.
 
         Args:
-            microbatch: whose they are.
-            tensors: as they are outside.
-            streams: which of them are residual streams; the others hold something for each sample, or for all.
-            structure: what must be the same on all ranks. Where it isn't, None is returned, on all of them.
+            microbatch: the micro-batch they belong to.
+            tensors: the arguments in the layout outside.
+            streams: the indices of the residual streams; the others have a row for each sample, or serve all samples.
+            structure: a description of the arguments that must be equal on all ranks.
+
+        Returns:
+            The tensors inside; on all ranks None if `structure`, or a shape, differs between ranks.
         """
 
-    def admit_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As `admit`, of residual streams alone."""
+    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Convert residual streams to the layout inside the stack."""
 
-    def release(self, microbatch: int, tensor: Tensor) -> Tensor:
-        """The output of the stack as it is outside."""
+    def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
+        """Convert the output of the stack to the layout outside."""
 
-    def note(self, microbatch: int) -> int:
-        """What all stages are told about a micro-batch that has been admitted."""
+    def sequence_length(self, microbatch: int) -> int:
+        """Returns the length of the whole sequences, once they are sharded; 0 if the blocks do not use it."""
 
 
 class StageHooks(Protocol):
-    """What the blocks of a stage find around them: told before each of the stage's runs."""
+    """Called before each forward and backward of a stage's blocks."""
 
     def begin_batch(self) -> None:
-        """A batch begins."""
+        """Called when a batch begins."""
 
-    def before_forward(self, microbatch: int, note: int) -> None:
-        """The stage's blocks run next; `note` is the gate's."""
+    def before_forward(self, sequence_length: int) -> None:
+        """Called before a forward of the blocks on a micro-batch, whose whole sequences have that length."""
 
-    def before_backward(self, microbatch: int) -> None:
-        """Their backward runs next."""
+    def before_backward(self, sequence_length: int) -> None:
+        """Called before the backward of a micro-batch, with the length that its forward had."""
 
 
 class NoHooks:
-    """StageHooks of stages that lie on one rank each."""
+    """The hooks of a stage on a single rank: they do nothing."""
 
     def begin_batch(self) -> None:
-        """NoHooks to prepare."""
+        """Do nothing."""
 
-    def before_forward(self, microbatch: int, note: int) -> None:
-        """NoHooks to prepare."""
+    def before_forward(self, sequence_length: int) -> None:
+        """Do nothing."""
 
-    def before_backward(self, microbatch: int) -> None:
-        """NoHooks to prepare."""
+    def before_backward(self, sequence_length: int) -> None:
+        """Do nothing."""

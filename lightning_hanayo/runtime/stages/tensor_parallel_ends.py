@@ -63,6 +63,7 @@ class _Opened:
 
     border: GraphCut
     exits: list[Tensor]
+    sequence_length: int
 
 
 class TensorParallelFirstStage(FirstStage):
@@ -100,21 +101,21 @@ class TensorParallelFirstStage(FirstStage):
         border = GraphCut()
         entering = _Entering(self._user, self._gate, batch, microbatch, border)
         opening = entering.opening(self._streams_of)
-        note = self._gate.note(microbatch)
-        self._surroundings.before_forward(microbatch, note)
+        length = self._gate.sequence_length(microbatch)
+        self._surroundings.before_forward(length)
         output = StageInput.of(opening).through(self._blocks[:1]).output
         rest = StageInput.of(entering.rest(output))
-        self._surroundings.before_forward(microbatch, note)
-        leaving = replace(rest, note=note).behind(output, 0).through(self._blocks[1:]).packet
+        self._surroundings.before_forward(length)
+        leaving = replace(rest, sequence_length=length).behind(output, 0).through(self._blocks[1:]).packet
         if torch.is_grad_enabled():
-            self._opened[microbatch] = _Opened(border, leaving.differentiable)
+            self._opened[microbatch] = _Opened(border, leaving.differentiable, length)
         return leaving
 
     @override
     def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
         assert arrived is not None
         opened = self._opened.pop(microbatch)
-        self._surroundings.before_backward(microbatch)
+        self._surroundings.before_backward(opened.sequence_length)
         graph_boundary.backward(opened.exits, spread(arrived))
         self._shared.second(microbatch, opened.border.backward)
 
@@ -158,7 +159,7 @@ class _Entering:
         admitted = self._admit(packet, streams)
         if admitted is not None:
             return Message(packet.skeleton, tuple(admitted))
-        inside = self._gate.admit_streams(self._microbatch, [self._border.cross(packet.tensors[i]) for i in streams])
+        inside = self._gate.shard_streams(self._microbatch, [self._border.cross(packet.tensors[i]) for i in streams])
         self._rehearses = True
         packet = self._user.rehearse(self._batch, self._microbatch)
         for i, tensor in zip(streams_of(packet), inside, strict=True):
@@ -198,7 +199,7 @@ class _Entering:
         fresh = [i for i, tensor in enumerate(packet.tensors) if id(tensor) not in self._known]
         where = {place: i for i, place in enumerate(fresh)}
         crossed = [self._border.cross(packet.tensors[i]) for i in fresh]
-        inside = self._gate.admit(self._microbatch, crossed, [where[i] for i in streams], packet.skeleton)
+        inside = self._gate.shard_arguments(self._microbatch, crossed, [where[i] for i in streams], packet.skeleton)
         if inside is None:
             return None
         for i, tensor in zip(fresh, inside, strict=True):
@@ -227,28 +228,28 @@ class TensorParallelLastStage(LastStage):
     ) -> None:
         super().__init__(blocks, user, first, shared, queue, surroundings)
         self._gate = gate
-        self._left: dict[int, tuple[DetachedInputs, GraphCut, int]] = {}
+        self._left: dict[int, tuple[DetachedInputs, GraphCut, int, int]] = {}
 
     @override
     def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
         assert arrived is not None
         entrance, border = DetachedInputs(arrived), GraphCut()
         cargo = StageInput.of(entrance.packet)
-        self._surroundings.before_forward(microbatch, cargo.note)
+        self._surroundings.before_forward(cargo.sequence_length)
         cargo = cargo.through(self._blocks)
-        released = [border.cross(self._gate.release(microbatch, tensor)) for tensor in cargo.packet.tensors]
+        released = [border.cross(self._gate.unshard_output(microbatch, tensor)) for tensor in cargo.packet.tensors]
         output = unflatten(cargo.packet.skeleton[0], released)
         batch.results[microbatch], mark = self._user.close(batch, microbatch, output)
         if torch.is_grad_enabled():
-            self._left[microbatch] = entrance, border, mark
+            self._left[microbatch] = entrance, border, mark, cargo.sequence_length
 
     @override
     def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
-        entrance, border, mark = self._left.pop(microbatch)
+        entrance, border, mark, sequence_length = self._left.pop(microbatch)
         if batch.loss_weights[microbatch]:
             self._run_backward(batch, microbatch, set(), mark)
         batch.results[microbatch] = detached(batch.results[microbatch])
-        self._surroundings.before_backward(microbatch)
+        self._surroundings.before_backward(sequence_length)
         border.backward(always=True)
         return gradients(entrance.gradients)
 

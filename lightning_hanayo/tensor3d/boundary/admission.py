@@ -32,7 +32,7 @@ class Admission:
         self._shares = shares
         self._lengths.clear()
 
-    def admit(
+    def shard_arguments(
         self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
     ) -> list[Tensor] | None:
         """See `runtime.gate.Gate`."""
@@ -41,7 +41,7 @@ class Admission:
         batched = self._batched(microbatch, tensors, streams, structure)
         if batched is None:
             return None
-        inside = self.admit_streams(microbatch, [tensors[i] for i in streams])
+        inside = self.shard_streams(microbatch, [tensors[i] for i in streams])
         where = dict(zip(streams, inside, strict=True))
         shares = self._shares[microbatch]
         return [
@@ -49,7 +49,7 @@ class Admission:
             for i, tensor in enumerate(tensors)
         ]
 
-    def admit_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """See `runtime.gate.Gate`."""
         residual = self._gate.residual
         for i, tensor in enumerate(tensors if residual is not None else ()):
@@ -64,11 +64,11 @@ class Admission:
                 )
         return [self._gate.stream_in(tensor, self._shares[microbatch]) for tensor in tensors]
 
-    def release(self, microbatch: int, tensor: Tensor) -> Tensor:
+    def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
         """See `runtime.gate.Gate`."""
-        return self._gate.stream_out(tensor, self._shares[microbatch], self.note(microbatch))
+        return self._gate.stream_out(tensor, self._shares[microbatch], self.sequence_length(microbatch))
 
-    def note(self, microbatch: int) -> int:
+    def sequence_length(self, microbatch: int) -> int:
         """The length of its sequences; 0 where nobody asks."""
         return self._lengths.get(microbatch, 0)
 

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class HanayoError(ValueError):
@@ -26,6 +29,26 @@ class PeerFailed(SystemExit):
 
     def __str__(self) -> str:
         return self.cause
+
+
+class NotAvailableError(RuntimeError):
+    """Something was asked for before it exists. The message says from when on it does."""
+
+
+def available(value: _T | None, condition: str) -> _T:
+    """Return `value`, which isn't None once the condition holds.
+
+    Raises:
+        NotAvailableError: it is None; the message is the condition.
+
+    Example:
+        >>> available(None, "the pipeline exists while the Trainer runs")
+        Traceback (most recent call last):
+        lightning_hanayo.errors.NotAvailableError: the pipeline exists while the Trainer runs
+    """
+    if value is None:
+        raise NotAvailableError(condition)
+    return value
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

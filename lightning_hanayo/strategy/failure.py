@@ -1,4 +1,4 @@
-"""The failure: the first rank to fail says why, in the store all ranks share; the others end quietly, and soon."""
+"""When a rank fails, it writes the cause to the store that all ranks share; the others end soon and quietly."""
 
 import json
 import os
@@ -14,23 +14,23 @@ from lightning_hanayo.errors import HanayoError, PeerFailed
 
 _KEY = "hanayo/first_failure"
 _MISTAKES = (HanayoError, MisconfigurationException)
-"""what the user can mend"""
+"""errors that the user can correct"""
 POLL = 0.5
 """seconds between two looks for a failure elsewhere"""
 GRACE = 5.0
-"""seconds that a rank gets to end by itself once another has failed; gloo wakes nobody whose peer still lives"""
+"""seconds that a rank has to end by itself once another has failed; gloo wakes no rank whose peer is still alive"""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Which rank failed, of what, and with which exit code the ranks end that follow it."""
+    """The first failure: which rank, the cause, and the exit code of the ranks that end because of it."""
 
     rank: int
     cause: str
     code: int
 
     def follow(self) -> NoReturn:
-        """End quietly.
+        """End without a traceback.
 
         Raises:
             PeerFailed: always.
@@ -39,7 +39,7 @@ class Failure:
 
 
 class Failures:
-    """One rank's view. Made after the process group; keeps the store open, so that others can still read it."""
+    """One rank's view of failures. Made after the process group; keeps the store open, so that others can read it."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -49,19 +49,19 @@ class Failures:
         self._watch.start()
 
     def publish(self, error: BaseException) -> Failure:
-        """Say that this rank fails with `error`; return the first failure of all."""
+        """Record that this rank fails with `error`; return the first failure of all ranks."""
         own = Failure(self._rank, f"{type(error).__name__}: {error}", 2 if isinstance(error, _MISTAKES) else 1)
         try:
             return _read(self._store.compare_set(_KEY, "", json.dumps(asdict(own))))
-        except RuntimeError:  # the store went with rank 0
+        except RuntimeError:  # rank 0 has ended, and the store with it
             return Failure(0, "its process ended", 1) if self._rank else own
 
     def on_transfer(self, error: Exception) -> NoReturn:
-        """A transfer failed: end quietly if another rank has said why, else say it and raise.
+        """Called when a transfer failed: end quietly if another rank failed first, else record the error and raise it.
 
         Raises:
             PeerFailed: another rank failed first.
-            RuntimeError: nobody did; the transfer's own error.
+            RuntimeError: none did; the transfer's own error.
         """
         first = self.publish(error)
         if first.rank != self._rank:
@@ -69,10 +69,10 @@ class Failures:
         raise error
 
     def explain(self, error: BaseException) -> None:
-        """Say why this rank's run ends with `error`.
+        """Record why this rank's run ends with `error`.
 
         Raises:
-            PeerFailed: the error only follows from another rank's failure, which that rank shows.
+            PeerFailed: the error is a consequence of another rank's failure, which that rank shows.
         """
         if isinstance(error, PeerFailed):
             return
@@ -82,7 +82,7 @@ class Failures:
         error.first_of_all = True  # type: ignore[attr-defined]
 
     def stop(self) -> None:
-        """The run is over for this rank: stop watching."""
+        """Stop watching: the run has ended on this rank."""
         self._over.set()
         self._watch.join()
 
@@ -92,10 +92,11 @@ class Failures:
                 if self._over.wait(POLL):
                     return
             first = _read(self._store.get(_KEY))
-        except RuntimeError:  # the store went with rank 0; who still waits for rank 0 learns it from the connection
+        except RuntimeError:  # the store ended with rank 0; its peers notice the closed connection
             return
         if first.rank != self._rank and not self._over.wait(GRACE):
-            print(f"rank {self._rank} hung, and ends: rank {first.rank} failed first", file=sys.stderr)
+            late = f"rank {self._rank} did not end within {GRACE:g} s after rank {first.rank} failed; ending it"
+            print(late, file=sys.stderr)
             os._exit(first.code)
 
 

@@ -1,7 +1,7 @@
-"""The clip: gradients clipped by the norm of the whole model, bit for bit as one process does it.
+"""Clips gradients by the norm of the whole model, bit for bit as one process does it.
 
 One process takes the norm of each parameter's gradient, then the norm of these norms. So the ranks of a pipeline
-exchange the norms of their own parameters (adding the others' zeros is exact), and all do the second step alike.
+exchange the norms of their own parameters (adding the others' zeros is exact), and all compute the second step alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ def clip_by_norm(
 ) -> Tensor:
     """Scale the gradients of `parameters` so that their norm over the pipeline is at most `max_norm`; return the norm.
 
-    Called by all ranks of the pipeline with the same parameters in the same order; those of others are placeholders.
+    Called by all ranks of the pipeline with the same parameters in the same order; other ranks' are placeholders.
 
     Args:
         parameters: the optimizer's.
@@ -40,22 +40,22 @@ def clip_by_norm(
     return total
 
 
-def clip_by_norm_of_parts(
+def clip_by_norm_of_shards(
     parameters: Sequence[Tensor],
     max_norm: float,
     group: dist.ProcessGroup,
-    replicas: Callable[[Tensor], int],
+    num_replicas: Callable[[Tensor], int],
     norm_type: float = 2.0,
 ) -> Tensor:
-    """As `clip_by_norm`, where each rank holds parts of the parameters.
+    """Clip where each rank of a cube holds shards of the parameters; return the norm.
 
     Called by all ranks of the pipeline and its cubes.
 
     Args:
-        parameters: as in `clip_by_norm`.
+        parameters: the optimizer's; those of other pipeline ranks are placeholders.
         max_norm: in units of the gradients.
         group: these ranks, for CPU tensors.
-        replicas: how many ranks hold the same part of a parameter.
+        num_replicas: how many ranks hold the same shard of a parameter.
         norm_type: the p of the norm, finite.
     """
     own = [parameter for parameter in parameters if parameter.grad is not None]
@@ -63,7 +63,7 @@ def clip_by_norm_of_parts(
     power = torch.zeros((), dtype=torch.float64)
     if gradients:
         norms = torch.stack(torch._foreach_norm(gradients, norm_type)).to("cpu", torch.float64)
-        counts = torch.tensor([replicas(parameter) for parameter in own], dtype=torch.float64)
+        counts = torch.tensor([num_replicas(parameter) for parameter in own], dtype=torch.float64)
         power = (norms**norm_type / counts).sum()
     dist.all_reduce(power, group=group)
     total: Tensor = power ** (1 / norm_type)

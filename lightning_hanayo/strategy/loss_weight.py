@@ -1,4 +1,4 @@
-"""The loss weight: each micro-batch's share in the batch's mean loss."""
+"""How much each micro-batch counts in the mean loss of its batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,87 +12,107 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.microbatches import num_samples
 
 LossWeight = Literal["samples", "tokens", "sum"] | Callable[[Any], float]
-IGNORED = -100
+IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Shares:
-    """What each micro-batch of this rank's batch counts."""
+class PieceWeights:
+    """The weights of the pieces of one data rank's batch, in their order."""
 
-    of_mean: tuple[float, ...]
-    """in means over the batch, as logged ones; they sum to 1"""
-    of_loss: tuple[float, ...]
-    """in the loss: the same, but for losses that are sums, which all count whole"""
-    of_gradient: tuple[float, ...]
+    in_mean: tuple[float, ...]
+    """in means over the batch, such as logged ones; they sum to 1"""
+    in_loss: tuple[float, ...]
+    """in the loss: the same, except for losses that are sums, where each piece has weight 1"""
+    in_gradient: tuple[float, ...]
     """in the gradient, which is summed over data ranks"""
 
 
-def shares(
-    microbatches: Sequence[Any], loss_weight: LossWeight, *, num_data: int, group: dist.ProcessGroup | None
-) -> Shares:
-    """The shares of one data rank's micro-batches. Gradients are summed over data ranks with weights that sum to 1.
+class LossWeighting:
+    """Weighs the pieces of a batch by `HanayoStrategy(loss_weight=...)`.
 
-    By samples (and sums), every data rank counts alike, as in DDP; otherwise by what it counts, summed over `group`.
+    Args:
+        rule: what counts: samples, labels, or what the user's function returns.
+        num_data: D, data ranks.
+        group: the data ranks, for CPU tensors; None if there is one.
     """
-    if loss_weight == "sum":
-        of_mean = shares(microbatches, "samples", num_data=num_data, group=None).of_mean
-        there = tuple(float(microbatch is not None) for microbatch in microbatches)
-        return Shares(of_mean, there, tuple(whole / num_data for whole in there))
-    counted = counts(microbatches, loss_weight)
-    local = sum(counted)
-    total = local * num_data if loss_weight == "samples" else _sum(local, group)
-    of_mean = tuple(n / local if local else 0.0 for n in counted)
-    return Shares(of_mean, of_mean, tuple(n / total if total else 0.0 for n in counted))
 
+    def __init__(self, rule: LossWeight, num_data: int, group: dist.ProcessGroup | None) -> None:
+        self._rule = rule
+        self._num_data = num_data
+        self._group = group
 
-def counts_labels(microbatches: Sequence[Any], loss_weight: LossWeight) -> bool:
-    """Whether `loss_weight` finds what it counts, which an evaluation batch may not have."""
-    if loss_weight == "samples":
+    def for_training(self, pieces: Sequence[Any]) -> PieceWeights:
+        """Weights that sum to 1 over all data ranks. Called by all data ranks.
+
+        By samples (and for sums) every data rank counts the same, as in DDP; otherwise by what it has, summed over
+        the data ranks.
+
+        Raises:
+            HanayoError: `"tokens"`, and no labels are found.
+        """
+        if self._rule == "sum":
+            in_mean = _proportions(_counts(pieces, "samples"))
+            present = tuple(float(piece is not None) for piece in pieces)
+            return PieceWeights(in_mean, present, tuple(one / self._num_data for one in present))
+        counts = _counts(pieces, self._rule)
+        in_mean, local = _proportions(counts), sum(counts)
+        total = local * self._num_data if self._rule == "samples" else self._sum_over_data_ranks(local)
+        return PieceWeights(in_mean, in_mean, tuple(n / total if total else 0.0 for n in counts))
+
+    def for_evaluation(self, pieces: Sequence[Any]) -> PieceWeights:
+        """As in training, without other data ranks: there is no gradient. By samples where the rule can't be applied.
+
+        Evaluation batches may lack the labels that training batches have.
+        """
+        rule: LossWeight = self._rule if self._rule != "sum" and self._can_count(pieces) else "samples"
+        in_mean = _proportions(_counts(pieces, rule))
+        return PieceWeights(in_mean, in_mean, in_mean)
+
+    def _can_count(self, pieces: Sequence[Any]) -> bool:
+        try:
+            _counts(pieces, self._rule)
+        except Exception:  # the user's function was written for training batches
+            return False
         return True
-    try:
-        counts(microbatches, loss_weight)
-    except Exception:  # the user's function was written for training batches
-        return False
-    return True
+
+    def _sum_over_data_ranks(self, value: float) -> float:
+        if self._group is None:
+            return value
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total, group=self._group)
+        return float(total)
 
 
-def counts(microbatches: Sequence[Any], loss_weight: Any) -> list[float]:
-    """What each micro-batch counts; nothing where there is none."""
-    return [0.0 if microbatch is None else count(microbatch, loss_weight) for microbatch in microbatches]
+def _proportions(counts: Sequence[float]) -> tuple[float, ...]:
+    total = sum(counts)
+    return tuple(n / total if total else 0.0 for n in counts)
 
 
-def count(microbatch: Any, loss_weight: Literal["samples", "tokens"] | Callable[[Any], float]) -> float:
-    """What a micro-batch counts: its samples, its labels that aren't -100, or what the user's function says.
-
-    Raises:
-        HanayoError: `"tokens"`, and no labels are found.
-    """
-    if loss_weight == "samples":
-        return num_samples(microbatch)
-    if loss_weight == "tokens":
-        return int((_labels(microbatch) != IGNORED).sum())
-    return float(loss_weight(microbatch))
+def _counts(pieces: Sequence[Any], rule: Any) -> list[float]:
+    """How much each piece counts; 0 where a rank has none."""
+    return [0.0 if piece is None else _count(piece, rule) for piece in pieces]
 
 
-def _labels(microbatch: Any) -> Tensor:
+def _count(piece: Any, rule: Literal["samples", "tokens"] | Callable[[Any], float]) -> float:
+    """The number of samples, of labels that aren't -100, or what the user's function returns."""
+    if rule == "samples":
+        return num_samples(piece)
+    if rule == "tokens":
+        return int((_labels(piece) != IGNORED_LABEL).sum())
+    return float(rule(piece))
+
+
+def _labels(piece: Any) -> Tensor:
     """`batch["labels"]`, `batch.labels`, or the last tensor of a tuple: it must hold integers."""
-    if isinstance(microbatch, Mapping):
-        labels = microbatch.get("labels")
-    elif isinstance(microbatch, (tuple, list)) and microbatch:
-        labels = microbatch[-1]
+    if isinstance(piece, Mapping):
+        labels = piece.get("labels")
+    elif isinstance(piece, (tuple, list)) and piece:
+        labels = piece[-1]
     else:
-        labels = getattr(microbatch, "labels", None)
+        labels = getattr(piece, "labels", None)
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise HanayoError(
             "loss_weight='tokens' counts the labels that aren't -100, but the batch has none: expected "
             "batch['labels'], batch.labels or the last item of a tuple, as integers. Pass a function instead."
         )
     return labels
-
-
-def _sum(value: float, group: dist.ProcessGroup | None) -> float:
-    if group is None:
-        return value
-    total = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(total, group=group)
-    return float(total)

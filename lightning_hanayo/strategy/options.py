@@ -15,7 +15,7 @@ AutoInt = Literal["auto"] | int
 
 @dataclass(frozen=True)
 class Options:
-    """As `HanayoStrategy` documents them."""
+    """The constructor's arguments; `HanayoStrategy` documents them."""
 
     pipeline_parallel_size: AutoInt
     num_waves: AutoInt
@@ -32,7 +32,6 @@ class Options:
     cube_memory: Literal["gathered", "shards"]
     cube_pieces: int
     cube_tokens: int | None
-    start_method: Literal["popen"]
     timeout: timedelta
 
     def __post_init__(self) -> None:
@@ -41,7 +40,6 @@ class Options:
             if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise HanayoError(f"{name}={value!r}: expected 'auto' or a whole number from 1 on")
         self._choice("cube_outside", ("share", "replicate"))
-        self._choice("start_method", ("popen",))
         if isinstance(self.balance, str):
             self._choice("balance", ("parameters", "time"))
         if not callable(self.loss_weight):

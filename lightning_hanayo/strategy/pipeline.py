@@ -1,11 +1,9 @@
-"""The pipeline: one data replica's ranks, and what one of them does with a batch."""
+"""Runs batches on one rank of a pipeline, and sums its gradients over the ranks that share them."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_hanayo.partition.ownership import Ownership
@@ -19,153 +17,145 @@ from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.schedule import forward_only, reduction_order
-from lightning_hanayo.strategy.loss_weight import Shares
-from lightning_hanayo.strategy.sharing import Sharing, Split
+from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
 
-StepOf = Callable[[Any], Any]
-"""The user's step on one micro-batch."""
-SharesOf = Callable[[Sequence[Any]], Shares]
 
+@dataclass
+class GradientSync:
+    """Sums this rank's gradients over the ranks that share them, and holds parameters whole while a batch runs.
 
-class Log(Protocol):
-    """What collects the log calls of a batch's micro-batches."""
+    Args:
+        stages: all-reduces each stage's gradients as soon as the stage is done.
+        outside: the parameters outside the 3-D layers of a cube, sharded between batches; None without a cube.
+        outside_all_reduce: sums their shards over the data ranks, after the batch; None where there is one.
+    """
 
-    def collecting(self) -> AbstractContextManager[None]:
-        """Open while they run."""
+    stages: GradientAllReduce
+    outside: OutsideParameters | None = None
+    outside_all_reduce: GradientAllReduce | None = None
 
-    def enter(self, microbatch: int | None) -> None:
-        """That micro-batch's user code runs next; None: code that counts for nothing."""
+    def begin_batch(self) -> None:
+        """Gather what is sharded between batches."""
+        if self.outside is not None:
+            self.outside.gather()
 
+    def end_batch(self, *, reduce: bool) -> None:
+        """Wait for the stages' sums, shard what was gathered, and sum that over the data ranks if `reduce`."""
+        self.stages.finish()
+        if self.outside is not None:
+            self.outside.scatter()
+        if reduce:
+            self._reduce_outside()
 
-LogOf = Callable[[Split, Sequence[float], Sharing], Log]
-"""Makes the log of a batch from its pieces and what each of them counts."""
+    def reduce(self, stages: list[int]) -> None:
+        """Sum all gradients that are there now, stage by stage in the given order. Called by all ranks."""
+        if not self.stages.is_alone:
+            for stage in stages:
+                self.stages.start(stage)
+            self.stages.finish()
+        self._reduce_outside()
+
+    def forget(self) -> None:
+        """Drop what is under way, after a failure."""
+        self.stages.forget()
+        if self.outside is not None:
+            self.outside.forget()
+
+    def _reduce_outside(self) -> None:
+        if self.outside_all_reduce is not None:
+            self.outside_all_reduce.start(0)
+            self.outside_all_reduce.finish()
 
 
 @dataclass
 class Pipeline:
-    """One rank's part of it. On pipeline rank 0 `user` plays the user's step."""
+    """One rank of a pipeline. Pipeline rank 0 leads each batch, the ranks above it follow.
+
+    Args:
+        layout: which schedule runs, over how many stages and micro-batches.
+        ownership: the stages, and the pipeline rank of each.
+        rank: this pipeline rank.
+        engine: runs this rank's actions.
+        relay: over the ranks of the pipeline.
+        parameters: those this rank trains.
+        gradients: sums gradients over other ranks.
+        splitter: cuts batches.
+        user_step: runs user code, on pipeline rank 0; None elsewhere.
+        random_streams: where random numbers come from; None: from torch's own generators, unchanged.
+    """
 
     layout: Layout
     ownership: Ownership
     rank: int
     engine: Engine
-    chain: Relay
-    reduction: GradientAllReduce
-    user: UserStep
+    relay: Relay
     parameters: list[nn.Parameter]
-    """those this rank holds"""
-    sharing: Sharing
-    dense: OutsideParameters | None = None
-    """those that are cut over a cube between batches"""
-    dense_reduction: GradientAllReduce | None = None
-    streams: RandomStreams | None = None
-    """where the random numbers of steps and blocks come from; None: from torch's own generators as they are"""
+    gradients: GradientSync
+    splitter: BatchSplitter
+    user_step: UserStep | None = None
+    random_streams: RandomStreams | None = None
     _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
 
-    def train(
-        self, batch: Any, key: str, step: StepOf, shares_of: SharesOf, log_of: LogOf, *, scale: float, reduce: bool
-    ) -> Any:
-        """Run forward and backward of a batch. Called by all ranks; only rank 0's arguments count.
+    def split(self, batch: Any) -> SplitBatch:
+        """Cut a batch into micro-batches: as many as the layout has, or as it has samples."""
+        sizes = microbatches.sizes(microbatches.num_samples(batch), self.layout.num_microbatches)
+        return self.splitter.split(batch, sizes)
+
+    def lead(self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool) -> None:
+        """On pipeline rank 0: announce a batch and run it. Training leaves its gradients in `.grad`.
 
         Args:
-            batch: what is cut into micro-batches.
+            batch: with the user's step.
+            num_microbatches: into which it was cut.
             key: names the batch; its random numbers depend on it.
-            step: the user's `training_step`.
-            shares_of: each micro-batch's share in the loss.
-            log_of: merges what the step logs.
-            scale: the gradient of the loss.
+            trains: whether to run backwards.
             reduce: whether to sum gradients over data ranks.
-
-        Returns:
-            On pipeline rank 0 the step's results, merged; None elsewhere. The gradients are in `.grad`.
         """
-        return self._play(batch, key, step, shares_of, log_of, scale=scale, reduce=reduce, train=True)
+        self.relay.share("batch", [num_microbatches, batch.signature, key])
+        self._run(batch, num_microbatches, key, trains=trains, reduce=reduce)
 
-    def evaluate(self, batch: Any, key: str, step: StepOf, shares_of: SharesOf, log_of: LogOf) -> Any:
-        """Run the forward of a batch; as `train`."""
-        return self._play(batch, key, step, shares_of, log_of, scale=1.0, reduce=False, train=False)
+    def follow(self, *, trains: bool, reduce: bool) -> None:
+        """On the other pipeline ranks: run the batch that pipeline rank 0 announces. Arguments as for `lead`."""
+        num_microbatches, signature, key = self.relay.share("batch")
+        batch = Batch(signature, self.reduces_in_batch(reduce))
+        self._run(batch, num_microbatches, key, trains=trains, reduce=reduce)
 
-    def reduce(self) -> None:
-        """Sum the gradients that are there over data ranks, where `train` didn't. Called by all ranks."""
-        if not self.reduction.is_alone:
-            own = self.ownership.stages_of(self.rank)
-            for stage in reduction_order(self.layout.table(self.layout.num_microbatches)):
-                if stage in own:
-                    self.reduction.start(stage)
-            self.reduction.finish()
-        self._reduce_dense()
+    def reduces_in_batch(self, reduce: bool) -> bool:
+        """Whether stages start to sum their gradients while the batch runs."""
+        return reduce and not self.gradients.stages.is_alone
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over data ranks after a batch that didn't. Called by all ranks."""
+        own = self.ownership.stages_of(self.rank)
+        order = reduction_order(self.layout.table(self.layout.num_microbatches))
+        self.gradients.reduce([stage for stage in order if stage in own])
 
     def close(self) -> None:
-        """End the threads, once the others have got what this rank sent them."""
+        """End the threads, once the other ranks have received what this one sent."""
         self.engine.mail.finish()
-        self.user.stop()
+        self._stop_user_code()
 
     def abandon(self) -> None:
-        """Let go of everything under way and of the connections, after a failure."""
+        """After a failure: drop everything under way, without waiting for other ranks, and close the connections."""
         self.engine.mail.forget()
-        self.reduction.forget()
-        if self.dense is not None:
-            self.dense.forget()
+        self.gradients.forget()
         self.engine.mail.transport.close()
-        self.user.stop()
+        self._stop_user_code()
 
-    def _play(
-        self,
-        batch: Any,
-        key: str,
-        step: StepOf,
-        shares_of: SharesOf,
-        log_of: LogOf,
-        *,
-        scale: float,
-        reduce: bool,
-        train: bool,
-    ) -> Any:
-        sums = reduce and not self.reduction.is_alone
-        if self.rank > 0:
-            num_microbatches, signature, key = self.chain.share("batch")
-            self._run(Batch(signature, sums), num_microbatches, key, train=train, reduce=reduce)
-            return None
-        parts = microbatches.sizes(microbatches.num_samples(batch), self.layout.num_microbatches)
-        split = self.sharing.split(batch, parts)
-        shares = shares_of(split.pieces)
-        log = log_of(split, shares.of_mean, self.sharing)
-        kind = f"train={train} reduce={reduce} grad={torch.is_grad_enabled()}"
-        running = Batch(
-            microbatches.signature(batch, parts, kind),
-            sums,
-            step=lambda m: step(split.played[m]),
-            dry_run_step=lambda m: step(split.rows[m]),
-            on_user_code=log.enter,
-            loss_weights=[shares.of_gradient[piece] * scale for piece in split.own],
-        )
-        with log.collecting():
-            self.chain.share("batch", [len(parts), running.signature, key])
-            self._run(running, len(parts), key, train=train, reduce=reduce)
-        results = [running.results.pop(m) for m in range(len(parts))]
-        return self.sharing.merge(results, split, shares.of_loss, has_loss=train)
+    def _stop_user_code(self) -> None:
+        if self.user_step is not None:
+            self.user_step.stop()
 
-    def _run(self, batch: Batch, num_microbatches: int, key: str, *, train: bool, reduce: bool) -> None:
-        if self.dense is not None:
-            self.dense.gather()
-        with self.streams.batch(key) if self.streams is not None else nullcontext():
-            self.engine.run(self._program(num_microbatches, train), batch)
-        self.reduction.finish()
-        if self.dense is not None:
-            self.dense.scatter()
-        if reduce:
-            self._reduce_dense()
+    def _run(self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool) -> None:
+        self.gradients.begin_batch()
+        with self.random_streams.batch(key) if self.random_streams is not None else nullcontext():
+            self.engine.run(self._program(num_microbatches, trains), batch)
+        self.gradients.end_batch(reduce=reduce)
 
-    def _reduce_dense(self) -> None:
-        """Sum the parts of parameters outside the 3-D layers over data ranks."""
-        if self.dense_reduction is not None:
-            self.dense_reduction.start(0)
-            self.dense_reduction.finish()
-
-    def _program(self, num_microbatches: int, train: bool) -> Program:
-        key = (num_microbatches, train)
+    def _program(self, num_microbatches: int, trains: bool) -> Program:
+        key = (num_microbatches, trains)
         if key not in self._programs:
             table = self.layout.table(num_microbatches)
-            self._programs[key] = Program.of(table if train else forward_only(table), self.rank)
+            self._programs[key] = Program.of(table if trains else forward_only(table), self.rank)
         return self._programs[key]

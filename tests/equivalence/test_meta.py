@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hanayo.partition.deferred_init import DeferredInit, UnbuiltModule
-from lightning_hanayo.strategy.build import assemble
+from lightning_hanayo.strategy.build import pipeline
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
@@ -146,7 +146,8 @@ class Beginning(Callback):
     buffers: Values
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        cube = getattr(trainer.strategy, "_cube", None)
+        session = getattr(trainer.strategy, "session", None)
+        cube = session.cube if session is not None else None
         self.values = own_weights(pl_module, trainer)
         self.buffers = {name: buffer.clone() for name, buffer in pl_module.named_buffers() if not buffer.is_meta}
         assert cube is None or any(
@@ -227,7 +228,7 @@ class Live(TorchDispatchMode):
 def peaks(layout: Layout) -> dict[str, Any]:
     """While a rank gets its values: which modules it builds, whether whole ones pile up, and its memory."""
     live, names, held, whole = Live(), [], [], []
-    build, give = DeferredInit.build, assemble.give_values
+    build, give = DeferredInit.build, pipeline.fill_initial_values
 
     def noted(blueprint: DeferredInit, module: UnbuiltModule) -> list[Tensor]:
         held.append(sum(value() is not None for value in whole))
@@ -242,11 +243,11 @@ def peaks(layout: Layout) -> dict[str, Any]:
             give(*arguments)
 
     sizes: list[int] = []
-    DeferredInit.build, assemble.give_values = noted, measured  # type: ignore[method-assign]
+    DeferredInit.build, pipeline.fill_initial_values = noted, measured  # type: ignore[method-assign]
     try:
         begin(late("GPT-2"), layout)
     finally:
-        DeferredInit.build, assemble.give_values = build, give  # type: ignore[method-assign]
+        DeferredInit.build, pipeline.fill_initial_values = build, give  # type: ignore[method-assign]
     return {"names": names, "held": held, "sizes": sizes, "peak": live.peak, "kept": live.bytes}
 
 

@@ -229,6 +229,6 @@ def stretch_grace() -> None:
     from lightning_hanayo.strategy.lightning import launcher
 
     factor = float(os.environ.get(VARIABLE, "1"))
-    for module, name in ((failure, "GRACE"), (launcher, "GRACE"), (launcher, "LAST")):
+    for module, name in ((failure, "GRACE"), (launcher, "GRACE"), (launcher, "KILL_AFTER")):
         own = _OWN.setdefault((module.__name__, name), getattr(module, name))
         setattr(module, name, own * factor)

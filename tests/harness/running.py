@@ -109,7 +109,8 @@ def own_weights(module: LightningModule, trainer: Trainer | None = None) -> dict
 
 def whole(trainer: Trainer | None, part: Tensor, parameter: Tensor) -> Tensor:
     """A copy of a value or a gradient, put together from the ranks of a cube if there is one."""
-    cube = getattr(trainer.strategy, "_cube", None) if trainer is not None else None
+    session = getattr(trainer.strategy, "session", None) if trainer is not None else None
+    cube = session.cube if session is not None else None
     return (part if cube is None else cube.whole(part, parameter)).clone()
 
 

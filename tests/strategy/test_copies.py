@@ -108,7 +108,7 @@ def test_a_strategy_by_itself() -> None:
 
 
 def test_processes_stay_with_the_launcher_that_started_them() -> None:
-    launcher = CheckingLauncher(LightningEnvironment(), 2, 1)
+    launcher = CheckingLauncher(LightningEnvironment(), 2, 1, check=print)
     launcher.procs = [subprocess.Popen([sys.executable, "-c", ""])]
     for twin in (pickle.loads(pickle.dumps(launcher)), copy.deepcopy(launcher)):
         assert twin.procs == [] and twin.num_processes == 2

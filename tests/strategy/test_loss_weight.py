@@ -1,6 +1,6 @@
-"""Each micro-batch's share in the mean loss.
+"""Each micro-batch's weight in the mean loss.
 
-labels that count   3 1 0 4     share   3/8 1/8 0 4/8
+labels that count   3 1 0 4     weight   3/8 1/8 0 4/8
 """
 
 from collections import namedtuple
@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.strategy.loss_weight import shares
+from lightning_hanayo.strategy.loss_weight import LossWeighting, PieceWeights
 
 Batch = namedtuple("Batch", "x labels")
+
+
+def weights(pieces: list[Any], rule: Any, num_data: int = 1) -> PieceWeights:
+    return LossWeighting(rule, num_data, group=None).for_training(pieces)
 
 
 def labels(counted: int) -> torch.Tensor:
@@ -30,22 +34,28 @@ FORMS: list[Any] = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens(form: Any) -> None:
-    found = shares([form(n) for n in COUNTS], "tokens", num_data=1, group=None)
-    assert found.of_mean == found.of_gradient == (3 / 8, 1 / 8, 0.0, 4 / 8)
+    found = weights([form(n) for n in COUNTS], "tokens")
+    assert found.in_mean == found.in_gradient == (3 / 8, 1 / 8, 0.0, 4 / 8)
 
 
-def test_samples_count_alike_on_every_data_rank() -> None:
-    found = shares([torch.ones(n) for n in (3, 3, 2)], "samples", num_data=2, group=None)
-    assert found.of_mean == (3 / 8, 3 / 8, 2 / 8) and found.of_gradient == (3 / 16, 3 / 16, 2 / 16)
+def test_samples_count_equally_on_every_data_rank() -> None:
+    found = weights([torch.ones(n) for n in (3, 3, 2)], "samples", num_data=2)
+    assert found.in_mean == (3 / 8, 3 / 8, 2 / 8) and found.in_gradient == (3 / 16, 3 / 16, 2 / 16)
 
 
-def test_a_function_of_the_users() -> None:
-    found = shares([torch.full((1,), v) for v in (1.0, 3.0)], lambda x: x.sum(), num_data=1, group=None)
-    assert found.of_mean == (0.25, 0.75)
+def test_a_function_by_the_user() -> None:
+    found = weights([torch.full((1,), v) for v in (1.0, 3.0)], lambda x: x.sum())
+    assert found.in_mean == (0.25, 0.75)
 
 
-def test_nothing_counts() -> None:
-    assert shares([{"labels": labels(0)}] * 2, "tokens", num_data=1, group=None).of_gradient == (0.0, 0.0)
+def test_evaluation_counts_samples_where_the_rule_does_not_apply() -> None:
+    for rule in ("tokens", "sum", lambda piece: piece["labels"].sum()):
+        found = LossWeighting(rule, 2, group=None).for_evaluation([torch.ones(3), torch.ones(1)])
+        assert found.in_mean == found.in_loss == (3 / 4, 1 / 4)
+
+
+def test_no_label_counts() -> None:
+    assert weights([{"labels": labels(0)}] * 2, "tokens").in_gradient == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +63,9 @@ def test_nothing_counts() -> None:
 )
 def test_without_labels(batch: Any) -> None:
     with pytest.raises(HanayoError, match="counts the labels that aren't -100, but the batch has none"):
-        shares([batch], "tokens", num_data=1, group=None)
+        weights([batch], "tokens")
 
 
 def test_sums_count_whole_in_the_loss_and_by_samples_in_means() -> None:
-    found = shares([torch.ones(n) for n in (3, 1)], "sum", num_data=2, group=None)
-    assert (found.of_mean, found.of_loss, found.of_gradient) == ((3 / 4, 1 / 4), (1.0, 1.0), (0.5, 0.5))
+    found = weights([torch.ones(n) for n in (3, 1)], "sum", num_data=2)
+    assert (found.in_mean, found.in_loss, found.in_gradient) == ((3 / 4, 1 / 4), (1.0, 1.0), (0.5, 0.5))

@@ -21,7 +21,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cube_pieces": 0}, "cube_pieces=0"),
     ({"cube_outside": "shared"}, "did you mean 'share'"),
     ({"activation_budget": 0}, "activation_budget=0: expected a positive number"),
-    ({"start_method": "spawn"}, "start_method='spawn' is unknown"),
     ({"schedule": "1f1bb"}, "did you mean '1f1b'"),
     ({"costs": "nowhere.json"}, "nowhere.json can't be read"),
 ]

@@ -1,4 +1,4 @@
-"""The data loaders: pipeline rank 0 reads the user's, the ranks above it get as many placeholders."""
+"""Data loaders: pipeline rank 0 reads the user's loader; the ranks above it get as many placeholder batches."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -23,38 +23,38 @@ _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 
 
 class PlaceholderBatch(dict[str, Any]):
-    """Stands for a batch on pipeline ranks above 0, where nobody needs its data."""
+    """Takes the place of a batch on pipeline ranks above 0, where nothing needs its data."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__(placeholder=torch.zeros(1))
 
     def __missing__(self, key: Any) -> NoReturn:
-        raise _without_data(f"batch[{key!r}] was read")
+        raise _no_data(f"batch[{key!r}] was read")
 
     def __iter__(self) -> NoReturn:
-        raise _without_data("the batch was unpacked")
+        raise _no_data("the batch was unpacked")
 
 
-def _without_data(what: str) -> UnsupportedError:
+def _no_data(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what} on a pipeline rank above 0, which gets no data. Hooks and callbacks that look into batches must do so "
         f"where `trainer.is_global_zero`, or in the step itself."
     )
 
 
-ChainOf = Callable[[], Relay]
-"""Returns the pipeline's chain. Loaders may be asked for, and for their length, before the pipeline is there."""
-CubeOf = Callable[[], dist.ProcessGroup]
+GetRelay = Callable[[], Relay]
+"""Returns the pipeline's relay. Loaders may be asked for, and for their length, before the relay exists."""
+GetGroup = Callable[[], dist.ProcessGroup]
 """Returns the ranks of the cube."""
 
 
-class _Walker:
-    def __init__(self, loader: Any, chain_of: ChainOf) -> None:
+class _LoaderWrapper:
+    def __init__(self, loader: Any, get_relay: GetRelay) -> None:
         self.loader = loader
-        self._chain_of = chain_of
+        self._get_relay = get_relay
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_chain_of", "_cube_of") or name.startswith("__"):
+        if name in ("loader", "_get_relay", "_get_cube") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.loader, name)  # state_dict, sampler, set_epoch: whatever Lightning asks a loader for
 
@@ -65,59 +65,59 @@ class _Walker:
         return length
 
 
-class PlaceholderLoader(_Walker):
+class PlaceholderLoader(_LoaderWrapper):
     """Placeholder batches on the ranks above 0: as many as the user's loader has, or as rank 0 announces."""
 
     def __iter__(self) -> Iterator[PlaceholderBatch]:
-        if _is_length_certain(self.loader):
+        if _has_certain_length(self.loader):
             for _ in range(len(self)):
                 yield PlaceholderBatch()
         else:
-            chain = self._chain_of()
-            while chain.share("data"):
+            relay = self._get_relay()
+            while relay.share("data"):
                 yield PlaceholderBatch()
 
 
-class AnnouncingLoader(_Walker):
-    """The user's loader on pipeline rank 0, where its length isn't certain: says whether there is one more batch."""
+class AnnouncingLoader(_LoaderWrapper):
+    """The user's loader on pipeline rank 0, where its length isn't certain: announces each batch and the end."""
 
     def __iter__(self) -> Iterator[Any]:
-        chain = self._chain_of()
+        relay = self._get_relay()
         for batch in self.loader:
-            chain.share("data", True)
+            relay.share("data", True)
             yield batch
-        chain.share("data", False)
+        relay.share("data", False)
 
 
-class CubeLoader(_Walker):
-    """The user's loader on a cube of ranks: the first of them reads it, and gives each batch to the others."""
+class CubeLoader(_LoaderWrapper):
+    """The user's loader on a cube of ranks: the first of them reads it, and broadcasts each batch to the others."""
 
-    def __init__(self, loader: Any, chain_of: ChainOf, cube_of: CubeOf) -> None:
-        super().__init__(loader, chain_of)
-        self._cube_of = cube_of
+    def __init__(self, loader: Any, get_relay: GetRelay, get_cube: GetGroup) -> None:
+        super().__init__(loader, get_relay)
+        self._get_cube = get_cube
 
     def __iter__(self) -> Iterator[Any]:
-        cube = self._cube_of()
+        cube = self._get_cube()
         if cube.rank() == 0:
             for batch in self.loader:
-                yield _share((batch,), cube)[0]
-            _share((), cube)
+                yield _broadcast((batch,), cube)[0]
+            _broadcast((), cube)
         else:
-            while batch := _share((), cube):
+            while batch := _broadcast((), cube):
                 yield batch[0]
 
 
-def _share(value: tuple[Any, ...], cube: dist.ProcessGroup) -> Any:
+def _broadcast(value: tuple[Any, ...], cube: dist.ProcessGroup) -> Any:
     objects = [value]
     dist.broadcast_object_list(objects, group=cube, group_src=0)
     return value or objects[0]
 
 
-def _is_length_certain(loader: Any) -> bool:
+def _has_certain_length(loader: Any) -> bool:
     """Whether the loader surely gives `len(loader)` batches: torch's own, with torch's samplers over a sized dataset.
 
-    All else may end before its length, and Lightning then ends the epoch: a stream, a sampler or loader of the user's,
-    one that is resumed in the middle.
+    Every other loader may end before its length, and Lightning then ends the epoch: a stream, a sampler or loader of
+    the user's, one that is resumed in the middle.
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return False
@@ -126,9 +126,9 @@ def _is_length_certain(loader: Any) -> bool:
     return all(type(sampler) in _SAMPLERS for sampler in samplers) and type(batches) in (type(None), BatchSampler)
 
 
-def process(loader: Any, chain_of: ChainOf, pipe_rank: int, cube_of: CubeOf | None = None) -> Any:
-    """What a rank iterates over instead of the user's `loader`. `cube_of` is None without a cube."""
+def wrap_loader(loader: Any, pipe_rank: int, get_relay: GetRelay, get_cube: GetGroup | None = None) -> Any:
+    """What a rank iterates over instead of the user's `loader`. `get_cube` is None without a cube."""
     if pipe_rank > 0:
-        return PlaceholderLoader(loader, chain_of)
-    shared = loader if cube_of is None else CubeLoader(loader, chain_of, cube_of)
-    return shared if _is_length_certain(loader) else AnnouncingLoader(shared, chain_of)
+        return PlaceholderLoader(loader, get_relay)
+    shared = loader if get_cube is None else CubeLoader(loader, get_relay, get_cube)
+    return shared if _has_certain_length(loader) else AnnouncingLoader(shared, get_relay)

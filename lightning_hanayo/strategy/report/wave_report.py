@@ -1,4 +1,4 @@
-"""The report: what a run was laid out as, how it really ran beside the prediction, and where its results lie."""
+"""`WaveReport`, a callback that logs how the pipeline runs, next to the prediction, and says where results are."""
 
 from collections import deque
 from pathlib import Path
@@ -12,37 +12,38 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import save_comparison, save_timeline
-from lightning_hanayo.strategy.lightning.internals import logged_step
-from lightning_hanayo.strategy.report.gauges import Gauges
-from lightning_hanayo.strategy.report.measured import Measured
+from lightning_hanayo.strategy.lightning.progress import logged_step
+from lightning_hanayo.strategy.report.batch_figures import BatchFigures
+from lightning_hanayo.strategy.report.measured_batches import MeasuredBatches
 from lightning_hanayo.strategy.strategy import HanayoStrategy
 
 SMOOTHED = 10
-"""how many batches the losses that are reported are means over"""
+"""the number of batches that the reported last loss is a mean over"""
 
 
 class WaveReport(Callback):
-    """Logs how the pipeline runs, draws `wave.png` in the end, and closes a fit with a few lines on its results.
+    """Logs how the pipeline runs, draws `wave.png` at the end, and prints a few lines about the results of a fit.
 
-    Every so many batches all loggers get, of one batch:
+    Every `every_n_steps` batches all loggers get, of one batch:
 
-    - `hanayo/bubble`: the part of all ranks' time in which they didn't compute;
-    - `hanayo/exposed_communication`: the part in which they waited for messages computed already, but not there yet;
+    - `hanayo/bubble`: the fraction of all ranks' time in which they didn't compute;
+    - `hanayo/exposed_communication`: the fraction in which they waited for messages that were computed, but had not
+      arrived;
     - `hanayo/stage_0/forward_ms`, `hanayo/stage_0/backward_ms` (or `backward_input_ms` and `backward_weight_ms`) and so
-      on: what one micro-batch took.
+      on: the time of one micro-batch.
 
-    With a `WandbLogger`, layout, schedule, bubbles and pictures go into the run. Another strategy than `HanayoStrategy`
-    has nothing to report. Every process needs the same `WaveReport`.
+    With a `WandbLogger`, layout, schedule, bubbles and pictures are logged to the run. With a strategy other than
+    `HanayoStrategy` nothing is reported. Every process needs the same `WaveReport`.
 
     Example:
         >>> trainer = L.Trainer(devices=4, strategy="hanayo", callbacks=[WaveReport(every_n_steps=100)])
 
     Args:
-        every_n_steps: how many batches lie between two that are logged; 0: none; None: the Trainer's
-            `log_every_n_steps`.
-        picture: the pipeline as it ran, above the predicted one, besides `schedule.png`; None: no pictures.
-        trace: the last batches, for ui.perfetto.dev; None: not written. Files lie in `default_root_dir`.
-        profile: what stages and messages took: what `HanayoStrategy(costs=...)` plans with; None: not written.
+        every_n_steps: log every n-th batch; 0: none; None: the Trainer's `log_every_n_steps`.
+        picture: file for the pipeline as it ran, above the predicted one; `schedule.png` is written too. None: no
+            pictures. All files are written to `default_root_dir`.
+        trace: file for the last batches, for ui.perfetto.dev; None: not written.
+        profile: file for the times of stages and messages, for `HanayoStrategy(costs=...)`; None: not written.
 
     Raises:
         HanayoError: `every_n_steps` is below 0.
@@ -61,7 +62,7 @@ class WaveReport(Callback):
         self._files = {"picture": picture, "trace": trace, "profile": profile}
         self._first: torch.Tensor | None = None
         self._last: deque[torch.Tensor] = deque(maxlen=SMOOTHED)
-        self._gauges: Gauges | None = None
+        self._figures: BatchFigures | None = None
         self._batches = 0
         self._written: list[tuple[str, str]] = []
 
@@ -72,7 +73,7 @@ class WaveReport(Callback):
             return
         self._batches = 0
         if strategy.data_rank == 0:
-            self._gauges = Gauges(strategy.pipeline)
+            self._figures = BatchFigures(strategy.pipeline)
         if trainer.is_global_zero:
             self._introduce(trainer, strategy)
 
@@ -98,12 +99,12 @@ class WaveReport(Callback):
         self._log(trainer)
         every = trainer.log_every_n_steps if self._every_n_steps is None else self._every_n_steps  # type: ignore[attr-defined]
         self._batches += 1
-        if every and self._batches % every == 0 and self._gauges is not None:
-            self._gauges.start(logged_step(trainer))
+        if every and self._batches % every == 0 and self._figures is not None:
+            self._figures.start(logged_step(trainer))
 
     def _log(self, trainer: "pl.Trainer") -> None:
-        """The figures of the batch that was due last, if they have not been logged yet."""
-        read = self._gauges.read() if self._gauges is not None else None
+        """Log the figures of the last batch that was chosen, if they have not been logged yet."""
+        read = self._figures.read() if self._figures is not None else None
         if read is not None and trainer.is_global_zero:
             step, figures = read
             for logger in trainer.loggers:
@@ -111,9 +112,9 @@ class WaveReport(Callback):
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        if self._gauges is not None:
-            self._gauges.forget()
-        self._gauges = None
+        if self._figures is not None:
+            self._figures.forget()
+        self._figures = None
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -121,8 +122,8 @@ class WaveReport(Callback):
         if strategy is None:
             return
         self._log(trainer)
-        self._gauges = None
-        measured = Measured.of(strategy.pipeline) if strategy.data_rank == 0 else None
+        self._figures = None
+        measured = MeasuredBatches.of(strategy.pipeline) if strategy.data_rank == 0 else None
         if measured is None or not trainer.is_global_zero:
             return
         self._write(trainer, strategy, measured)
@@ -130,8 +131,8 @@ class WaveReport(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(bubbles | {"hanayo/bubble_from_costs": measured.predicted.bubble_ratio})
 
-    def _write(self, trainer: "pl.Trainer", strategy: HanayoStrategy, measured: Measured) -> None:
-        """The files asked for."""
+    def _write(self, trainer: "pl.Trainer", strategy: HanayoStrategy, measured: MeasuredBatches) -> None:
+        """Write the requested files."""
         paths = {what: Path(trainer.default_root_dir, name) for what, name in self._files.items() if name is not None}
         if "picture" in paths:
             save_comparison(paths["picture"], measured.timeline, measured.predicted, title=_title(strategy))
@@ -212,7 +213,7 @@ def _log_image(trainer: "pl.Trainer", name: str, path: Path) -> None:
 
 
 def _finish(logger: WandbLogger) -> str:
-    """End the run, which makes wandb say its last words before ours; return where it lies."""
+    """End the run, so that wandb prints its last lines before ours; return where it is stored."""
     run = logger.experiment
     directory = _short(Path(run.dir).parent)
     upload = f" (offline; upload it with: wandb sync {directory})" if run.offline else ""
@@ -221,6 +222,6 @@ def _finish(logger: WandbLogger) -> str:
 
 
 def _short(path: str | Path) -> str:
-    """Relative to the working directory, if it lies there."""
+    """Relative to the working directory, if it is inside."""
     path = Path(path).absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

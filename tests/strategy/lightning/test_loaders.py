@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.comm.loopback import Hub
 from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, process
+from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, wrap_loader
 from tests.harness.limits import real_seconds
 
 CHAIN = Relay(Hub(1).transports()[0])
@@ -41,7 +41,7 @@ LOADERS = {
 @pytest.mark.parametrize("kind", LOADERS)
 def test_all_ranks_get_as_many_batches(kind: str) -> None:
     chains = [Relay(transport) for transport in Hub(3, timeout=real_seconds(30)).transports()]
-    loaders = [process(LOADERS[kind](), lambda chain=chain: chain, rank) for rank, chain in enumerate(chains)]
+    loaders = [wrap_loader(LOADERS[kind](), rank, lambda chain=chain: chain) for rank, chain in enumerate(chains)]
     for _ in range(2):
         walks = [iter(loader) for loader in loaders]
         lengths = [0, 0, 0]
@@ -53,14 +53,14 @@ def test_all_ranks_get_as_many_batches(kind: str) -> None:
 
 def test_a_certain_length_is_not_announced() -> None:
     loader = LOADERS["of known length"]()
-    assert process(loader, no_chain, 0) is loader
-    assert len(list(process(loader, no_chain, 1))) == 2
+    assert wrap_loader(loader, 0, no_chain) is loader
+    assert len(list(wrap_loader(loader, 1, no_chain))) == 2
 
 
 def test_the_length_is_the_loaders() -> None:
-    assert [len(process(LOADERS["of known length"](), lambda: CHAIN, rank)) for rank in (0, 1)] == [2, 2]
+    assert [len(wrap_loader(LOADERS["of known length"](), rank, lambda: CHAIN)) for rank in (0, 1)] == [2, 2]
     with pytest.raises(TypeError, match="DataLoader has no length"):
-        len(process(LOADERS["a stream"](), lambda: CHAIN, 1))
+        len(wrap_loader(LOADERS["a stream"](), 1, lambda: CHAIN))
 
 
 @pytest.mark.parametrize("key", ["x", 0, 1])
@@ -87,7 +87,7 @@ class Resumable(DataLoader[torch.Tensor]):
 def test_a_resumed_loader_takes_its_placeholder_along() -> None:
     chains = [Relay(transport) for transport in Hub(2, timeout=real_seconds(30)).transports()]
     first, above = (
-        process(Resumable(torch.arange(4.0)), lambda chain=chain: chain, rank)  # type: ignore[arg-type]
+        wrap_loader(Resumable(torch.arange(4.0)), rank, lambda chain=chain: chain)  # type: ignore[arg-type]
         for rank, chain in enumerate(chains)
     )
     assert len(first) == len(above) == 4
@@ -103,7 +103,7 @@ def no_chain() -> Relay:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_lengths_are_known_before_the_pipeline(rank: int) -> None:
-    loader = process(Resumable(torch.arange(4.0)), no_chain, rank)  # type: ignore[arg-type]
+    loader = wrap_loader(Resumable(torch.arange(4.0)), rank, no_chain)  # type: ignore[arg-type]
     assert len(loader) == 4
     with pytest.raises(AssertionError, match="before it is there"):
         next(iter(loader))

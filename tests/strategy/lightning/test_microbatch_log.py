@@ -11,16 +11,16 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.batch_split import WholeSplitter
 from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
-from lightning_hanayo.strategy.sharing import Alone
 
-PARTS = Alone().split(torch.zeros(4, 1), (3, 1))
+SPLIT = WholeSplitter().split(torch.zeros(4, 1), (3, 1))
 
 
 def logged(values: list[list[float]], shares: tuple[float, ...] = (0.75, 0.25), **options: Any) -> _ResultCollection:
     """Micro-batch m logs values[m], one after the other, all under one name."""
     results = _ResultCollection(training=True)
-    log = MicrobatchLog(SimpleNamespace(_results=results), PARTS, shares, Alone())  # type: ignore[arg-type]
+    log = MicrobatchLog(SimpleNamespace(_results=results), SPLIT, shares, WholeSplitter())  # type: ignore[arg-type]
     with log.collecting():
         for m, several in enumerate(values):
             log.enter(m)
@@ -58,7 +58,7 @@ def test_without_a_share_not_even_a_nan_counts() -> None:
 
 def test_a_value_of_placeholders_is_refused() -> None:
     results = _ResultCollection(training=True)
-    log = MicrobatchLog(SimpleNamespace(_results=results), PARTS, (0.5, 0.5), Alone())  # type: ignore[arg-type]
+    log = MicrobatchLog(SimpleNamespace(_results=results), SPLIT, (0.5, 0.5), WholeSplitter())  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=r"self.log\('v'\)"), log.collecting():
         log.enter(0)
         results.log("training_step", "v", torch.zeros((), device="meta"))

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.lightning.precision import adapt, check_precision
+from lightning_hanayo.strategy.lightning.precision import check_precision, clip_with
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from tests.harness import models
 from tests.harness.pool import Pool
@@ -29,13 +29,13 @@ def test_adapted_in_place(make: Any) -> None:
     held = dict(vars(plugin))
     clipped: list[object] = []
     for name in "ab":  # a second Trainer brings its own
-        adapt(plugin, lambda parameters, value, name=name: clipped.append((name, value)), changes)
+        clip_with(plugin, lambda parameters, value, name=name: clipped.append((name, value)), changes)
     assert isinstance(plugin, kind) and (type(plugin).__module__, type(plugin).__qualname__) == before
     assert type(plugin) is kind
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     plugin.clip_gradients(optimizer, 0.5, "norm")
     assert clipped == [("b", 0.5)]
-    changes.undo()
+    changes.restore()
     assert vars(plugin) == held
     plugin.clip_gradients(optimizer, 0.5, "norm")
     assert len(clipped) == 1

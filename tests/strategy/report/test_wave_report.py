@@ -12,7 +12,7 @@ from lightning_hanayo import WaveReport
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import Action, simulate
-from lightning_hanayo.strategy.build.assemble import layout_of
+from lightning_hanayo.strategy.build.plan import plan_model
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.running import Layout, make_loader, make_strategy, make_trainer
@@ -39,7 +39,8 @@ def test_a_run_is_measured_and_the_next_one_planned_with_it(pool: Pool, tmp_path
     assert (profile.schedule, profile.num_ranks, profile.num_waves) == ("hanayo-zb", 2, 2)
     assert sum(profile.blocks) == models.NUM_BLOCKS
     strategy = make_strategy(WAVE, costs=str(tmp_path / "profile.json"))
-    _, layout = layout_of(models.build(models.MLP), strategy.options, WAVE.topology, steady=False)
+    model = models.build(models.MLP)
+    layout = plan_model(model, strategy.options, WAVE.topology, steady=False, is_converted=False).layout
     bubble = simulate(layout.table(WAVE.num_microbatches), profile.costs).bubble_ratio
     assert layout.predict() == pytest.approx(bubble)
 

@@ -1,4 +1,4 @@
-"""Measured: the last batches of a pipeline as they ran, gathered on its rank 0, and what follows from them."""
+"""The last batches of a pipeline as they ran, gathered on its rank 0, and the costs and timelines derived from them."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,21 +20,21 @@ _TRACED = 4
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Batches of one size, in the order in which they ran, and the schedule that they ran by."""
+class MeasuredBatches:
+    """Batches of one size, in the order in which they ran, and their schedule."""
 
     schedule: Schedule
     batches: tuple[Batch, ...]
 
     @staticmethod
-    def of(pipeline: Pipeline) -> "Measured | None":
-        """The whole batches that are kept, on rank 0 of a pipeline; None elsewhere. Called by all its ranks."""
+    def of(pipeline: Pipeline) -> "MeasuredBatches | None":
+        """The recorded batches of full size, on rank 0 of a pipeline; None elsewhere. Called by all its ranks."""
         batches, layout = gather_traces(pipeline), pipeline.layout
         if not batches:
             return None
         whole = [one for one in batches if num_microbatches(one[0]) == layout.num_microbatches] or batches[-1:]
         schedule = layout.table(num_microbatches(whole[0][0]))
-        return Measured(schedule, tuple(on_one_clock(schedule, batch) for batch in whole))
+        return MeasuredBatches(schedule, tuple(on_one_clock(schedule, batch) for batch in whole))
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -43,7 +43,7 @@ class Measured:
 
     @cached_property
     def costs(self) -> CostModel:
-        """What stages and messages took, in seconds."""
+        """Times of stages and messages, in seconds."""
         return costs_of(self.schedule, self.batches)
 
     @cached_property
@@ -52,13 +52,13 @@ class Measured:
         return simulate(self.schedule, self.costs)
 
     def save_trace(self, path: Path) -> None:
-        """For ui.perfetto.dev: the last batches with their waits, and one simulated."""
+        """Write a trace for ui.perfetto.dev: the last batches with their waits, and one simulated batch."""
         last = self.batches[-_TRACED:]
         timelines = {"measured": timeline_of(self.schedule, *last), "predicted": self.predicted}
         save_trace(path, timelines, seconds=1.0, waits={"measured": waits_of(*last)})
 
     def profile(self, pipeline: Pipeline) -> Profile:
-        """What the next run can plan with. A loss stage's part goes to the last blocks', behind which it comes."""
+        """A profile that the next run can plan with. A loss stage's time is added to the stage before it."""
         layout = pipeline.layout
         blocks = tuple(len(run) for run in pipeline.ownership.stages)[: layout.num_stages]
         return Profile(
@@ -78,9 +78,9 @@ def _fold(times: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def gather_traces(pipeline: Pipeline) -> list[Batch]:
-    """The kept batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
+    """The recorded batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
     own = list(pipeline.engine.trace.batches)
-    ranks = gather(pipeline.chain.transport, [pack(events) for events in own])
+    ranks = gather(pipeline.relay.transport, [pack(events) for events in own])
     if ranks is None:
         return []
     rows = [pipeline.layout.table(num_microbatches(events)).actions for events in own]

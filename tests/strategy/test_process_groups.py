@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from lightning_hanayo.strategy.build.process_groups import agree
+from lightning_hanayo.strategy.process_groups import broadcast_values
 from tests.harness.pool import Pool
 
 
@@ -17,7 +17,7 @@ def agreed() -> list[torch.Tensor]:
         torch.full((2, 4), float(rank))[:, ::2],
         torch.nn.Parameter(torch.full((2,), float(rank))),
     ]  # fmt: skip
-    agree(tensors)
+    broadcast_values(tensors)
     return [tensor.detach() for tensor in tensors]
 
 

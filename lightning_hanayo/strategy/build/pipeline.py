@@ -1,0 +1,167 @@
+"""Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.partition.block_times import profile
+from lightning_hanayo.partition.cut import cut
+from lightning_hanayo.partition.deferred_init import DeferredInit, is_unbuilt
+from lightning_hanayo.partition.ownership import Ownership, Placeholder, leave_out, outside_modules
+from lightning_hanayo.partition.stack import Stack, num_outside
+from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.runtime.autograd import linear_patch
+from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
+from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.runtime.capture.user_step import UserStep
+from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
+from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.profiling.trace import Trace
+from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.build.context import PreparedModel, RankContext
+from lightning_hanayo.strategy.build.cube import Cube
+from lightning_hanayo.strategy.build.initial_values import fill_initial_values
+from lightning_hanayo.strategy.build.plan import ModelPlan
+from lightning_hanayo.strategy.build.stages import build_stages
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.pipeline import GradientSync, Pipeline
+from lightning_hanayo.strategy.process_groups import ProcessGroups
+
+
+def build_pipeline(
+    model: nn.Module,
+    plan: ModelPlan,
+    prepared: PreparedModel,
+    context: RankContext,
+    example: Callable[[], object] | None,
+) -> Pipeline:
+    """Cut `model` into this rank's stages and connect them. Called by all ranks of the world.
+
+    Args:
+        model: the whole model, the same on all ranks; afterwards other ranks' parameters are placeholders.
+        plan: what becomes of it.
+        prepared: from earlier runs; takes the blocks of each stage.
+        context: this rank's.
+        example: runs the model once, for `balance="time"`.
+    """
+    layout, cube = plan.layout, prepared.cube
+    table = layout.table(layout.num_microbatches)
+    if prepared.stage_blocks is None:
+        prepared.stage_blocks = _cut_stack(model, plan, context.options, example)
+    loss_stage = [range(0)] if table.loss_stage else []
+    ownership = Ownership(plan.stack, (*prepared.stage_blocks, *loss_stage), table.stage_ranks)
+    transport = context.transport()
+    rank = transport.rank
+    deferred = DeferredInit(model, context.seed) if is_unbuilt(model) else None
+    parameters = _keep_own(model, ownership, rank)
+    _move(model, context.device)
+    if cube is not None:
+        blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
+        cube.parallelize(blocks, parameters, outside_modules(model, plan.stack))
+    if deferred is not None:
+        fill_initial_values(deferred, _own_modules(model, ownership, rank), context.device, cube)
+
+    stages, user_step = build_stages(model, layout, ownership, rank, cube=cube, context=context)
+    gradients = _gradient_sync(model, ownership, rank, context.groups, cube)
+    streams = context.random_streams
+    engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams)
+    splitter = WholeSplitter() if cube is None else cube.splitter
+    return Pipeline(
+        layout, ownership, rank, engine, context.relay, parameters, gradients, splitter, user_step, streams
+    )
+
+
+def restore_forwards(pipeline: Pipeline) -> None:
+    """Give the blocks and their linear layers their own `forward` back, after a run."""
+    forward_patch.remove(pipeline.ownership.stack.blocks)
+    linear_patch.remove(pipeline.ownership.stack.blocks)
+
+
+def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
+    """All values of a whole model: what the ranks must agree on. Empty if it has placeholders, from an earlier run."""
+    if any(isinstance(parameter, Placeholder) for parameter in model.parameters()):
+        return []
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+
+
+def _gradient_sync(
+    model: nn.Module, ownership: Ownership, rank: int, groups: ProcessGroups, cube: Cube | None
+) -> GradientSync:
+    """All-reduce over data ranks; in a cube also over the axes where a gradient is partial, and what is outside apart."""
+    trained = {stage: ownership.stage_parameters(model, stage) for stage in ownership.stages_of(rank)}
+    if cube is None:
+        return GradientSync(GradientAllReduce(trained, groups.data))
+    outside = cube.outside
+    sharded = {stage: [p for p in own if p not in set(outside.parameters)] for stage, own in trained.items()}
+    all_reduce = GradientAllReduce(sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)))
+    over_data = None if groups.data is None else GradientAllReduce({0: outside.parameters}, groups.data)
+    return GradientSync(all_reduce, outside, over_data)
+
+
+def _cut_stack(
+    model: nn.Module, plan: ModelPlan, options: Options, example: Callable[[], object] | None
+) -> list[range]:
+    """The blocks of each stage, the same on all ranks."""
+    layout, stack = plan.layout, plan.stack
+    if options.balance == "parameters":
+        sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
+        return _cut_with_outside(sizes, layout, num_outside(model, stack))
+    if options.balance != "time":
+        return cut([float(cost) for cost in options.balance], layout.num_stages)
+    times, outside = _measured_times(model, stack, example)
+    return _cut_with_outside(times, layout, outside)
+
+
+def _measured_times(
+    model: nn.Module, stack: Stack, example: Callable[[], object] | None
+) -> tuple[Sequence[float], float]:
+    """Seconds of each block, and of everything outside the stack, as rank 0 measured them."""
+    if is_unbuilt(model):
+        raise HanayoError("balance='time' runs the model once, but it was built on the meta device; use 'parameters'")
+    if example is None:
+        raise HanayoError("balance='time' runs the model once on `example_input_array`; the LightningModule has none")
+    times, outside = profile(model, stack, example)
+    measured = torch.tensor([*times, outside], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.broadcast(measured, src=0)
+    *times, outside = measured.tolist()
+    return times, outside
+
+
+def _cut_with_outside(costs: Sequence[float], layout: Layout, outside: float) -> list[range]:
+    """Code outside the stack runs on rank 0: with the last stage's blocks in a wave, with the first one's in a loop."""
+    if layout.ends_on_first_rank:
+        return cut(costs, layout.num_stages, last=outside)
+    return cut(costs, layout.num_stages, first=outside)
+
+
+def _own_modules(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Module]:
+    """The modules of this rank's blocks, and those outside the stack on the rank that has stage 0."""
+    stages = ownership.stages_of(rank)
+    outside = outside_modules(model, ownership.stack) if 0 in stages else []
+    return [*outside, *(part for stage in stages for block in ownership.blocks(stage) for part in block.modules())]
+
+
+def _keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Parameter]:
+    """Replace what other pipeline ranks own by placeholders; return what this one trains, in the model's order."""
+    ownership.check(model)
+    kept = {p for stage in ownership.stages_of(rank) for p in ownership.stage_parameters(model, stage)}
+    own = set(_own_modules(model, ownership, rank))  # blocks may share a module without parameters
+    others = (part for block in ownership.stack.blocks for part in block.modules())
+    leave_out(model, kept, elsewhere=[part for part in others if part not in own])
+    parameters = model.named_parameters()
+    missing = [name for name, parameter in parameters if parameter in kept and isinstance(parameter, Placeholder)]
+    if missing:
+        raise UnsupportedError(
+            f"{missing[0]} has no values here: the model was trained before with another layout, and its values are "
+            f"on that layout's ranks. Build it anew, and load a checkpoint."
+        )
+    return [parameter for parameter in model.parameters() if parameter in kept]
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Move what this rank holds to `device`; placeholders stay where they are."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

@@ -1,0 +1,115 @@
+"""Builds this rank's stages out of blocks and user code, and patches the blocks' forwards for them."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_hanayo.partition.ownership import Ownership
+from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.runtime.autograd import linear_patch
+from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
+from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.runtime.capture.user_step import UserStep
+from lightning_hanayo.runtime.stages.base import FirstStage, LastStage, MiddleStage, Stage
+from lightning_hanayo.runtime.stages.single import SingleStage
+from lightning_hanayo.runtime.stages.tensor_parallel_ends import TensorParallelFirstStage, TensorParallelLastStage
+from lightning_hanayo.schedule import Kind
+from lightning_hanayo.strategy.build.context import RankContext
+from lightning_hanayo.strategy.build.cube import Cube
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+
+def build_stages(
+    model: nn.Module,
+    layout: Layout,
+    ownership: Ownership,
+    rank: int,
+    *,
+    cube: Cube | None,
+    context: RankContext,
+) -> tuple[dict[int, Stage], UserStep | None]:
+    """This rank's stages by number, and what runs the user's step, which is None above pipeline rank 0.
+
+    Args:
+        model: with this rank's parameters, in a cube its shards of them; placeholders elsewhere.
+        layout: the pipeline's.
+        ownership: which stages are on which ranks.
+        rank: this pipeline rank.
+        cube: the ranks that hold each stage together; None for one.
+        context: this rank's.
+    """
+    numbers = ownership.stages_of(rank)
+    queues = {stage: WeightGradientQueue() for stage in numbers} | (cube.queues if cube is not None else {})
+    if _splits_backward(layout):
+        keep = ownership.parameters_of_several(model)
+        for stage in numbers:
+            linear_patch.install(ownership.blocks(stage), queues[stage], keep=keep)
+    stack, streams = ownership.stack, context.random_streams
+    num_local = len(ownership.stages[0]) if cube is None else 0
+    is_single = len(ownership.stages) == 1  # a single stage runs the blocks where the user's code calls them
+    if streams is not None or not is_single:
+        forward_patch.install(stack.blocks, streams, num_local=num_local, whole=is_single)
+    if not is_single:
+        _keep_padding(model, context.attributes)
+    hooks = {stage: cube.stage_hooks(stage) if cube is not None else None for stage in numbers}
+    stages: dict[int, Stage] = {
+        stage: MiddleStage(ownership.blocks(stage), queues[stage], hooks[stage]) for stage in numbers
+    }
+    if 0 not in numbers:
+        return stages, None
+    user_step = UserStep(stack.blocks, num_local, stack.name, streams)
+    ends = _ends(ownership, user_step, queues) if cube is None else _sharded_ends(ownership, user_step, queues, cube)
+    return stages | ends, user_step
+
+
+def _ends(
+    ownership: Ownership, user_step: UserStep, queues: Mapping[int, WeightGradientQueue]
+) -> dict[int, Stage]:
+    """The stages that run user code: the first and the last, or one that is both."""
+    end = len(ownership.stages) - 1
+    if end == 0:
+        return {0: SingleStage(user_step, queues[0])}
+    tied = TiedGradients()
+    first = FirstStage(user_step, tied, queues[0])
+    return {0: first, end: LastStage(ownership.blocks(end), user_step, first, tied, queues[end])}
+
+
+def _sharded_ends(
+    ownership: Ownership, user_step: UserStep, queues: Mapping[int, WeightGradientQueue], cube: Cube
+) -> dict[int, Stage]:
+    """The first and the last stage where the ranks of a cube hold each stage together."""
+    end = len(ownership.stages) - 1
+    tied = TiedGradients()
+    first = TensorParallelFirstStage(
+        user_step,
+        tied,
+        queues[0],
+        blocks=ownership.blocks(0),
+        gate=cube.admission,
+        streams=cube.plan.streams,
+        surroundings=cube.stage_hooks(0),
+    )
+    last = TensorParallelLastStage(
+        ownership.blocks(end),
+        user_step,
+        first,
+        tied,
+        queues[end],
+        gate=cube.admission,
+        surroundings=cube.stage_hooks(end),
+    )
+    return {0: first, end: last}
+
+
+def _splits_backward(layout: Layout) -> bool:
+    """Whether any backward is split; otherwise linear layers stay as they are."""
+    rows = layout.table(layout.num_microbatches).actions
+    return any(action.kind is Kind.W for row in rows for action in row)
+
+
+def _keep_padding(model: nn.Module, attributes: TemporaryAttributes) -> None:
+    """In evaluation `nn.TransformerEncoder` makes nested tensors of padded ones, which can't be sent. Values agree."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            attributes.set(module, "use_nested_tensor", False)

@@ -1,0 +1,202 @@
+"""The strategy's base class: ranks, launcher, process group, collectives and precision plugin, as Lightning asks."""
+
+from abc import ABC, abstractmethod
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hanayo.errors import available
+from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
+from lightning_hanayo.strategy.lightning.precision import check_precision
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups, backend_for, broadcast_object
+from lightning_hanayo.topology import Topology, resolve
+
+
+class MeshParallelStrategy(ParallelStrategy, ABC):
+    """A strategy whose ranks have a place on the axes of a topology (data, pipeline, cube).
+
+    Decisions are agreed over all ranks; metrics are reduced over the data ranks.
+    """
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.options = options
+        self.num_nodes = 1
+        self._topology: Topology | None = None
+        self._groups: ProcessGroups | None = None
+
+    # what this process is
+
+    @property
+    def topology(self) -> Topology:
+        """The place of every rank."""
+        return available(self._topology, "the topology is known once the Trainer is constructed")
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """This rank's process groups."""
+        return available(self._groups, "the process groups exist once the Trainer has started the processes")
+
+    @property
+    def module(self) -> "pl.LightningModule":
+        """The user's module."""
+        return available(self.lightning_module, "the LightningModule is known once the Trainer runs it")
+
+    @property
+    def environment(self) -> ClusterEnvironment:
+        """Tells ranks and addresses."""
+        return available(self.cluster_environment, "the cluster environment is set by the Trainer")
+
+    @property
+    def data_rank(self) -> int:
+        """This process's place on the data axis."""
+        return self.topology.coordinates(self.global_rank)[0]
+
+    @property
+    def pipe_rank(self) -> int:
+        """This process's place on the pipeline axis."""
+        return self.topology.coordinates(self.global_rank)[1]
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return available(self.parallel_devices, "devices are known once the Trainer is constructed")[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on one node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning shall give each data rank its own samples."""
+        return self.topology.data > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.topology.data, "rank": self.data_rank}
+
+    def set_world_ranks(self) -> None:
+        """Called when the Trainer is constructed, and again in each process."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for function in (rank_zero_only, fabric_rank_zero_only):
+            vars(function)["rank"] = self.global_rank
+        self._topology = resolve(
+            self.num_nodes * self.num_processes,
+            pipeline_parallel_size=self.options.pipeline_parallel_size,
+            data_parallel_size=self.options.data_parallel_size,
+            cube=self.options.cube,
+        )
+
+    # processes
+
+    @abstractmethod
+    def check_before_launch(self, trainer: "pl.Trainer") -> None:
+        """Reject what can be known to be wrong before any process starts."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = CheckingLauncher(
+            self.environment, self.num_processes, self.num_nodes, check=self.check_before_launch
+        )
+
+    def end_launched_processes(self) -> None:
+        """After a failure: end the processes that this one has started."""
+        if isinstance(self._launcher, CheckingLauncher):
+            self._launcher.end()
+
+    def connect_processes(self) -> None:
+        """Join the process group, and create those of the topology unless an earlier run of this Trainer did."""
+        reset_seed()
+        self.set_world_ranks()
+        joined_before = dist.is_initialized()
+        device: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
+        backend = backend_for(self.root_device)
+        _init_dist_connection(self.environment, backend, timeout=self.options.timeout, **device)
+        if self._groups is None or not joined_before:
+            self._groups = ProcessGroups.create(self.topology, self.global_rank, self.root_device, self.options)
+
+    def disconnect_processes(self) -> None:
+        """Leave the process group without waiting for other ranks."""
+        self._groups = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # collectives that Lightning and the user call
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return broadcast_object(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data ranks of this pipeline rank: only pipeline rank 0 has metrics."""
+        group = group or self.groups.data
+        if isinstance(tensor, Tensor) and group is not None:
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self.world_size == 1:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the ranks that see other samples than this one. Called by all of them.
+
+        `LightningModule.all_gather` passes the world if its caller named no group. The ranks above pipeline rank 0
+        don't run the step that calls it, so a collective over the world would never complete there.
+
+        Returns:
+            [ranks, ...]; in a world of one rank the tensor as it is, as Lightning documents it.
+        """
+        if self.world_size == 1:
+            return tensor
+        if group is None or group is dist.group.WORLD:
+            group = self.groups.metrics
+        with nullcontext() if sync_grads else torch.no_grad():
+            gathered: Tensor = AllGather.apply(tensor, group)
+        return gathered
+
+    # precision
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None:
+            check_precision(precision_plugin)
+        self._precision_plugin = precision_plugin
+
+    @property
+    def synchronizes_batchnorm(self) -> bool:
+        """Whether the user asked for BatchNorm statistics over all processes."""
+        return self._layer_sync is not None

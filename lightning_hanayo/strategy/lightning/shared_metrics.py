@@ -1,0 +1,132 @@
+"""Makes the metrics that pipeline rank 0 has logged known on every rank of its pipeline."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hanayo.errors import NotAvailableError
+from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+
+class SharedMetrics(_LoggerConnector):
+    """Lightning's logger connector, which relays finished metrics to the ranks that saw no loss.
+
+    The Trainer's own connector takes this class for the time of a run: callbacks, loops and loggers hold references to
+    that object, so another one in its place would not be asked.
+    """
+
+    relay: Relay
+    """over all ranks that train one copy of the model"""
+    computes: bool
+    """whether this rank's steps have logged what rank 0's have: pipeline rank 0 of each cube rank"""
+    warns: bool
+
+    def share(self) -> None:
+        """Give all ranks of the pipeline rank 0's metrics. Called by all of them."""
+        names = ("_callback_metrics", "_logged_metrics")
+        own = {name: {k: _to_json(v) for k, v in getattr(self, name).items()} for name in names}
+        for name, metrics in self.relay.share("metrics", own).items():
+            if self.relay.transport.rank > 0:
+                getattr(self, name).update({k: _from_json(v, self.relay.transport.device) for k, v in metrics.items()})
+
+    def share_step(self, loss: Tensor) -> Tensor:
+        """Share what the step has logged; return its loss, rank 0's on every rank."""
+        self.share_current()
+        is_first = self.relay.transport.rank == 0
+        value = self.relay.share("loss", _to_json(loss) if is_first else None)
+        return loss if is_first else _from_json(value, self.relay.transport.device)
+
+    def share_current(self) -> None:
+        """Share what can be read at this moment, within a batch or at the end of an epoch."""
+        if self.computes:
+            _ = self.callback_metrics, self.logged_metrics  # reading them brings them up to date
+        self.share()
+
+    @property
+    @override
+    def metrics(self) -> Any:
+        with warnings.catch_warnings():
+            if not self.warns:  # one data rank: there is nothing to sync
+                warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
+            return super().metrics
+
+    @override
+    def epoch_end_reached(self) -> None:
+        super().epoch_end_reached()
+        self.share_current()  # what the steps logged, for the callbacks' epoch ends
+
+    @override
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        self.share()
+
+    @override
+    def update_eval_epoch_metrics(self) -> Any:
+        metrics = super().update_eval_epoch_metrics()
+        self.share()
+        return metrics if self.computes else dict(self._logged_metrics)
+
+    @property
+    @override
+    def callback_metrics(self) -> Any:
+        return super().callback_metrics if self.computes else self._callback_metrics
+
+    @property
+    @override
+    def logged_metrics(self) -> Any:
+        return super().logged_metrics if self.computes else self._logged_metrics
+
+
+def share_metrics(
+    trainer: "pl.Trainer", relay: Relay, attributes: TemporaryAttributes, *, computes: bool, warns: bool
+) -> None:
+    """Make the trainer's metrics known on every rank of the pipeline and of its cubes, for the time of a run."""
+    connector, module = trainer._logger_connector, trainer.lightning_module
+    attributes.set(connector, "__class__", SharedMetrics)
+    for name, value in {"relay": relay, "computes": computes, "warns": warns}.items():
+        attributes.set(connector, name, value)
+    hook = partial(_on_train_epoch_end, module, vars(module).get("on_train_epoch_end"))
+    attributes.set(module, "on_train_epoch_end", hook)
+
+
+def shared_metrics_of(trainer: "pl.Trainer") -> SharedMetrics:
+    """The trainer's connector, after `share_metrics`.
+
+    Raises:
+        NotAvailableError: `share_metrics` was not called in this run.
+    """
+    connector: Any = trainer._logger_connector
+    if not isinstance(connector, SharedMetrics):
+        raise NotAvailableError("metrics are shared between ranks only while the Trainer runs")
+    return connector
+
+
+def _on_train_epoch_end(module: "pl.LightningModule", instance_hook: Callable[[], object] | None) -> None:
+    """The module's own hook, and then its metrics for all ranks: callbacks that monitor them look right after it.
+
+    `instance_hook` is what the user has set on the instance in place of the method.
+    """
+    if instance_hook is None:
+        type(module).on_train_epoch_end(module)
+    elif callable(instance_hook):  # Lightning ignores anything else
+        instance_hook()
+    connector = module.trainer._logger_connector
+    if isinstance(connector, SharedMetrics):
+        connector.share_current()
+
+
+def _to_json(value: Any) -> list[Any]:
+    return [value.tolist(), str(value.dtype).removeprefix("torch.")] if isinstance(value, Tensor) else [value, ""]
+
+
+def _from_json(plain: list[Any], device: torch.device) -> Any:
+    value, dtype = plain
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=device) if dtype else value

@@ -1,0 +1,105 @@
+"""Which hooks the user's module, callbacks and precision plugin define: what is unused needn't be prepared for."""
+
+from collections.abc import Callable
+from functools import partial
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+_OWN_PACKAGES = ("lightning.", "lightning_hanayo.")
+
+
+def takes_dataloader_iter(module: "pl.LightningModule") -> bool:
+    """Whether `training_step` takes the loader's iterator."""
+    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+
+
+def defines_configure_model(module: "pl.LightningModule") -> bool:
+    """Whether the model is built in `configure_model`, after the processes have started."""
+    return is_overridden("configure_model", module)
+
+
+def example_run(module: "pl.LightningModule") -> Callable[[], object] | None:
+    """Returns a function that runs `forward` on the module's `example_input_array`; None without one."""
+    example = module.example_input_array
+    if example is None:
+        return None
+    if isinstance(example, dict):
+        return partial(module, **example)
+    return partial(module, *(example if isinstance(example, (tuple, list)) else [example]))
+
+
+def overrides(module: "pl.LightningModule", hook: str) -> bool:
+    """Whether the module defines `hook`, in its class or on the instance, where it may be any callable."""
+    return hook in vars(module) or getattr(type(module), hook) is not getattr(pl.LightningModule, hook)
+
+
+def is_listened_to(trainer: "pl.Trainer", hook: str) -> bool:
+    """Whether the module or a callback defines `hook`."""
+    return overrides(trainer.lightning_module, hook) or any(
+        getattr(type(callback), hook) is not getattr(pl.Callback, hook) or hook in vars(callback)
+        for callback in callbacks_of(trainer)
+    )
+
+
+def clips_by_norm(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:
+    """Whether all ranks wait for each other before each optimizer step, for the norm of the whole gradient."""
+    if overrides(module, "configure_gradient_clipping"):
+        return True
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+
+
+def may_scale_backward(trainer: "pl.Trainer") -> bool:
+    """Whether user code may send an unexpected gradient into the loss: an override, or a precision plugin."""
+    classes = type(trainer.precision_plugin).__mro__
+    hooks = ("pre_backward", "backward")
+    foreign = any(hook in vars(one) for hook in hooks for one in classes if not _is_own(one))
+    return foreign or overrides(trainer.lightning_module, "backward") or is_listened_to(trainer, "on_before_backward")
+
+
+def reads_old_gradients(trainer: "pl.Trainer") -> bool:
+    """Whether a hook may read the last step's gradients before they are zeroed; otherwise they needn't be kept."""
+    return overrides(trainer.lightning_module, "optimizer_zero_grad") or is_listened_to(trainer, "on_before_zero_grad")
+
+
+def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) -> bool:
+    """Whether a callback or a scheduler reads metrics at the end of this batch. The same on all ranks.
+
+    Lightning's own callbacks read them when they save. For a user's callback it isn't known, so any that defines
+    `on_train_batch_end` counts.
+
+    Args:
+        trainer: whose callbacks are asked.
+        batch_idx: the batch's number in the epoch.
+        steps: whether the optimizer steps after this batch.
+    """
+    plateaus = (c for c in trainer.strategy.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step")
+    if steps and any((batch_idx + 1) % config.frequency == 0 for config in plateaus):
+        return True
+    if overrides(trainer.lightning_module, "on_train_batch_end"):
+        return True
+    return any(_reads_metrics(trainer, callback, steps=steps) for callback in callbacks_of(trainer))
+
+
+def _reads_metrics(trainer: "pl.Trainer", callback: "pl.Callback", *, steps: bool) -> bool:
+    if isinstance(callback, ModelCheckpoint):
+        every = callback._every_n_train_steps  # what it monitors, or puts into a file's name
+        due = steps and every > 0 and (trainer.global_step + 1) % every == 0
+        return due or callback._train_time_interval is not None
+    if isinstance(callback, LambdaCallback):
+        return "on_train_batch_end" in vars(callback)
+    return not _is_own(type(callback)) and type(callback).on_train_batch_end is not pl.Callback.on_train_batch_end
+
+
+def _is_own(kind: type) -> bool:
+    """Whether the class is Lightning's or this package's."""
+    return kind.__module__.startswith(_OWN_PACKAGES)
+
+
+def callbacks_of(trainer: "pl.Trainer") -> list["pl.Callback"]:
+    """The Trainer's callbacks, typed."""
+    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # only a connector declares this attribute
+    return callbacks

@@ -1,0 +1,205 @@
+"""One run of the Trainer on one rank: connections to other ranks, the pipeline, and what is changed for the run."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_hanayo.errors import available
+from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.runtime.random_streams import RandomStreams
+from lightning_hanayo.seeds import seed_of
+from lightning_hanayo.strategy.build.context import PreparedModel, RankContext
+from lightning_hanayo.strategy.build.cube import Cube
+from lightning_hanayo.strategy.build.pipeline import build_pipeline, restore_forwards, whole_values
+from lightning_hanayo.strategy.build.plan import ModelPlan, plan_model
+from lightning_hanayo.strategy.failure import Failures
+from lightning_hanayo.strategy.gradient_clipping import clip_by_norm, clip_by_norm_of_shards
+from lightning_hanayo.strategy.lightning.metric_state import sync_metrics_over
+from lightning_hanayo.strategy.lightning.patches import keep_sigterm_local, skip_hooks_without_data
+from lightning_hanayo.strategy.lightning.precision import clip_with
+from lightning_hanayo.strategy.lightning.shared_metrics import share_metrics
+from lightning_hanayo.strategy.lightning.user_hooks import clips_by_norm, example_run
+from lightning_hanayo.strategy.loss_weight import LossWeighting, PieceWeights
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.pipeline import Pipeline
+from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_object, broadcast_values
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.topology import Topology
+
+
+class Session:
+    """Lives for one fit, validate, test or predict: made when the processes have met, closed at teardown.
+
+    Args:
+        options: of the strategy.
+        topology: the ranks.
+        groups: this rank's process groups.
+        rank: this process's rank in the world.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self, options: Options, topology: Topology, groups: ProcessGroups, *, rank: int, device: torch.device
+    ) -> None:
+        self.topology = topology
+        self.device = device
+        self.failures = Failures(rank)
+        self.attributes = TemporaryAttributes()
+        self.pipe_relay = self._relay(groups.pipe_ranks, groups)
+        is_cube = prod(topology.cube) > 1
+        self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
+        self._options = options
+        self._open_groups: ProcessGroups | None = groups
+        self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
+        self._pipeline: Pipeline | None = None
+        self.cube: Cube | None = None
+        self._is_open = True
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """This rank's part of the pipeline."""
+        return available(self._pipeline, "the pipeline exists once the Trainer has set up the model")
+
+    def weigh(self, pieces: Sequence[Any], *, trains: bool) -> PieceWeights:
+        """The weights of a batch's pieces. In training called by all data ranks."""
+        weighting = LossWeighting(self._options.loss_weight, self.topology.data, self._groups.data_control)
+        return weighting.for_training(pieces) if trains else weighting.for_evaluation(pieces)
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the model is set up."""
+        return self._pipeline is not None
+
+    def set_up(self, trainer: "pl.Trainer", module: "pl.LightningModule", prepared: PreparedModel) -> None:
+        """Build the pipeline and adapt Trainer and module to it. Called by all ranks of the world.
+
+        Args:
+            trainer: of the run.
+            module: whole, and the same on all ranks, unless an earlier run of the same Trainer has set it up.
+            prepared: what earlier runs have done to the module.
+        """
+        plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
+        seed = broadcast_object(torch.initial_seed())
+        if prepared.cube is None:
+            if self.topology.world_size > 1:
+                broadcast_values(whole_values(module))
+            prepared.cube = self._make_cube(plan)
+        self.cube = prepared.cube
+        context = RankContext(
+            self._options,
+            self._groups,
+            self.device,
+            self.pipe_relay,
+            self.attributes,
+            self.failures.on_transfer,
+            seed,
+            self._random_streams(trainer, plan.layout, seed),
+        )
+        self._pipeline = build_pipeline(module, plan, prepared, context, example_run(module))
+        self._adapt(trainer, module)
+
+    def close(self) -> None:
+        """End the run, once the other ranks have received what this one sent. After `abandon`: do nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self.failures.stop()
+        self.attributes.restore()
+        for relay in self._relays:
+            relay.finish()
+        if self._pipeline is not None:
+            self._pipeline.close()
+            restore_forwards(self._pipeline)
+
+    def abandon(self) -> None:
+        """End the run after a failure, without waiting for other ranks.
+
+        Drops the process groups, and nothing that a traceback keeps alive may hold one: gloo wakes the ranks that wait
+        for this one only when its connections are closed.
+        """
+        self._is_open = False
+        self._open_groups = None
+        self.failures.stop()
+        self.attributes.restore()
+        if self._pipeline is not None:
+            self._pipeline.abandon()
+            restore_forwards(self._pipeline)
+        for relay in self._relays:
+            relay.forget()
+            relay.transport.close()
+
+    @property
+    def _groups(self) -> ProcessGroups:
+        return available(self._open_groups, "process groups exist until a run has failed")
+
+    @property
+    def _relays(self) -> tuple[Relay, ...]:
+        return tuple({id(relay): relay for relay in (self.pipe_relay, self.replica_relay)}.values())
+
+    def _relay(self, ranks: tuple[int, ...], groups: ProcessGroups) -> Relay:
+        control = groups.control if ranks == groups.pipe_ranks else groups.replica
+        on_failure = self.failures.on_transfer
+        return Relay(
+            ProcessGroupTransport(ranks, control=control, channels={}, device=self.device, on_failure=on_failure)
+        )
+
+    def _make_cube(self, plan: ModelPlan) -> Cube | None:
+        if plan.conversion is None or self._groups.cube is None:
+            return None
+        rank_zero_info(f"cube={self.topology.cube}\n{plan.conversion.report}")
+        return Cube(self._groups.cube, plan.conversion, self._options)
+
+    def _random_streams(self, trainer: "pl.Trainer", layout: Layout, seed: int) -> RandomStreams | None:
+        """None where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws.
+
+        Outside `fit` no step counter tells one run from the next, so each run takes a new seed from torch's generator.
+        """
+        if self.topology.world_size == 1 and layout.num_microbatches == 1:
+            return None
+        if trainer.state.fn != TrainerFn.FITTING:
+            seed = broadcast_object(seed_of(seed, int(torch.randint(1 << 62, ()))))
+        place = self.cube.sample_rank if self.cube is not None else 0
+        return RandomStreams(seed, self._data_rank, self.device, place=place)
+
+    def _adapt(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        attributes = self.attributes
+        clip_with(trainer.precision_plugin, self._clip, attributes)
+        keep_sigterm_local(trainer, attributes)
+        computes, warns = self._pipe_rank == 0, self.topology.data > 1
+        # The ranks of a cube log the same values: rank 0's are used for all of them.
+        share_metrics(trainer, self.replica_relay, attributes, computes=computes, warns=warns)
+        sync_metrics_over(module, self._groups.metrics, attributes)
+        if self._pipe_rank > 0:
+            skip_hooks_without_data(module, attributes)
+        if self.topology.replica_size > 1:  # summaries and graphs would run the model outside a step
+            attributes.set(module, "example_input_array", None)
+
+    def _clip(self, parameters: list[Tensor], max_norm: float) -> None:
+        if self.cube is not None:
+            clip_by_norm_of_shards(parameters, max_norm, self._groups.replica, self.cube.num_replicas)
+        else:
+            clip_by_norm(parameters, max_norm, self._groups.control if self.topology.pipe > 1 else None)
+
+
+def plan_for(
+    trainer: "pl.Trainer",
+    module: "pl.LightningModule",
+    prepared: PreparedModel,
+    options: Options,
+    topology: Topology,
+) -> ModelPlan:
+    """What becomes of the module in a run of this Trainer. Needs no process group.
+
+    Raises:
+        HanayoError: it can't be run so.
+    """
+    steady = not clips_by_norm(trainer, module)
+    return plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)

@@ -1,0 +1,100 @@
+"""Runs one batch for a hook: cuts it, runs the pipeline on it, merges results and logs, and defers gradients.
+
+hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's step, once per micro-batch
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_hanayo.runtime import microbatches
+from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
+from lightning_hanayo.runtime.batch import Batch
+from lightning_hanayo.runtime.stages.base import loss_of
+from lightning_hanayo.strategy.build.checks import reject_stop
+from lightning_hanayo.strategy.lightning import progress, user_hooks
+from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
+from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
+from lightning_hanayo.strategy.session import Session
+
+UserStep = Callable[[Any], Any]
+"""The user's step on one micro-batch."""
+
+
+def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *, steps: bool) -> Any:
+    """Run forward and backward of a batch. Called by all ranks; the batch counts on pipeline rank 0 only.
+
+    Args:
+        session: this run's.
+        trainer: whose hook asks.
+        batch: what is cut into micro-batches.
+        step: the user's `training_step`.
+        steps: whether the optimizer steps after this batch; otherwise gradients accumulate.
+
+    Returns:
+        What the step returned, merged, with a loss whose backward gives the gradients to the parameters.
+    """
+    pipeline, scale = session.pipeline, progress.expected_gradient(trainer)
+    continues, stopping = progress.continues_accumulation(trainer), trainer.should_stop
+    separate = continues and user_hooks.may_scale_backward(trainer)
+    deferred = DeferredGradients(
+        pipeline.parameters,
+        continues=continues,
+        keeps=user_hooks.reads_old_gradients(trainer),
+        separate=separate,
+        finish=pipeline.reduce_gradients if separate and steps else None,
+    )
+    result = _run(session, trainer, batch, step, scale=scale, trains=True, reduce=steps and not separate)
+    deferred.take()
+    loss = loss_of(result) if pipeline.rank == 0 else torch.zeros((), device=session.device)
+    if session.topology.replica_size > 1:
+        if trainer.should_stop != stopping:
+            reject_stop()
+        if user_hooks.reads_step_metrics(trainer, progress.batch_idx(trainer), steps=steps):
+            loss = shared_metrics_of(trainer).share_step(loss)
+    return _with_loss(result, deferred.loss(loss.reshape(()), scale).reshape(loss.shape))
+
+
+def evaluate(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
+    """Run the forward of a batch. Called by all ranks; returns the merged results on pipeline rank 0."""
+    return _run(session, trainer, batch, step, trains=False)
+
+
+def _run(
+    session: Session,
+    trainer: "pl.Trainer",
+    batch: Any,
+    step: UserStep,
+    *,
+    trains: bool,
+    scale: float = 1.0,
+    reduce: bool = False,
+) -> Any:
+    """Run a batch and merge what the step returned; None above pipeline rank 0. `scale`: the gradient of the loss."""
+    pipeline = session.pipeline
+    if pipeline.rank > 0:
+        return pipeline.follow(trains=trains, reduce=reduce)
+    split = pipeline.split(batch)
+    weights = session.weigh(split.pieces, trains=trains)
+    log = MicrobatchLog(trainer, split, weights.in_mean, pipeline.splitter)
+    kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
+    running = Batch(
+        microbatches.signature(batch, split.microbatch_sizes, kind),
+        pipeline.reduces_in_batch(reduce),
+        step=lambda m: step(split.step_inputs[m]),
+        dry_run_step=lambda m: step(split.block_inputs[m]),
+        on_user_code=log.enter,
+        loss_weights=[weights.in_gradient[piece] * scale for piece in split.own],
+    )
+    with log.collecting():
+        count = len(split.microbatch_sizes)
+        pipeline.lead(running, count, progress.batch_key(trainer), trains=trains, reduce=reduce)
+    results = [running.results[m] for m in range(count)]
+    return pipeline.splitter.merge(results, split, weights.in_loss, has_loss=trains)
+
+
+def _with_loss(result: Any, loss: Tensor) -> Any:
+    return {**result, "loss": loss} if isinstance(result, Mapping) else loss

@@ -1,0 +1,128 @@
+"""Lightning's private side is touched in one package, and every private name that it uses is listed here.
+
+When a new release of Lightning renames one of them, this list says what to look at.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import lightning
+import torchmetrics
+
+import lightning_hanayo
+
+PACKAGE = Path(lightning_hanayo.__file__).parent
+ALLOWED = PACKAGE / "strategy" / "lightning"
+
+USED = {
+    "imported": {
+        "_LoggerConnector",
+        "_SubprocessScriptLauncher",
+        "_init_dist_connection",
+        "_optimizer_to_device",
+        "_set_num_threads_if_needed",
+        "_sync_ddp_if_available",
+    },
+    "of the Trainer and its loops": {
+        "_active_loop",
+        "_batches_that_stepped",
+        "_broadcast_sigterm_tensor",
+        "_callback_metrics",
+        "_logged_metrics",
+        "_logger_connector",
+        "_results",
+        "_signal_connector",
+        "_sigterm_notifier_fn",
+    },
+    "of modules and callbacks": {
+        "_apply_batch_transfer_handler",
+        "_every_n_train_steps",
+        "_on_before_batch_transfer",
+        "_train_time_interval",
+    },
+    "of strategies and launchers": {
+        "_call_children_scripts",
+        "_configure_launcher",
+        "_launcher",
+        "_layer_sync",
+        "_precision_plugin",
+    },
+    "of torchmetrics": {"_computed", "_copy_state_dict", "_forward_cache", "_update_count"},
+}
+
+
+@cache
+def private_names() -> frozenset[str]:
+    """All private names that Lightning and torchmetrics define, as attributes, functions or classes."""
+    folders = [Path(lightning.__file__).parent / part for part in ("pytorch", "fabric")]
+    metric = Path(torchmetrics.__file__).parent / "metric.py"
+    files = [metric, *(path for folder in folders for path in folder.rglob("*.py"))]
+    pattern = re.compile(r"\b(?:def|class) (_[a-zA-Z]\w*)|\bself\.(_[a-zA-Z]\w*)\b\s*(?::[^=\n]+)?=")
+    found = {name for path in files for match in pattern.findall(path.read_text()) for name in match}
+    return frozenset(name for name in found if name and not name.startswith("__"))
+
+
+def uses(path: Path) -> Iterator[tuple[str, int]]:
+    """The private names of Lightning that a file uses, with their lines; not those that it defines for itself."""
+    tree = ast.parse(path.read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("lightning.", "torchmetrics")):
+            yield from ((alias.name, node.lineno) for alias in node.names if alias.name.startswith("_"))
+        elif isinstance(node, ast.Attribute) and node.attr in private_names() - own:
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in private_names():
+            yield node.value, node.lineno
+
+
+def defines(path: Path) -> Iterator[str]:
+    """The private methods and attributes of Lightning that a file of the one package overrides or assigns."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and any(ast.unparse(one) == "override" for one in node.decorator_list):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_private_names_are_used_in_one_package() -> None:
+    listed = set().union(*USED.values())
+    elsewhere = [
+        f"{path.relative_to(PACKAGE)}:{line} uses {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if ALLOWED not in path.parents
+        for name, line in uses(path)
+        if name in listed or not name_is_own(name)
+    ]
+    assert not elsewhere, f"move these into {ALLOWED.relative_to(PACKAGE.parent)}: {elsewhere}"
+
+
+@cache
+def own_names() -> frozenset[str]:
+    """Private names that the package defines somewhere, or torch does."""
+    import torch
+
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    fields = {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    return frozenset(functions | stored | fields | set(dir(torch.Tensor)) | set(dir(torch.nn.Module())))
+
+
+def name_is_own(name: str) -> bool:
+    return name in own_names()
+
+
+def test_every_private_name_is_listed() -> None:
+    listed = set().union(*USED.values())
+    used = {name for path in ALLOWED.glob("*.py") for name, _ in uses(path)}
+    used |= {name for path in ALLOWED.glob("*.py") for name in defines(path) if name in listed}
+    assert used == listed

@@ -301,5 +301,5 @@ def test_what_would_be_lost_is_refused_by_name(pool: Pool) -> None:
     """And what other ranks have trained doesn't begin anew."""
     with pytest.raises(RunFailed, match=r"blocks\.5\.up\.weight of a Linear was given values 2 times"):
         pool.run(2, refused, Special, Layout(2))
-    with pytest.raises(RunFailed, match=r"was trained before, on another layout"):
+    with pytest.raises(RunFailed, match=r"was trained before with another layout"):
         pool.run(2, refused, models.MLP, Layout(2), Layout(2, waves=2))

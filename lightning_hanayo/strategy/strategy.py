@@ -38,9 +38,10 @@ class HanayoStrategy(MeshParallelStrategy):
     zig-zag (wave) order; its `training_step` runs on pipeline rank 0, once for each micro-batch.
 
     A model too large for one process is built on the meta device, in `configure_model` (`with torch.device("meta")`, or
-    `self.trainer.init_module(empty_init=True)`): each rank makes what it holds, module by module, with values that are
-    the same on every layout. They come from the modules' `reset_parameters`, those of the modules around them up to the
-    LightningModule, and Hugging Face's `_init_weights`; what an `__init__` does besides is refused by name.
+    `self.trainer.init_module(empty_init=True)`): each rank creates what it holds, module by module, with values that
+    are the same on every layout. They come from the modules' `reset_parameters`, those of the modules around them up to
+    the LightningModule, and Hugging Face's `_init_weights`. If an `__init__` sets values in another way, the module is
+    rejected with an error that names it.
 
     Example:
         >>> trainer = L.Trainer(accelerator="cpu", devices=4, strategy="hanayo")

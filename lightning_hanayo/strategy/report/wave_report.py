@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
@@ -170,9 +170,8 @@ class WaveReport(Callback):
             (name, f"{float(value):.3f}") for name, value in trainer.callback_metrics.items() if name.startswith("val")
         ]
         checkpoint = trainer.checkpoint_callback
-        best = getattr(checkpoint, "best_model_path", "")
-        if best:
-            rows.append(("checkpoint", _short(best)))
+        if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
+            rows.append(("checkpoint", _short(checkpoint.best_model_path)))
         rows += [("wandb run", run) for run in runs]
         rows += self._written
         width = max((len(name) for name, _ in rows), default=0)

@@ -22,10 +22,11 @@ from lightning_hanayo.strategy.build.pipeline import build_pipeline, restore_for
 from lightning_hanayo.strategy.build.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.gradient_clipping import clip_by_norm, clip_by_norm_of_shards
+from lightning_hanayo.strategy.lightning.loaders import skip_hooks_without_data
 from lightning_hanayo.strategy.lightning.metric_state import sync_metrics_over
-from lightning_hanayo.strategy.lightning.patches import keep_sigterm_local, skip_hooks_without_data
 from lightning_hanayo.strategy.lightning.precision import clip_with
 from lightning_hanayo.strategy.lightning.shared_metrics import share_metrics
+from lightning_hanayo.strategy.lightning.signals import keep_sigterm_local
 from lightning_hanayo.strategy.lightning.user_hooks import clips_by_norm, example_run
 from lightning_hanayo.strategy.loss_weight import LossWeighting, PieceWeights
 from lightning_hanayo.strategy.options import Options

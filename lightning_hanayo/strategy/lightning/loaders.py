@@ -1,8 +1,12 @@
-"""Data loaders: pipeline rank 0 reads the user's loader; the ranks above it get as many placeholder batches."""
+"""Data loaders: pipeline rank 0 reads the user's loader; the ranks above it get as many placeholder batches.
+
+On these ranks hooks that would work on data are skipped.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
@@ -17,7 +21,9 @@ from torch.utils.data import (
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
+_EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 """samplers that give as many indices as their length says"""
 
@@ -132,3 +138,23 @@ def wrap_loader(loader: Any, pipe_rank: int, get_relay: GetRelay, get_cube: GetG
         return PlaceholderLoader(loader, get_relay)
     shared = loader if get_cube is None else CubeLoader(loader, get_relay, get_cube)
     return shared if _has_certain_length(loader) else AnnouncingLoader(shared, get_relay)
+
+
+def skip_hooks_without_data(module: "pl.LightningModule", attributes: TemporaryAttributes) -> None:
+    """On a rank that gets no data, skip batch transfer and the ends of evaluation epochs.
+
+    There is nothing to transfer, and no step has collected anything; metrics come from pipeline rank 0 anyway.
+    """
+    for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
+        attributes.set(module, hook, _return_batch)
+    for hook in _EVALUATION_ENDS:
+        attributes.set(module, hook, _do_nothing)
+
+
+def _return_batch(batch: Any, *_: Any, **__: Any) -> Any:
+    """A function of this module, so that the user's module can be pickled."""
+    return batch
+
+
+def _do_nothing() -> None:
+    """A function of this module, so that the user's module can be pickled."""

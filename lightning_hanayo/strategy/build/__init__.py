@@ -1,0 +1,1 @@
+"""Builds one rank's part of a pipeline from a whole model."""

@@ -1,0 +1,67 @@
+"""Decides what becomes of a model, before any process starts: its stack, the pipeline's layout, its 3-D layers."""
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.partition.ownership import outside_modules
+from lightning_hanayo.partition.stack import Stack, find_stack
+from lightning_hanayo.planner.layout import Layout, choose
+from lightning_hanayo.strategy.build.checks import check_not_converted
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_swap
+from lightning_hanayo.topology import Topology
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What becomes of a model. Equal on all ranks."""
+
+    stack: Stack
+    layout: Layout
+    conversion: ParallelizePlan | None
+    """of the blocks' layers; None without a cube, and for a model that is converted already"""
+
+
+def plan_model(
+    model: nn.Module, options: Options, topology: Topology, *, steady: bool, is_converted: bool
+) -> ModelPlan:
+    """Plan a whole model. Needs no process group, so what is wrong is known before any process starts.
+
+    Args:
+        model: the user's.
+        options: of the strategy.
+        topology: the ranks.
+        steady: whether nothing makes ranks wait for each other between steps.
+        is_converted: whether an earlier run of the same Trainer has converted its layers.
+
+    Raises:
+        HanayoError: no stack, too few blocks, or a size that doesn't divide over the cube.
+    """
+    stack = find_stack(model, options.blocks)
+    layout = choose(
+        num_ranks=topology.pipe,
+        num_blocks=len(stack),
+        num_waves=options.num_waves,
+        num_microbatches=options.num_microbatches,
+        schedule=options.schedule,
+        activation_budget=options.activation_budget,
+        costs=options.costs,
+        steady=steady,
+        apart=prod(topology.cube) > 1,
+    )
+    if not isinstance(options.balance, str) and len(options.balance) != len(stack):
+        raise HanayoError(f"balance has {len(options.balance)} costs, but {stack.name} has {len(stack)} blocks")
+    if is_converted:
+        return ModelPlan(stack, layout, None)
+    check_not_converted(model)
+    return ModelPlan(stack, layout, _plan_conversion(model, stack, options, topology))
+
+
+def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology: Topology) -> ParallelizePlan | None:
+    if prod(topology.cube) == 1:
+        return None
+    outside = {p for module in outside_modules(model, stack) for p in module.parameters(recurse=False)}
+    return plan_swap(stack.blocks, stack.name, topology.cube, tokens=options.cube_tokens, outside=outside)

@@ -1,4 +1,4 @@
-"""The bare player: a table's sleeps and messages, and nothing else. No runtime on this machine can be faster.
+"""The bare runner: a table's sleeps and messages, and nothing else. No runtime on this machine can be faster.
 
 Buffers are there before a step begins, nobody computes or looks at anything: what is left is how late sleeps end, and
 what gloo needs for a message.
@@ -18,7 +18,7 @@ from lightning_hanayo.schedule import Kind
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.machine import sleep_until
 from recipes.benchmarks.ours import transport
-from recipes.benchmarks.player import Player
+from recipes.benchmarks.runner import Runner
 
 Message = tuple[MessageKey, int, torch.Tensor]
 """what, the peer, and its buffer"""
@@ -36,7 +36,7 @@ class _Sleep:
     seconds: float
 
 
-class BarePlayer(Player):
+class BareRunner(Runner):
     """Plays the same program as our engine."""
 
     def __init__(self, case: Case, candidate: Candidate) -> None:
@@ -63,7 +63,7 @@ class BarePlayer(Player):
                 self._moves.append(_Messages(sends, receives))
 
     @override
-    def play(self) -> None:
+    def run_step(self) -> None:
         arriving: dict[MessageKey, Work] = {}
         leaving: list[Work] = []
         for move in self._moves:

@@ -149,7 +149,7 @@ class Cluster:
 
     def _start(self, rank: int, host: str, folder: Path) -> "subprocess.Popen[bytes]":
         """`ip netns exec` becomes the process itself, so that its id is the rank's."""
-        surroundings = {
+        environment = {
             "GLOO_SOCKET_IFNAME": DEVICE,
             "MASTER_ADDR": _address(0),
             "MASTER_PORT": str(PORT),
@@ -159,7 +159,7 @@ class Cluster:
         }
         command = ["ip", "netns", "exec", host, sys.executable, "-m", "recipes.benchmarks.cluster_rank", str(folder)]
         with (folder / f"said-{rank}").open("wb") as said:
-            return subprocess.Popen(command, env=os.environ | surroundings, stdin=subprocess.DEVNULL, stdout=said,
+            return subprocess.Popen(command, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=said,
                                     stderr=subprocess.STDOUT)  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from recipes.benchmarks.machine import Manners
+from recipes.benchmarks.machine import ProcessOptions
 
 GROUP_TIMEOUT_S = 1800.0  # the caller ends a rank that hangs, by its own limit
 _TCP = {
@@ -22,7 +22,7 @@ _TCP = {
 
 def main(folder: Path) -> None:
     """Do the work; whatever goes wrong ends in a traceback and an exit code."""
-    Manners().take()
+    ProcessOptions().apply()
     for option, value in _TCP.items():
         if (at := Path("/proc/sys/net/ipv4") / option).exists():
             at.write_text(value)

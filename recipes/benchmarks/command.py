@@ -85,13 +85,13 @@ def run(measure: Callable[[argparse.Namespace], Findings], options: argparse.Nam
     return found.code
 
 
-def describe(setting: str, *said: str) -> list[str]:
+def describe(configuration: str, *notes: str) -> list[str]:
     """The machine, what was set up on it, and how busy others kept it."""
     import torch
 
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())
     return [
         f"{time.strftime('%Y-%m-%d %H:%M')}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        f"torch {torch.__version__}, Python {platform.python_version()}, {setting}",
-        "; ".join((*said, f"load average at the end {load}")),
+        f"torch {torch.__version__}, Python {platform.python_version()}, {configuration}",
+        "; ".join((*notes, f"load average at the end {load}")),
     ]

@@ -13,7 +13,7 @@ TRIES = 40
 
 
 @dataclass(frozen=True)
-class Manners:
+class ProcessOptions:
     """How a process wants to run.
 
     Args:
@@ -24,7 +24,7 @@ class Manners:
     realtime: bool = True
     core: int | None = None
 
-    def take(self) -> str:
+    def apply(self) -> str:
         """Apply them to this process, before it starts threads; say what came of it."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the parent, which ends its children
         if sys.platform != "linux":

@@ -21,7 +21,7 @@ from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstSta
 from lightning_hanayo.schedule import Schedule
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.emulated import EmulatedLoss, EmulatedStage, inputs
-from recipes.benchmarks.player import Player
+from recipes.benchmarks.runner import Runner
 
 
 def transport() -> ProcessGroupTransport:
@@ -41,7 +41,7 @@ def stage_over(
     return SelfContainedLastStage(blocks, queue) if number == schedule.num_stages - 1 else MiddleStage(blocks, queue)
 
 
-class OurPlayer(Player):
+class OurRunner(Runner):
     """An engine and its stages.
 
     Args:
@@ -78,7 +78,7 @@ class OurPlayer(Player):
         return stage_over([block], number, self.schedule, queue, num_blocks=self.schedule.num_stages)
 
     @override
-    def play(self) -> None:
+    def run_step(self) -> None:
         self._engine.run(self._program, self._batch)
 
     @property

@@ -14,10 +14,10 @@ from lightning_hanayo.schedule import Schedule
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.emulated import EmulatedStage, inputs, loss_of
 from recipes.benchmarks.names import TORCHS
-from recipes.benchmarks.player import Player
+from recipes.benchmarks.runner import Runner
 
 
-class TorchPlayer(Player):
+class TorchRunner(Runner):
     """One of its schedules, or our table loaded into its runtime.
 
     Shapes are given, so that it infers none; outputs aren't merged; gradients are scaled in the loss, as ours are.
@@ -56,7 +56,7 @@ class TorchPlayer(Player):
         return runtime
 
     @override
-    def play(self) -> None:
+    def run_step(self) -> None:
         losses = self._losses if self._last else None
         self._runtime.step(*self._inputs, target=self._targets, losses=losses, return_outputs=False)
 

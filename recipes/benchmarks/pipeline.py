@@ -54,11 +54,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _emulated(options: argparse.Namespace) -> Findings:
-    from recipes.benchmarks import crew, report
+    from recipes.benchmarks import processes, report
     from recipes.benchmarks.case import Case, candidates
-    from recipes.benchmarks.machine import Manners
+    from recipes.benchmarks.machine import ProcessOptions
     from recipes.benchmarks.result import outcome_of
-    from recipes.benchmarks.rounds import Plan, play_all
+    from recipes.benchmarks.rounds import Plan, run_all
 
     playing = tuple(candidates(options.schedules, options.waves))
     forward, (inputs, weights) = options.forward_ms / 1e3, options.backward
@@ -71,13 +71,15 @@ def _emulated(options: argparse.Namespace) -> Findings:
             for count, size in product(options.microbatches, options.message_bytes)
         )
         plan = Plan(cases, playing, options.rounds)
-        found = crew.run(ranks, play_all, plan, [Manners(not options.ordinary)] * ranks, timeout=_patience(plan))
+        found = processes.run(
+            ranks, run_all, plan, [ProcessOptions(not options.ordinary)] * ranks, timeout=_timeout(plan)
+        )
         said = found[0][0]
         outcomes += [outcome_of(case, records) for case, *records in zip(cases, *(r for _, r in found), strict=True)]
     return report.findings(outcomes, describe(LOOPBACK, said))
 
 
-def _patience(plan: "Plan") -> float:
+def _timeout(plan: "Plan") -> float:
     """Seconds until something must be wrong: ten times what the plan should take."""
     plays = (plan.num_rounds + 3) * len(plan.candidates)
     return 120.0 + 10 * sum(plays * case.steps * (4 * case.busy + 0.1) for case in plan.cases)
@@ -87,7 +89,7 @@ def _real(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks import real
 
     outcome = real.measure(options.microbatches, options.width, options.blocks, options.samples, options.rounds)
-    return real.findings(outcome, describe(LOOPBACK, outcome.manners))
+    return real.findings(outcome, describe(LOOPBACK, outcome.priority))
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ def _measure(options: argparse.Namespace) -> Findings:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, which reads it once
     import torch
 
-    from recipes.benchmarks.result import Spread
+    from recipes.benchmarks.result import Summary
 
     machine = describe(f"{options.device}, threads: {torch.get_num_threads()}")
-    found = {name: Spread.of(_times(call, options)) for name, call in _cases(torch.device(options.device)).items()}
+    found = {name: Summary.of(_times(call, options)) for name, call in _cases(torch.device(options.device)).items()}
     rows = [f"| {name} | {us.median:.1f} | {us.least:.1f}-{us.most:.1f} |" for name, us in found.items()]
     head = ["# Keyed random numbers", "", *(f"- {line}" for line in machine), ""]
     table = ["| what | microseconds | min-max |", "|---|---:|---:|", *rows]

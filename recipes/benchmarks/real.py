@@ -13,11 +13,11 @@ from typing import Any
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, Schedule, simulate
-from recipes.benchmarks import crew
+from recipes.benchmarks import processes
 from recipes.benchmarks.command import Findings
-from recipes.benchmarks.machine import Manners, cores
+from recipes.benchmarks.machine import ProcessOptions, cores
 from recipes.benchmarks.real_rank import CANDIDATES, PEER, RealCase, RealRecord, schedule_of, work
-from recipes.benchmarks.result import Spread
+from recipes.benchmarks.result import Summary
 from recipes.paper.figure import BLUE, GREY, ORANGE, new, plain, save
 from recipes.paper.table import markdown, percent
 
@@ -31,8 +31,8 @@ class RealResult:
 
     name: str
     num_microbatches: int
-    step: Spread
-    gain: Spread
+    step: Summary
+    gain: Summary
     """round by round"""
     predicted_step: float
     predicted_gain: float
@@ -46,7 +46,7 @@ class RealResult:
 class RealOutcome:
     """All of it."""
 
-    manners: str
+    priority: str
     costs: CostModel
     """seconds, of a rank's whole share, as measured; the backward split"""
     whole_backward: float
@@ -62,7 +62,7 @@ class RealOutcome:
     def of(plain: Mapping[str, Any]) -> "RealOutcome":
         """From JSON."""
         spreads = "step", "gain"
-        results = (one | {what: Spread(**one[what]) for what in spreads} for one in plain["results"])
+        results = (one | {what: Summary(**one[what]) for what in spreads} for one in plain["results"])
         known = {"costs": CostModel(**plain["costs"]), "results": tuple(RealResult(**one) for one in results)}
         return RealOutcome(**{**plain, **known})
 
@@ -79,8 +79,10 @@ def measure(microbatches: Sequence[int], width: int, blocks: int, samples: int, 
     if blocks % 4:
         raise HanayoError(f"--blocks {blocks}: two waves have 4 stages per rank; expected a multiple of 4")
     cases = [RealCase(count, width, blocks, samples, rounds) for count in microbatches]
-    manners = [Manners(realtime=False, core=core) for core in mine[:RANKS]]  # gloo's thread shares the rank's core
-    found = crew.run(RANKS, work, cases, manners, TIMEOUT_S)
+    options = [
+        ProcessOptions(realtime=False, core=core) for core in mine[:RANKS]
+    ]  # gloo's thread shares the rank's core
+    found = processes.run(RANKS, work, cases, options, TIMEOUT_S)
     ranks: list[list[RealRecord]] = [records for _, records in found]
     costs, whole = _costs([records[0] for records in ranks])
     results = [
@@ -113,8 +115,8 @@ def _results(case: RealCase, ranks: Sequence[RealRecord], costs: CostModel, whol
         RealResult(
             name,
             case.num_microbatches,
-            Spread.of(steps[name]),
-            Spread.of([1 - mine / theirs for mine, theirs in zip(steps[name], steps[base], strict=True)]),
+            Summary.of(steps[name]),
+            Summary.of([1 - mine / theirs for mine, theirs in zip(steps[name], steps[base], strict=True)]),
             predicted[name],
             1 - predicted[name] / predicted[base],
             median(sum(cpus) / len(cpus) for cpus in zip(*(r.cpu[name] for r in ranks), strict=True)),

@@ -70,11 +70,11 @@ def work(rank: int, cases: list[RealCase]) -> list[RealRecord]:
 def _case(case: RealCase) -> RealRecord:
     record = RealRecord()
     _profile(case, record)
-    players = {name: _peer(case) if name == PEER else _ours(case, name) for name in CANDIDATES}
+    runners = {name: _peer(case) if name == PEER else _ours(case, name) for name in CANDIDATES}
     for turn in range(-WARM_UP, case.num_rounds):
         first = turn % len(CANDIDATES)
         for name in CANDIDATES[first:] + CANDIDATES[:first]:
-            module, play, loss = players[name]
+            module, play, loss = runners[name]
             module.zero_grad()
             dist.barrier()
             cpu, start = time.process_time(), time.monotonic()
@@ -119,10 +119,10 @@ def _batch(case: RealCase) -> list[Tensor]:
     return list(whole.split(case.samples))
 
 
-_Player = tuple[nn.Module, Callable[[], None], Callable[[], float | None]]
+_Runner = tuple[nn.Module, Callable[[], None], Callable[[], float | None]]
 
 
-def _ours(case: RealCase, name: str) -> _Player:
+def _ours(case: RealCase, name: str) -> _Runner:
     schedule, rank = schedule_of(name, case), dist.get_rank()
     per_stage = case.blocks * RANKS // schedule.num_stages
     runs: dict[int, Stage] = {}
@@ -147,7 +147,7 @@ def _ours(case: RealCase, name: str) -> _Player:
     return everything, lambda: engine.run(program, batch), loss
 
 
-def _peer(case: RealCase) -> _Player:
+def _peer(case: RealCase) -> _Runner:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank = dist.get_rank()

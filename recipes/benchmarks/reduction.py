@@ -16,9 +16,9 @@ from recipes.benchmarks.names import OURS
 
 if TYPE_CHECKING:
     from recipes.benchmarks.case import Candidate, Case
-    from recipes.benchmarks.reduction_rank import Plan, Turns
+    from recipes.benchmarks.reduction_rank import Plan, WayTimings
 
-HEAD = ("schedule", "MB per rank", "step ms", "reduced at the end, + ms", "of the step", "inside, + ms",
+HEAD = ("schedule", "MB per rank", "step ms", "reduced at the end, + ms", "of the step", "overlapped, + ms",
         "exposed", "min-max", "ideal")  # fmt: skip
 
 
@@ -32,10 +32,10 @@ class Result:
     """without any reduction"""
     at_the_end: float
     """what reductions after the last action add"""
-    inside: float
+    overlapped: float
     """what reductions inside the schedule add"""
     exposed: float
-    """inside / at_the_end, of the same round"""
+    """overlapped / at_the_end, of the same round"""
     least: float
     most: float
     ideal: float
@@ -64,7 +64,7 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{1e3 * result.step:.1f}",
         f"{1e3 * result.at_the_end:.1f}",
         percent(result.at_the_end / result.step, 0),
-        f"{1e3 * result.inside:.1f}",
+        f"{1e3 * result.overlapped:.1f}",
         percent(result.exposed, 0),
         f"{percent(result.least, 0)} - {percent(result.most, 0)}",
         percent(result.ideal, 0),
@@ -91,10 +91,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(options: argparse.Namespace) -> Findings:
-    from recipes.benchmarks import crew
+    from recipes.benchmarks import processes
     from recipes.benchmarks.case import Case, candidates
-    from recipes.benchmarks.machine import Manners
-    from recipes.benchmarks.reduction_rank import Plan, play_all
+    from recipes.benchmarks.machine import ProcessOptions
+    from recipes.benchmarks.reduction_rank import Plan, run_all
 
     playing = tuple(candidates(_ours(options.schedules), options.waves))
     time = options.forward_ms / 1e3
@@ -105,11 +105,13 @@ def _measure(options: argparse.Namespace) -> Findings:
     plan = Plan(case, playing, options.data, sizes, options.rounds)
     count = options.ranks * options.data
     plays = len(playing) * len(sizes) * (options.rounds + 3) * 3
-    found = crew.run(count, play_all, plan, [Manners(not options.ordinary)] * count, 120 + 10 * plays * 4 * case.busy)
-    ranks = [turns for _, turns in found]
+    found = processes.run(
+        count, run_all, plan, [ProcessOptions(not options.ordinary)] * count, 120 + 10 * plays * 4 * case.busy
+    )
+    ranks = [timings for _, timings in found]
     results = [
-        result_of(plan, candidate, megabytes, turns)
-        for (candidate, megabytes), *turns in zip(plan.pairs, *ranks, strict=True)
+        result_of(plan, candidate, megabytes, timings)
+        for (candidate, megabytes), *timings in zip(plan.pairs, *ranks, strict=True)
     ]
     machine, title = describe(LOOPBACK, found[0][0]), _title(plan)
     data = {"machine": machine, "case": title, "results": [asdict(result) for result in results]}
@@ -130,28 +132,28 @@ def _title(plan: "Plan") -> str:
     )
 
 
-def result_of(plan: "Plan", candidate: "Candidate", megabytes: float, ranks: Sequence["Turns"]) -> Result:
+def result_of(plan: "Plan", candidate: "Candidate", megabytes: float, ranks: Sequence["WayTimings"]) -> Result:
     """Put the ranks' records together: in each round, what either way adds to the step without reductions."""
     from recipes.benchmarks.result import step_time
 
     def steps(way: Any) -> list[float]:
-        return [step_time(turn) for turn in zip(*(turns.played[way] for turns in ranks), strict=True)]
+        return [step_time(turn) for turn in zip(*(timings.rounds[way] for timings in ranks), strict=True)]
 
-    plain, inside, end = steps("none"), steps("inside"), steps("end")
+    plain, overlapped, end = steps("none"), steps("overlapped"), steps("end")
     late = [b - a for a, b in zip(plain, end, strict=True)]
-    hidden = [b - a for a, b in zip(plain, inside, strict=True)]
+    hidden = [b - a for a, b in zip(plain, overlapped, strict=True)]
     ratios = [some / all_of_it for some, all_of_it in zip(hidden, late, strict=True)]
     return Result(
         label=candidate.label,
         megabytes_per_rank=megabytes,
         step=median(plain),
         at_the_end=median(late),
-        inside=median(hidden),
+        overlapped=median(hidden),
         exposed=median(ratios),
         least=min(ratios),
         most=max(ratios),
         ideal=ideal(plan.case, candidate, median(late)),
-        max_error=max(turns.max_error for turns in ranks),
+        max_error=max(timings.max_error for timings in ranks),
     )
 
 

@@ -19,10 +19,10 @@ from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllRed
 from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
 from lightning_hanayo.topology import Topology
 from recipes.benchmarks.case import Candidate, Case
-from recipes.benchmarks.ours import OurPlayer
-from recipes.benchmarks.rounds import WARM_UP, Played, play
+from recipes.benchmarks.ours import OurRunner
+from recipes.benchmarks.rounds import WARM_UP, RoundTiming, time_steps
 
-Way = Literal["none", "inside", "end"]
+Way = Literal["none", "overlapped", "end"]
 WAYS: tuple[Way, ...] = get_args(Way)
 MATRICES, VECTORS, FEATURES = 4, 8, 1024
 """a stage's gradients: a few large ones and some small ones, as a transformer block has them"""
@@ -46,29 +46,29 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Turns:
+class WayTimings:
     """What a rank brings home of one candidate and size."""
 
-    played: dict[Way, tuple[Played, ...]]
+    rounds: dict[Way, tuple[RoundTiming, ...]]
     """by round"""
     max_error: float
     """of sums, relative"""
 
 
-def play_all(rank: int, plan: Plan) -> list[Turns]:
+def run_all(rank: int, plan: Plan) -> list[WayTimings]:
     """A rank's work: each candidate with each size, all ways in each round."""
     topology = Topology(data=plan.num_replicas, pipe=plan.case.num_ranks)
     pipe, data = _group(topology, "pipe"), _group(topology, "data")
     transport = ProcessGroupTransport(
         topology.group_of(rank, "pipe"), control=pipe, channels={}, device=torch.device("cpu"), on_failure=_fail
     )
-    turns = []
+    found = []
     for candidate, megabytes in plan.pairs:
-        turns.append(_take_turns(ReducingPlayer(plan.case, candidate, transport, data, megabytes), plan))
-    return turns
+        found.append(_measure_ways(ReducingRunner(plan.case, candidate, transport, data, megabytes), plan))
+    return found
 
 
-class ReducingPlayer(OurPlayer):
+class ReducingRunner(OurRunner):
     """Our runtime. This rank's stages have `megabytes` of gradients together, there from the beginning of a step."""
 
     def __init__(
@@ -98,15 +98,15 @@ class ReducingPlayer(OurPlayer):
         return max(float((gradient / expected - 1).abs().max()) for gradient in self._gradients())
 
     @override
-    def play(self) -> None:
-        super().play()
+    def run_step(self) -> None:
+        super().run_step()
         if self.way == "end":
             for stage in reversed(self.stages):
                 self._reduction.start(stage)
         self._reduction.finish()
 
     def _reach(self, stage: int) -> None:
-        if self.way == "inside":
+        if self.way == "overlapped":
             self._reduction.start(stage)
 
     def _gradients(self) -> Iterator[Tensor]:
@@ -126,23 +126,23 @@ def _ballast(megabytes: float) -> list[nn.Parameter]:
     return parameters
 
 
-def _take_turns(player: ReducingPlayer, plan: Plan) -> Turns:
-    errors = [_checked(player, way) for way in WAYS * WARM_UP]
-    player.fill(0.0)  # which stays, however often it is summed: nothing is to be written between the rounds
-    played: dict[Way, list[Played]] = {way: [] for way in WAYS}
+def _measure_ways(runner: ReducingRunner, plan: Plan) -> WayTimings:
+    errors = [_checked(runner, way) for way in WAYS * WARM_UP]
+    runner.fill(0.0)  # which stays, however often it is summed: nothing is to be written between the rounds
+    rounds: dict[Way, list[RoundTiming]] = {way: [] for way in WAYS}
     for turn in range(plan.num_rounds):
         first = turn % len(WAYS)
         for way in WAYS[first:] + WAYS[:first]:
-            player.way = way
-            played[way].append(play(player, steps=1))
-    return Turns({way: tuple(rounds) for way, rounds in played.items()}, max(errors))
+            runner.way = way
+            rounds[way].append(time_steps(runner, steps=1))
+    return WayTimings({way: tuple(rounds) for way, rounds in rounds.items()}, max(errors))
 
 
-def _checked(player: ReducingPlayer, way: Way) -> float:
-    player.way = way
-    player.fill(player.share)
-    player.play()
-    return player.error
+def _checked(runner: ReducingRunner, way: Way) -> float:
+    runner.way = way
+    runner.fill(runner.share)
+    runner.run_step()
+    return runner.error
 
 
 def _group(topology: Topology, axis: str) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.emulated import expected
-from recipes.benchmarks.rounds import Played, Record, Records
+from recipes.benchmarks.rounds import Record, Records, RoundTiming
 
 
 @dataclass(frozen=True)
-class Spread:
+class Summary:
     """A figure over the rounds."""
 
     median: float
@@ -20,9 +20,9 @@ class Spread:
     most: float
 
     @staticmethod
-    def of(values: Sequence[float]) -> "Spread":
+    def of(values: Sequence[float]) -> "Summary":
         """Of one value per round."""
-        return Spread(median(values), min(values), max(values))
+        return Summary(median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Result:
     label: str
     runtime: str
     stages_per_rank: int
-    step: Spread
+    step: Summary
     """a step by itself; of several back to back, what each one after the first adds"""
-    bubble: Spread | None
+    bubble: Summary | None
     """measured: whatever isn't the set compute time, late sleeps included; None without compute"""
     ideal_step: float
     ideal_bubble: float | None
@@ -73,7 +73,7 @@ class Outcome:
     def of(plain: Mapping[str, Any]) -> "Outcome":
         """From JSON."""
         spreads = "step", "bubble"
-        results = (one | {what: one[what] and Spread(**one[what]) for what in spreads} for one in plain["results"])
+        results = (one | {what: one[what] and Summary(**one[what]) for what in spreads} for one in plain["results"])
         return Outcome(**{**plain, "case": Case(**plain["case"]), "results": tuple(Result(**one) for one in results)})
 
 
@@ -99,8 +99,8 @@ def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Resu
         label=candidate.label,
         runtime=candidate.runtime,
         stages_per_rank=records[0].num_stages // case.num_ranks,
-        step=Spread.of(steps),
-        bubble=Spread.of([1 - case.busy / step for step in steps]) if case.busy else None,
+        step=Summary.of(steps),
+        bubble=Summary.of([1 - case.busy / step for step in steps]) if case.busy else None,
         ideal_step=ideal,
         ideal_bubble=max(0.0, 1 - case.busy / ideal) if case.busy else None,
         peak_activations=max(records[0].peaks),
@@ -111,7 +111,7 @@ def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Resu
     )
 
 
-def step_time(turn: Sequence[Played]) -> float:
+def step_time(turn: Sequence[RoundTiming]) -> float:
     """From the first start to the last end; of several steps the mean of what each after the first adds."""
     ends = [max(played.ends[step] for played in turn) for step in range(len(turn[0].ends))]
     if len(ends) == 1:

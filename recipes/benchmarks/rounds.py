@@ -8,27 +8,27 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.schedule import simulate
-from recipes.benchmarks.bare import BarePlayer
+from recipes.benchmarks.bare import BareRunner
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.machine import oversleep
-from recipes.benchmarks.ours import OurPlayer
-from recipes.benchmarks.peer import TorchPlayer
-from recipes.benchmarks.player import Player
+from recipes.benchmarks.ours import OurRunner
+from recipes.benchmarks.peer import TorchRunner
+from recipes.benchmarks.runner import Runner
 
 WARM_UP = 3
 HEAD_START = 0.002
 """seconds between an agreement on a start and the start"""
 
 
-_PLAYERS: dict[str, Callable[[Case, Candidate], Player]] = {
-    "ours": OurPlayer,
-    "torch": TorchPlayer,
-    "bare": BarePlayer,
+_RUNNERS: dict[str, Callable[[Case, Candidate], Runner]] = {
+    "ours": OurRunner,
+    "torch": TorchRunner,
+    "bare": BareRunner,
 }
 
 
 @dataclass(frozen=True)
-class Played:
+class RoundTiming:
     """One candidate in one round on one rank. Times in seconds of the machine's monotonic clock."""
 
     start: float
@@ -42,7 +42,7 @@ class Played:
 class Record:
     """What a rank knows of a candidate."""
 
-    rounds: tuple[Played, ...]
+    rounds: tuple[RoundTiming, ...]
     gradients: dict[int, float]
     losses: tuple[float, ...]
     ideal: tuple[float, ...]
@@ -74,40 +74,40 @@ class Plan:
     num_rounds: int
 
 
-def play_all(rank: int, plan: Plan) -> list[Records]:
+def run_all(rank: int, plan: Plan) -> list[Records]:
     """A rank's work: one case after the other."""
-    return [_play_case(case, plan) for case in plan.cases]
+    return [_run_case(case, plan) for case in plan.cases]
 
 
-def _play_case(case: Case, plan: Plan) -> Records:
-    players, refused = _players(case, plan.candidates)
-    for player in players.values():
+def _run_case(case: Case, plan: Plan) -> Records:
+    runners, refused = _runners(case, plan.candidates)
+    for runner in runners.values():
         for _ in range(WARM_UP):
-            player.forget_gradients()
-            player.play()
-    rounds: dict[Candidate, list[Played]] = {candidate: [] for candidate in players}
-    order = list(players)
+            runner.forget_gradients()
+            runner.run_step()
+    rounds: dict[Candidate, list[RoundTiming]] = {candidate: [] for candidate in runners}
+    order = list(runners)
     for turn in range(plan.num_rounds):
         first = turn % len(order) if order else 0
         for candidate in order[first:] + order[:first]:
-            rounds[candidate].append(play(players[candidate], case.steps))
-    records = {candidate: _record(player, rounds[candidate], case) for candidate, player in players.items()}
+            rounds[candidate].append(time_steps(runners[candidate], case.steps))
+    records = {candidate: _record(runner, rounds[candidate], case) for candidate, runner in runners.items()}
     return Records(records, refused, oversleep(case.forward) if case.forward else 0.0)
 
 
-def _players(case: Case, candidates: tuple[Candidate, ...]) -> tuple[dict[Candidate, Player], dict[Candidate, str]]:
-    players: dict[Candidate, Player] = {}
+def _runners(case: Case, candidates: tuple[Candidate, ...]) -> tuple[dict[Candidate, Runner], dict[Candidate, str]]:
+    runners: dict[Candidate, Runner] = {}
     refused: dict[Candidate, str] = {}
     for candidate in candidates:
-        kind = _PLAYERS[candidate.runtime]
+        runner_class = _RUNNERS[candidate.runtime]
         try:
-            players[candidate] = kind(case, candidate)
+            runners[candidate] = runner_class(case, candidate)
         except (ValueError, AssertionError) as error:  # the same one on all ranks
             refused[candidate] = " ".join(str(error).split())
-    return players, refused
+    return runners, refused
 
 
-def play(player: Player, steps: int) -> Played:
+def time_steps(runner: Runner, steps: int) -> RoundTiming:
     """Steps back to back, which all ranks begin at the same moment."""
     begin = _agreed_start()
     while (left := begin - time.monotonic()) > 0:
@@ -115,10 +115,10 @@ def play(player: Player, steps: int) -> Played:
     cpu, start = time.process_time(), time.monotonic()
     ends = []
     for _ in range(steps):
-        player.forget_gradients()
-        player.play()
+        runner.forget_gradients()
+        runner.run_step()
         ends.append(time.monotonic())
-    return Played(start, tuple(ends), time.process_time() - cpu)
+    return RoundTiming(start, tuple(ends), time.process_time() - cpu)
 
 
 def _agreed_start() -> float:
@@ -128,14 +128,14 @@ def _agreed_start() -> float:
     return start.item()
 
 
-def _record(player: Player, rounds: list[Played], case: Case) -> Record:
-    timeline = simulate(player.schedule, case.costs, steps=case.steps)
+def _record(runner: Runner, rounds: list[RoundTiming], case: Case) -> Record:
+    timeline = simulate(runner.schedule, case.costs, steps=case.steps)
     return Record(
         tuple(rounds),
-        player.gradients,
-        tuple(player.losses),
+        runner.gradients,
+        tuple(runner.losses),
         timeline.step_times,
-        timeline.steps[0].peak_activations if case.forward else simulate(player.schedule).peak_activations,
-        tuple(map(len, player.schedule.actions)),
-        player.schedule.num_stages,
+        timeline.steps[0].peak_activations if case.forward else simulate(runner.schedule).peak_activations,
+        tuple(map(len, runner.schedule.actions)),
+        runner.schedule.num_stages,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
 
 if TYPE_CHECKING:
-    from recipes.benchmarks.turns import Outcome
+    from recipes.benchmarks.alternating import Outcome
 
 TITLE = "# One process: our strategy beside the plain Trainer"
 READING = """\
@@ -47,10 +47,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(options: argparse.Namespace) -> Findings:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # before torch is imported, which reads it once
-    from recipes.benchmarks import turns
+    from recipes.benchmarks import alternating
 
-    plan = turns.Plan(options.rounds, options.steps, options.batch_size, options.blocks, options.accelerator)
-    outcomes = [turns.measure(plan, precision) for precision in options.precision]
+    plan = alternating.Plan(options.rounds, options.steps, options.batch_size, options.blocks, options.accelerator)
+    outcomes = [alternating.measure(plan, precision) for precision in options.precision]
     machine = describe(_device(options.accelerator))
     data = {"machine": machine, "cases": [outcome.plain() for outcome in outcomes]}
     return Findings(_table(plan, outcomes, machine), data)

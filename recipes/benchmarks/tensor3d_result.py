@@ -8,7 +8,7 @@ from typing import Any
 from lightning_hanayo.planner.schemes import OneD, two_d
 from lightning_hanayo.planner.volume import TransformerLayer
 from recipes.benchmarks.cluster import Link
-from recipes.benchmarks.result import Spread
+from recipes.benchmarks.result import Summary
 from recipes.benchmarks.schemes.log import Replay, elements_of, replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, grid_of
 from recipes.benchmarks.tensor3d_rank import Case, Collective, Record, Steps, rehearse
@@ -34,7 +34,7 @@ class Result:
     """One scheme in one case. Seconds and bytes of a step, on each host."""
 
     name: str
-    step: Spread
+    step: Summary
     forward: float
     predicted: Replay
     volume: float
@@ -112,7 +112,7 @@ def _result(case: Case, link: Link, name: str, hosts: Sequence[Steps]) -> Result
     predicted, elements = predict(case, name, link)
     return Result(
         name=name,
-        step=Spread.of(_rounds([steps.end for steps in hosts])),
+        step=Summary.of(_rounds([steps.end for steps in hosts])),
         forward=median(_rounds([steps.forward for steps in hosts])),
         predicted=predicted,
         volume=BYTES * volume_of(case, name),

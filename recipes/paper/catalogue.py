@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning_hanayo.plotting import save_schedule
-from recipes.paper.contender import Contender, known
+from recipes.paper.contender import Contender
 
 PICTURED = (
     Contender("gpipe"),
@@ -33,7 +33,7 @@ def file_name(contender: Contender) -> str:
 def draw(folder: Path) -> None:
     """A picture each."""
     folder.mkdir(parents=True, exist_ok=True)
-    for contender in known(PICTURED):
+    for contender in PICTURED:
         # two waves have twice the boxes: half the micro-batches keep the picture small
         num_microbatches = 4 if contender.num_waves == 2 else 8
         save_schedule(folder / file_name(contender), contender.schedule(NUM_RANKS, num_microbatches))

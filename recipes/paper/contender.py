@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
-from lightning_hanayo.schedule import Schedule, build, schedule_names, simulate
+from lightning_hanayo.schedule import Schedule, build, simulate
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Contender:
     name: str
     num_waves: int = 1
     num_stages_per_rank: int | None = None
-    room: float | None = None
+    budget: float | None = None
     """activation budget as a part of P M_a"""
 
     @property
     def label(self) -> str:
-        """Name, waves or stages per rank, and room."""
+        """Name, waves or stages per rank, and budget."""
         parts = [self.name]
         if self.name.startswith("hanayo"):
             parts.append(f"W={self.num_waves}")
         if self.num_stages_per_rank is not None:
             parts.append(f"V={self.num_stages_per_rank}")
-        if self.room is not None:
-            parts.append(f"at {self.room:g} P")
+        if self.budget is not None:
+            parts.append(f"at {self.budget:g} P")
         return " ".join(parts)
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -47,7 +47,7 @@ class Contender:
             num_microbatches=num_microbatches,
             num_waves=self.num_waves,
             num_stages_per_rank=self.num_stages_per_rank,
-            activation_budget=None if self.room is None else self.room * num_ranks,
+            activation_budget=None if self.budget is None else self.budget * num_ranks,
         )
 
 
@@ -86,10 +86,5 @@ SPLIT = (
 
 OURS = tuple(Contender("hanayo-zb", num_waves=waves) for waves in (1, 2, 4))
 
-ROOMS = (0.375, 0.5, 0.625, 0.75, 1.0)
+BUDGETS = (0.375, 0.5, 0.625, 0.75, 1.0)
 """Activation budgets in P M_a for the curve of `hanayo-zb`."""
-
-
-def known(contenders: tuple[Contender, ...]) -> list[Contender]:
-    """Those whose schedule exists."""
-    return [contender for contender in contenders if contender.name in schedule_names()]

@@ -42,7 +42,7 @@ DOCUMENTS = (
         },
         slow={
             **{f"uneven-{size}": partial(uneven.table, size) for size in uneven.SIZES},
-            **{f"rooms-{size}": partial(peers.rooms_table, size) for size in peers.SIZES},
+            **{f"budgets-{size}": partial(peers.budgets_table, size) for size in peers.SIZES},
         },
     ),
     Document(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError
 from recipes.paper import figure
-from recipes.paper.contender import OURS, ROOMS, SPLIT, WHOLE, Contender, Measured, known, measure
+from recipes.paper.contender import BUDGETS, OURS, SPLIT, WHOLE, Contender, Measured, measure
 from recipes.paper.table import markdown, percent
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ LOADS = (1, 2, 4)
 
 
 def measured(contender: Contender, num_ranks: int, load: int) -> Measured | None:
-    """None: the schedule can't be made of these sizes, or not in this room."""
+    """None: the schedule can't be made of these sizes, or not in this budget."""
     try:
         return measure(contender, num_ranks, load * num_ranks)
     except HanayoError:
@@ -30,7 +30,7 @@ def measured(contender: Contender, num_ranks: int, load: int) -> Measured | None
 def table(contenders: tuple[Contender, ...], num_ranks: int) -> str:
     """A row per contender: bubble and peak at each B, and messages."""
     rows = []
-    for contender in known(contenders):
+    for contender in contenders:
         results = [measured(contender, num_ranks, load) for load in LOADS]
         found = next((result for result in reversed(results) if result is not None), None)
         hops = "" if found is None else str(found.messages)
@@ -42,7 +42,7 @@ def table(contenders: tuple[Contender, ...], num_ranks: int) -> str:
 def equal_memory_table(num_ranks: int) -> str:
     """The schedules that stay within P M_a at B = 4P, the least bubble first; of equals, the fewest messages."""
     fitting = []
-    for contender in known((*WHOLE, *SPLIT, *OURS)):
+    for contender in (*WHOLE, *SPLIT, *OURS):
         last = measured(contender, num_ranks, LOADS[-1])
         if last is not None and last.peak <= num_ranks + 1e-9:
             fitting.append((round(last.bubble, 6), last.messages, contender))
@@ -50,14 +50,14 @@ def equal_memory_table(num_ranks: int) -> str:
     return table(tuple(contender for _, _, contender in ordered), num_ranks)
 
 
-def rooms_table(num_ranks: int) -> str:
+def budgets_table(num_ranks: int) -> str:
     """A row per budget: the bubbles of `hanayo-zb`."""
     rows = []
-    for room in ROOMS:
-        ours = [replace(contender, room=room) for contender in known(OURS)]
+    for budget in BUDGETS:
+        ours = [replace(contender, budget=budget) for contender in OURS]
         cells = [_bubble(measured(contender, num_ranks, load)) for contender in ours for load in LOADS]
-        rows.append((f"{room:g} P", *cells))
-    head = [f"W = {contender.num_waves}, B = {_of_p(load)}" for contender in known(OURS) for load in LOADS]
+        rows.append((f"{budget:g} P", *cells))
+    head = [f"W = {contender.num_waves}, B = {_of_p(load)}" for contender in OURS for load in LOADS]
     return markdown(("budget [M_a]", *head), rows)
 
 
@@ -86,13 +86,13 @@ def draw(path: Path) -> None:
 
 
 def _draw_panel(axes: "Axes", num_ranks: int, load: int) -> None:
-    for contender in known((*WHOLE[1:], *SPLIT)):
+    for contender in (*WHOLE[1:], *SPLIT):
         result = measured(contender, num_ranks, load)
         if result is not None:
             at = [result.peak / num_ranks], [100 * result.bubble]
             axes.plot(*at, **_look(contender), linestyle="none", label=contender.label)
-    for contender, shade in zip(known(OURS), figure.WAVES, strict=True):
-        budgets = [measured(replace(contender, room=room), num_ranks, load) for room in ROOMS]
+    for contender, shade in zip(OURS, figure.WAVES, strict=True):
+        budgets = [measured(replace(contender, budget=budget), num_ranks, load) for budget in BUDGETS]
         points = sorted((one.peak / num_ranks, 100 * one.bubble) for one in budgets if one is not None)
         axes.plot(*zip(*points, strict=True), ".-", color=shade, linewidth=1.4, zorder=1, label=contender.label)
     axes.axvline(1.0, color=figure.SOFT, linewidth=0.8, linestyle=":", zorder=0)

@@ -94,10 +94,10 @@ class Contest:
 @cache
 def contest(condition: Condition, num_ranks: int, num_waves: int) -> Contest:
     """The best peer, and ours."""
-    peers = {name: _played(name, condition, num_ranks, num_waves) for name in _peers(num_waves)}
+    peers = {name: _simulated(name, condition, num_ranks, num_waves) for name in _peers(num_waves)}
     times = {name: time for name, (time, peak) in peers.items() if peak <= num_ranks * LATE}
     best = min(times, key=times.__getitem__)
-    ours, peak = _played("hanayo-zb", condition, num_ranks, num_waves)
+    ours, peak = _simulated("hanayo-zb", condition, num_ranks, num_waves)
     assert peak <= num_ranks * LATE
     return Contest(best, times[best], ours, bound(condition, num_ranks, num_waves))
 
@@ -113,7 +113,7 @@ def _peers(num_waves: int) -> tuple[str, ...]:
     return ("interleaved-zb", "interleaved", "hanayo", *(("zbv", "v-half", "v-min") if num_waves == 1 else ()))
 
 
-def _played(name: str, condition: Condition, num_ranks: int, num_waves: int) -> tuple[float, float]:
+def _simulated(name: str, condition: Condition, num_ranks: int, num_waves: int) -> tuple[float, float]:
     """Makespan in T_F and the fullest rank's peak in M_a. Who chooses its order does so with the costs in view."""
     stages, num_microbatches = 2 * num_waves, condition.load * num_ranks
     if name.startswith("interleaved"):

@@ -15,7 +15,7 @@ from recipes.benchmarks.emulated import expected
 from recipes.benchmarks.names import NAMES
 from recipes.benchmarks.pipeline import main
 from recipes.benchmarks.result import outcome_of
-from recipes.benchmarks.rounds import Played, Record, Records
+from recipes.benchmarks.rounds import Record, Records, RoundTiming
 from tests.harness.limits import real_seconds
 
 CASE = Case(2, 2, 0.001, 0.001, 0.001, 64, steps=1)
@@ -25,7 +25,7 @@ GRADIENTS, LOSSES = expected(2, 2, CASE.width)
 def test_both_runtimes_play_every_candidate_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_patience", lambda plan: real_seconds(120))
+    monkeypatch.setattr(pipeline, "_timeout", lambda plan: real_seconds(120))
     files = {what: tmp_path / f"found.{what}" for what in ("json", "md", "png")}
     sizes = ["--ranks", "2", "--microbatches", "2", "--waves", "1", "--forward-ms", "1", "--message-bytes", "64"]
     writing = ["--json", str(files["json"]), "--table", str(files["md"]), "--picture", str(files["png"])]
@@ -50,8 +50,8 @@ def records(starts: tuple[float, float], ends: tuple[float, float], gradient: fl
         losses = tuple(LOSSES) if rank else ()
         made = {}
         for name, factor in (("1f1b", 1.0), ("torch-1f1b", 2.0)):
-            played = Played(starts[rank] * factor, (ends[rank] * factor,), cpu=0.5)
-            made[Candidate(name, 1)] = Record((played,), mine, losses, (0.009,), (2.0, 1.0), (4, 4), 2)
+            timing = RoundTiming(starts[rank] * factor, (ends[rank] * factor,), cpu=0.5)
+            made[Candidate(name, 1)] = Record((timing,), mine, losses, (0.009,), (2.0, 1.0), (4, 4), 2)
         found.append(Records(made, {}, oversleep=1e-5))
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes.paper.catalogue import PICTURED, file_name
-from recipes.paper.contender import Contender, known
+from recipes.paper.contender import Contender
 from recipes.paper.page import blocks_in
 from recipes.paper.pages import DOCS, DOCUMENTS, Document
 from recipes.paper.peers import SIZES, measured
@@ -31,10 +31,10 @@ def test_a_block_is_as_made(document: Document, name: str) -> None:
 
 
 def test_a_cell_of_the_smaller_budgets_is_as_found() -> None:
-    rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))["rooms-4"].splitlines()
+    rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))["budgets-4"].splitlines()
     column = rows[0].split(" | ").index("W = 2, B = P")
     row = next(row for row in rows if row.startswith("| 0.75 P"))
-    found = measured(Contender("hanayo-zb", num_waves=2, room=0.75), 4, 1)
+    found = measured(Contender("hanayo-zb", num_waves=2, budget=0.75), 4, 1)
     assert found is not None
     assert row.split(" | ")[column] == percent(found.bubble), "run python -m recipes.paper"
 
@@ -58,9 +58,9 @@ def test_peers_are_faster_only_where_no_wave_could_be_as_fast(num_ranks: int) ->
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_in_three_quarters_of_the_memory_waves_idle_less_than_zb_h1(num_ranks: int) -> None:
-    (room,) = (row for row in cells_of(f"rooms-{num_ranks}") if row[0] == "0.75 P")
+    (budget,) = (row for row in cells_of(f"budgets-{num_ranks}") if row[0] == "0.75 P")
     (peer,) = (row for row in cells_of(f"equal-memory-{num_ranks}") if row[0] == "zb-h1")
-    bubbles = [float(cell.rstrip(" %")) for cell in room[1:]]
+    bubbles = [float(cell.rstrip(" %")) for cell in budget[1:]]
     for load, theirs in enumerate(peer[1:4]):
         assert max(bubbles[load::3]) < float(theirs.rstrip(" %"))
 
@@ -82,7 +82,7 @@ def test_links_lead_somewhere_and_figures_are_small(document: Document) -> None:
 
 def test_every_schedule_has_its_picture_on_the_page() -> None:
     page = (DOCS / "concepts" / "schedules.md").read_text(encoding="utf-8")
-    for contender in known(PICTURED):
+    for contender in PICTURED:
         assert f"](../figures/{file_name(contender)})" in page
         assert f"### `{contender.name}`" in page
 

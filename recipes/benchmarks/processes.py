@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
-from recipes.benchmarks.machine import Manners
+from recipes.benchmarks.machine import ProcessOptions
 
 Work = Callable[[int, Any], Any]
 """What a rank does: (rank, argument) -> result, with `torch.distributed` (gloo) initialised."""
 GROUP_TIMEOUT_S = 1800.0  # the caller ends a rank that hangs, by its own limit
 
 
-def run(num_ranks: int, work: Work, argument: Any, manners: list[Manners], timeout: float) -> list[tuple[str, Any]]:
+def run(
+    num_ranks: int, work: Work, argument: Any, options: list[ProcessOptions], timeout: float
+) -> list[tuple[str, Any]]:
     """Run `work` on `num_ranks` fresh processes.
 
     Returns:
-        For each rank what its manners came to, and what `work` returned.
+        For each rank what its options came to, and what `work` returned.
 
     Raises:
         HanayoError: a rank failed, ended, or `timeout` seconds passed; the message holds the rank's traceback.
@@ -36,7 +38,7 @@ def run(num_ranks: int, work: Work, argument: Any, manners: list[Manners], timeo
             ends: list[Connection] = []
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                arguments = (rank, num_ranks, Path(directory) / "store", manners[rank], work, argument, theirs)
+                arguments = (rank, num_ranks, Path(directory) / "store", options[rank], work, argument, theirs)
                 process: BaseProcess = context.Process(target=_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -60,24 +62,26 @@ def _results(ends: list[Connection], deadline: float) -> list[tuple[str, Any]]:
         for end in ready:
             rank = ends.index(end)  # type: ignore[arg-type]
             try:
-                failure, manners, result = ends[rank].recv()
+                failure, priority, result = ends[rank].recv()
             except EOFError:
-                failure, manners, result = "its process ended", "", None
+                failure, priority, result = "its process ended", "", None
             if failure:
                 raise HanayoError(f"rank {rank} failed: {failure}")
-            found[rank] = (manners, result)
+            found[rank] = (priority, result)
     return [found[rank] for rank in range(len(ends))]
 
 
-def _rank(rank: int, size: int, store: Path, manners: Manners, work: Work, argument: Any, end: Connection) -> None:
+def _rank(
+    rank: int, size: int, store: Path, options: ProcessOptions, work: Work, argument: Any, end: Connection
+) -> None:
     """A rank's process, from start to end."""
-    said = manners.take()
+    priority = options.apply()
     try:
         result = _connected(rank, size, store, work, argument)
     except BaseException:
-        end.send((traceback.format_exc(), said, None))
+        end.send((traceback.format_exc(), priority, None))
     else:
-        end.send(("", said, result))
+        end.send(("", priority, result))
 
 
 def _connected(rank: int, size: int, store: Path, work: Work, argument: Any) -> Any:

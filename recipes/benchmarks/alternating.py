@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.machine import keep_memory
-from recipes.benchmarks.result import Spread
+from recipes.benchmarks.result import Summary
 from recipes.gpt.module import GPT
 
 RECIPE = Path(__file__).parents[1] / "gpt" / "wave.yaml"
@@ -52,11 +52,11 @@ class Outcome:
     """Spreads over the rounds of what is the median over a round's steps. Times in seconds."""
 
     precision: str
-    plain_step: Spread
-    our_step: Spread
-    ratio: Spread
+    plain_step: Summary
+    our_step: Summary
+    ratio: Summary
     """of each step to the plain one beside it"""
-    cpu_ratio: Spread
+    cpu_ratio: Summary
     """of all the process's threads' time on a core, which others' work on the machine stretches less"""
     equal: bool
     """whether all losses and the last weights are the same to the last bit"""
@@ -78,10 +78,10 @@ def measure(plan: Plan, precision: str) -> Outcome:
     pairs = [_pair(plan, precision, ours_first=bool(turn % 2)) for turn in range(plan.rounds)]
     return Outcome(
         precision,
-        Spread.of([median(plain.steps) for plain, _ in pairs]),
-        Spread.of([median(ours.steps) for _, ours in pairs]),
-        Spread.of([median(map(truediv, ours.steps, plain.steps)) for plain, ours in pairs]),
-        Spread.of([median(map(truediv, ours.cpu, plain.cpu)) for plain, ours in pairs]),
+        Summary.of([median(plain.steps) for plain, _ in pairs]),
+        Summary.of([median(ours.steps) for _, ours in pairs]),
+        Summary.of([median(map(truediv, ours.steps, plain.steps)) for plain, ours in pairs]),
+        Summary.of([median(map(truediv, ours.cpu, plain.cpu)) for plain, ours in pairs]),
         equal=all(fit.equals(pairs[0][0]) for pair in pairs for fit in pair),
     )
 

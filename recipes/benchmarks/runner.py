@@ -1,4 +1,4 @@
-"""The player: one rank's part of a pipeline in one of the runtimes. Abstract; its leaves are in `ours` and `peer`."""
+"""The runner: one rank's part of a pipeline in one of the runtimes. Abstract; its leaves are in `ours` and `peer`."""
 
 from abc import ABC, abstractmethod
 
@@ -6,7 +6,7 @@ from lightning_hanayo.schedule import Schedule
 from recipes.benchmarks.emulated import EmulatedStage, gradient_of
 
 
-class Player(ABC):
+class Runner(ABC):
     """Plays steps. Built on all ranks in the same order; its first steps agree shapes and connect, so play two."""
 
     schedule: Schedule
@@ -15,7 +15,7 @@ class Player(ABC):
     """this rank's"""
 
     @abstractmethod
-    def play(self) -> None:
+    def run_step(self) -> None:
         """One step, forward and backward of all micro-batches."""
 
     @property

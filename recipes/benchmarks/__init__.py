@@ -1,1 +1,1 @@
-"""Benchmarks that any user can run: what they measure, and how, is in the README beside them."""
+"""Benchmarks that any user can run. This folder's README says what they measure, and how."""

@@ -1,7 +1,7 @@
-"""The turns: two fits of the GPT recipe in one process, a step of the plain one and a step of ours.
+"""Runs two fits of the GPT recipe in one process, alternating step by step: the plain Trainer's and ours.
 
-thread of plain    step 0          step 1          step 2          the same model, the same batches; whoever waits
-thread of ours             step 0          step 1          ...     for its turn waits in its data loader
+thread of plain    step 0          step 1          step 2          the same model and the same batches; the waiting
+thread of ours             step 0          step 1          ...     thread waits in its data loader
 """
 
 import gc
@@ -32,13 +32,13 @@ from recipes.gpt.module import GPT
 
 RECIPE = Path(__file__).parents[1] / "gpt" / "wave.yaml"
 WARM_UP = 5
-"""steps at the beginning of each fit that aren't timed"""
+"""the first steps of each fit, which aren't timed"""
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and how often."""
+    """The sizes of the fits, and how many there are."""
 
     rounds: int
     steps: int
@@ -49,17 +49,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Spreads over the rounds of what is the median over a round's steps. Times in seconds."""
+    """Each figure is the median over a round's steps, summarised over the rounds. Times are in seconds."""
 
     precision: str
     plain_step: Summary
     our_step: Summary
     ratio: Summary
-    """of each step to the plain one beside it"""
+    """of each step to the plain step next to it"""
     cpu_ratio: Summary
-    """of all the process's threads' time on a core, which others' work on the machine stretches less"""
+    """the same for the CPU time of all threads, which other programs disturb less"""
     equal: bool
-    """whether all losses and the last weights are the same to the last bit"""
+    """whether all losses and the final weights are equal bit for bit"""
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -67,10 +67,10 @@ class Outcome:
 
 
 def measure(plan: Plan, precision: str) -> Outcome:
-    """Fit in turn.
+    """Run all pairs of fits.
 
     Raises:
-        HanayoError: the accelerator isn't there.
+        HanayoError: the accelerator is not available.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*(does not have many workers|no `val_dataloader`|Checkpoint directory)")
@@ -94,7 +94,7 @@ class _Fit:
     weights: list[Tensor]
 
     def equals(self, other: "_Fit") -> bool:
-        """To the last bit."""
+        """Compare bit for bit."""
         return _equal(self.losses, other.losses) and _equal(self.weights, other.weights)
 
 
@@ -103,7 +103,7 @@ def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 class _Watched(GPT):
-    """The recipe's model, which keeps its losses."""
+    """The recipe's model, which also keeps its losses."""
 
     losses: list[Tensor]
 
@@ -127,23 +127,23 @@ class _Turn:
         self._mine.acquire()
 
     def give(self) -> None:
-        """Let the other one run, and wait for the next turn."""
+        """Let the other thread run, and wait for the next turn."""
         self.other.start()
         if not self.other._alone:
             self._mine.acquire()
 
     def start(self) -> None:
-        """It is this one's turn."""
+        """Let this thread run."""
         self._mine.release()
 
     def end(self) -> None:
-        """The other one goes on by itself."""
+        """End: the other thread continues alone."""
         self._alone = True
         self.other.start()
 
 
 class _Tokens(Dataset[Batch]):
-    """Random ones: how long a step takes doesn't depend on the text. Between two batches the other fit has its turn."""
+    """Random tokens, since a step's time doesn't depend on the text. Between two batches the other fit runs."""
 
     def __init__(self, turn: _Turn, num_batches: int, batch_size: int, context: int, vocab_size: int) -> None:
         random = torch.Generator().manual_seed(1)
@@ -167,7 +167,7 @@ def _clocks() -> tuple[float, float]:
 
 
 def _pair(plan: Plan, precision: str, *, ours_first: bool) -> tuple[_Fit, _Fit]:
-    """The plain fit and ours, in turn."""
+    """Run the plain fit and ours, alternating."""
     turns = _Turn(), _Turn()
     turns[0].other, turns[1].other = turns[1], turns[0]
     strategies = "auto", HanayoStrategy(num_microbatches=1)
@@ -187,7 +187,7 @@ def _fit(plan: Plan, precision: str, strategy: Any, turn: _Turn) -> _Fit:
         torch.manual_seed(recipe["seed_everything"])
         model = _Watched(**options)
         model.losses = []
-        batches = WARM_UP + plan.steps + 1  # a step ends when the next batch is asked for
+        batches = WARM_UP + plan.steps + 1  # a step ends when the next batch is requested
         tokens = _Tokens(turn, batches, plan.batch_size, options["context"], options["vocab_size"])
         trainer = _trainer(plan, precision, strategy, recipe["trainer"]["gradient_clip_val"])
         trainer.fit(model, DataLoader(tokens, batch_size=None))

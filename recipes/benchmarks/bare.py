@@ -1,6 +1,6 @@
-"""The bare runner: a table's sleeps and messages, and nothing else. No runtime on this machine can be faster.
+"""Runs only the sleeps and messages of a schedule: the least time that any runtime on this machine can need.
 
-Buffers are there before a step begins, nobody computes or looks at anything: what is left is how late sleeps end, and
+Buffers are allocated before a step begins, and no tensor is computed or read. What is left is how late sleeps end, and
 what gloo needs for a message.
 """
 
@@ -20,14 +20,14 @@ from recipes.benchmarks.machine import sleep_until
 from recipes.benchmarks.ours import transport
 from recipes.benchmarks.runner import Runner
 
-Message = tuple[MessageKey, int, torch.Tensor]
-"""what, the peer, and its buffer"""
+Buffer = tuple[MessageKey, int, torch.Tensor]
+"""message key, the peer's rank, and the buffer"""
 
 
 @dataclass(frozen=True)
-class _Messages:
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+class _Transfers:
+    sends: tuple[Buffer, ...]
+    receives: tuple[Buffer, ...]
 
 
 @dataclass(frozen=True)
@@ -37,36 +37,36 @@ class _Sleep:
 
 
 class BareRunner(Runner):
-    """Plays the same program as our engine."""
+    """Runs the same program as our engine."""
 
     def __init__(self, case: Case, candidate: Candidate) -> None:
         self.schedule = case.schedule(candidate)
         self.stages = {}
         self._over: Transport = transport()
         times = case.times(self.schedule.num_stages)
-        kinds = {
+        seconds = {
             Kind.F: times.forward,
             Kind.B: times.backward_input + times.backward_weight,
             Kind.I: times.backward_input,
             Kind.W: times.backward_weight,
         }
-        self._moves: list[_Messages | _Sleep] = []
+        self._instructions: list[_Transfers | _Sleep] = []
         for move in Program.of(self.schedule, dist.get_rank()).moves:
             if isinstance(move, Compute):
                 awaits = None if move.is_local else move.arrives
-                self._moves.append(_Sleep(awaits, kinds[move.action.kind]))
+                self._instructions.append(_Sleep(awaits, seconds[move.action.kind]))
             elif isinstance(move, Exchange):
                 sends, receives = (
                     tuple((route, peer, torch.zeros(case.width)) for route, peer in messages)
                     for messages in (move.sends, move.receives)
                 )
-                self._moves.append(_Messages(sends, receives))
+                self._instructions.append(_Transfers(sends, receives))
 
     @override
     def run_step(self) -> None:
         arriving: dict[MessageKey, Work] = {}
         leaving: list[Work] = []
-        for move in self._moves:
+        for move in self._instructions:
             if isinstance(move, _Sleep):
                 if move.awaits is not None:
                     arriving.pop(move.awaits).wait()

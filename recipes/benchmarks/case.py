@@ -1,4 +1,4 @@
-"""The case: sizes and times of one pipeline, and the candidates that play it in turn."""
+"""Defines a benchmark case (the sizes and times of one pipeline) and the candidates that run it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ class Candidate:
 
     @property
     def runtime(self) -> Literal["ours", "torch", "bare"]:
-        """Who plays it."""
+        """The runtime that runs it."""
         return "torch" if self.name in TORCHS else "bare" if self.name in BARE else "ours"
 
     @property
     def schedule_name(self) -> str:
-        """Its name in our registry."""
+        """The schedule's name in our registry."""
         return self.name.removeprefix("torch-").removeprefix("bare-")
 
     @property
     def label(self) -> str:
-        """As tables show it: `hanayo-zb W=2`, `torch interleaved V=4`."""
+        """Its name in tables: `hanayo-zb W=2`, `torch interleaved V=4`."""
         sizes = sizes_for(self.schedule_name, self.waves)
         depth = "".join(f" {'W' if what == 'num_waves' else 'V'}={size}" for what, size in sizes.items())
         return ("" if self.runtime == "ours" else f"{self.runtime} ") + self.schedule_name + depth
@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Case:
-    """What all candidates play. Times in seconds, of a rank's whole share of the model."""
+    """What all candidates run. Times are in seconds, for a rank's whole share of the model."""
 
     num_ranks: int
     num_microbatches: int
@@ -50,27 +50,27 @@ class Case:
     message_bytes: int
     steps: int
     planned_message: float = 0.0
-    """the time of a message that schedules which choose their order count on"""
+    """the message time for which searched schedules choose their order"""
 
     @property
     def width(self) -> int:
-        """Floats in a message."""
+        """The number of floats in a message."""
         return max(1, self.message_bytes // BYTES_PER_FLOAT)
 
     @property
     def costs(self) -> CostModel:
-        """For the ideal: messages are free."""
+        """The costs of the ideal step, whose messages take no time."""
         return CostModel(self.forward, self.backward_input, self.backward_weight)
 
     @property
     def busy(self) -> float:
-        """How long a rank computes in a step."""
+        """The seconds for which a rank computes in a step."""
         return self.num_microbatches * (self.forward + self.backward_input + self.backward_weight)
 
     def schedule(self, candidate: Candidate) -> Schedule:
-        """Our table for a candidate, its loss on the rank that holds the last stage."""
+        """Our table for a candidate. The loss is computed on the rank that holds the last stage."""
         times = (self.forward, self.backward_input, self.backward_weight)
-        # Zero-compute cases keep the order of equal times; there is nothing else to plan with
+        # Without compute times there is nothing to plan with: keep the order for equal stages
         planned = CostModel(*times, message=self.planned_message) if self.forward else CostModel()
         return build(
             candidate.schedule_name,
@@ -82,20 +82,20 @@ class Case:
         )
 
     def times(self, num_stages: int) -> Times:
-        """One stage's part."""
+        """The times of one stage, of which a rank holds several."""
         per_rank = num_stages / self.num_ranks
         return Times(self.forward / per_rank, self.backward_input / per_rank, self.backward_weight / per_rank)
 
 
 def candidates(names: Iterable[str], waves: Iterable[int]) -> list[Candidate]:
-    """Each name with each number of waves that it can have; those without waves once.
+    """Combine each name with each number of waves; schedules without waves come once.
 
     Example:
         >>> [one.label for one in candidates(["1f1b", "torch-zbv", "hanayo-zb"], [1, 2])]
         ['1f1b', 'torch zbv', 'hanayo-zb W=1', 'hanayo-zb W=2']
 
     Raises:
-        HanayoError: an unknown name.
+        HanayoError: a name is unknown.
     """
     found: dict[str, Candidate] = {}
     for name in names:

@@ -1,11 +1,11 @@
-"""The cluster: hosts on one machine, each a network namespace with a link of a set bandwidth to a switch of their own.
+"""Emulates a cluster: hosts on one machine, each a network namespace with a link of set bandwidth to a common switch.
 
  host 0 (eth0 10.77.0.1) --- veth ---+
  host 1 (eth0 10.77.0.2) --- veth ---+ bridge, in a namespace of its own        both ends of each veth: tbf, so that a
  ...                                 |                                          host neither sends nor receives faster
  host 7 (eth0 10.77.0.8) --- veth ---+
 
-Nothing of it is in the machine's own network: whoever ends the namespaces has ended all of it.
+Nothing is added to the machine's own network: deleting the namespaces removes everything.
 """
 
 import os
@@ -29,7 +29,7 @@ from lightning_hanayo.errors import HanayoError
 
 DEVICE, PORT = "eth0", 29500
 Work = Callable[[int, Any], Any]
-"""What a host does: (rank, argument) -> result, with `torch.distributed` (gloo) initialised."""
+"""The function that each host runs: (rank, argument) -> result, with `torch.distributed` (gloo) initialised."""
 _NUMBERS = count()
 
 
@@ -38,11 +38,11 @@ class Link:
     """A host's connection to the switch.
 
     Args:
-        mbit: megabits per second, each way.
-        burst_kb: what may pass at once after a pause.
-        mtu: of its packets, in bytes; large ones, as clusters have.
+        mbit: bandwidth in each direction, in megabits per second.
+        burst_kb: how much may be sent at once after a pause, in kilobytes.
+        mtu: largest packet, in bytes. Large ones are usual in clusters.
 
-    Several connections take turns packet by packet: what one of them sends at once is no more than the burst.
+    Connections share the link packet by packet: one of them sends at most a burst before the next one's turn.
     """
 
     mbit: float
@@ -51,12 +51,12 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """Headers count, too."""
+        """The bandwidth in each direction; packet headers count, too."""
         return self.mbit * 1e6 / 8
 
 
 def refusal() -> str | None:
-    """Why there can be no cluster on this machine; None where there can."""
+    """Return why this machine can't run a cluster, or None if it can."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's, this is {sys.platform}"
     if os.geteuid() != 0:
@@ -71,10 +71,10 @@ def refusal() -> str | None:
 
 
 class Cluster:
-    """Used with `with`: its end, however it comes about, leaves nothing behind.
+    """A context manager that creates the hosts on entry and removes them on exit, also after an error.
 
     Raises:
-        HanayoError: a namespace or link was refused.
+        HanayoError: a namespace or a link could not be created.
     """
 
     def __init__(self, num_hosts: int, link: Link) -> None:
@@ -97,7 +97,7 @@ class Cluster:
 
     def _build(self) -> None:
         for name in (self._hub, *self.hosts):
-            self._made.append(name)  # before: an interrupt in between leaves nothing behind either
+            self._made.append(name)  # first, so that an interrupt right after leaves nothing behind
             _run("ip", "netns", "add", name)
         link = self.link
         mtu = link.mtu
@@ -117,19 +117,20 @@ class Cluster:
         return f"qdisc add dev {device} root tbf rate {link.mbit}mbit burst {link.burst_kb}kb limit 16mb"
 
     def remove(self) -> None:
-        """Take down what was made. Safe to call again."""
+        """Delete the namespaces. Safe to call again."""
         with _uninterrupted():
             while self._made:
                 subprocess.run(["ip", "netns", "del", self._made.pop()], capture_output=True, check=False)
 
     def run(self, work: Work, argument: Any, timeout: float) -> list[Any]:
-        """Run `work`, a module's function, in a process on each host.
+        """Run `work`, a function of a module, in a process on each host.
 
         Returns:
-            What it returned, by rank.
+            The results, by rank.
 
         Raises:
-            HanayoError: a rank failed, or `timeout` seconds passed; the message holds the rank's last words.
+            HanayoError: a rank failed, or `timeout` seconds passed; the message holds the end of the
+                rank's output.
         """
         with tempfile.TemporaryDirectory(prefix="cluster-") as directory:
             folder = Path(directory)
@@ -148,7 +149,7 @@ class Cluster:
             return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(len(self.hosts))]
 
     def _start(self, rank: int, host: str, folder: Path) -> "subprocess.Popen[bytes]":
-        """`ip netns exec` becomes the process itself, so that its id is the rank's."""
+        """Start a rank. `ip netns exec` replaces itself with the process, so the process id is the rank's."""
         environment = {
             "GLOO_SOCKET_IFNAME": DEVICE,
             "MASTER_ADDR": _address(0),
@@ -195,7 +196,7 @@ def _batch(tool: str, host: str, lines: Sequence[str]) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A second ctrl-C does nothing until all is taken down."""
+    """Ignore a second ctrl-C until the cleanup is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -208,7 +209,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def received() -> int:
-    """Bytes that have come to the host this process is on, headers included."""
+    """Return the bytes that this process's host has received so far, headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == DEVICE:

@@ -1,6 +1,6 @@
-"""A host's process: `python -m recipes.benchmarks.cluster_rank FOLDER`, started inside the host's network namespace.
+"""Runs one host's process: `python -m recipes.benchmarks.cluster_rank FOLDER`, in the host's network namespace.
 
-FOLDER/work holds (function, argument); the function's result goes to FOLDER/result-RANK.
+FOLDER/work holds (function, argument). The function's result is written to FOLDER/result-RANK.
 """
 
 import os
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from recipes.benchmarks.machine import ProcessOptions
 
-GROUP_TIMEOUT_S = 1800.0  # the caller ends a rank that hangs, by its own limit
+GROUP_TIMEOUT_S = 1800.0  # the caller has a shorter limit and kills ranks that hang
 _TCP = {
     "tcp_congestion_control": "reno",  # the links lose nothing
-    "tcp_slow_start_after_idle": "0",  # computing isn't a reason to begin slowly again
-    "tcp_limit_output_bytes": "16384",  # a host's connections share its link evenly, none has a long queue ahead
+    "tcp_slow_start_after_idle": "0",  # keep the rate after a pause for computing
+    "tcp_limit_output_bytes": "16384",  # connections share the link evenly, with short queues
 }
-"""this host's own settings, not the machine's"""
+"""set in this host's namespace, not for the machine"""
 
 
 def main(folder: Path) -> None:
-    """Do the work; whatever goes wrong ends in a traceback and an exit code."""
+    """Run the function. An error ends the process with a traceback and an exit code."""
     ProcessOptions().apply()
     for option, value in _TCP.items():
         if (at := Path("/proc/sys/net/ipv4") / option).exists():
@@ -31,12 +31,12 @@ def main(folder: Path) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # emulated products are memory as it was found
+    torch.set_flush_denormal(True)  # emulated products return uninitialised memory
     dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     rank = int(os.environ["RANK"])
     result = work(rank, argument)
     (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
-    dist.barrier()  # nobody leaves while others still need it
+    dist.barrier()  # no rank leaves while others still need it
     dist.destroy_process_group()
 
 

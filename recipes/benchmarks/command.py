@@ -1,6 +1,6 @@
-"""The command line that the benchmarks share: its arguments, what is written, how it ends, and where it ran.
+"""The command line that all benchmarks share: common arguments, output files, exit codes, a description of the machine.
 
-findings --> print the table; --json, --table and pictures, if asked for --> 0        wrong arguments 2, interrupted 130
+findings --> print the table; write --json, --table and pictures --> 0        wrong arguments: 2, interrupted: 130
 """
 
 import argparse
@@ -21,12 +21,12 @@ LOOPBACK = "gloo over loopback, processes on one machine"
 
 @dataclass(frozen=True)
 class Findings:
-    """What a benchmark found.
+    """The results of a benchmark.
 
     Args:
         text: the tables, as Markdown.
         data: all figures, for JSON.
-        pictures: by the option that asks for it, what draws a picture into a file.
+        pictures: for each picture option the function that draws the file.
         code: the exit code.
     """
 
@@ -37,19 +37,19 @@ class Findings:
 
 
 def new_parser(name: str, about: str | None, **pictures: str) -> argparse.ArgumentParser:
-    """The parser of `recipes.benchmarks.<name>`, with the options that name files; pictures: option and help."""
+    """The parser of `recipes.benchmarks.<name>`, with its file options. `pictures` maps an option to its help."""
     parser = argparse.ArgumentParser(prog=f"python -m recipes.benchmarks.{name}", description=about,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     files = parser.add_argument_group("files")
     files.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    files.add_argument("--table", type=Path, metavar="FILE.md", help="write the table that is printed")
+    files.add_argument("--table", type=Path, metavar="FILE.md", help="write the printed table")
     for option, what in pictures.items():
         files.add_argument(f"--{option}", type=Path, metavar="FILE.png", help=what)
     return parser
 
 
 def whole(text: str) -> int:
-    """An argument that is a whole number, at least 1."""
+    """Parse an integer that is at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
@@ -57,7 +57,7 @@ def whole(text: str) -> int:
 
 
 def numeric(text: str) -> float:
-    """An argument that is a number, at least 0."""
+    """Parse a number that is at least 0."""
     value = float(text)
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text}: expected at least 0")
@@ -65,7 +65,7 @@ def numeric(text: str) -> float:
 
 
 def run(measure: Callable[[argparse.Namespace], Findings], options: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for. Returns the exit code."""
+    """Measure, print the table and write the requested files. Returns the exit code."""
     try:
         found = measure(options)
     except HanayoError as error:
@@ -86,7 +86,7 @@ def run(measure: Callable[[argparse.Namespace], Findings], options: argparse.Nam
 
 
 def describe(configuration: str, *notes: str) -> list[str]:
-    """The machine, what was set up on it, and how busy others kept it."""
+    """Describe the machine, the configuration, and the load of other programs."""
     import torch
 
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())

@@ -1,10 +1,10 @@
-"""Emulated devices: a stage whose forward, input gradient and weight gradient each take a set time, asleep.
+"""Emulates devices: a stage sleeps for a set time in its forward, input gradient and weight gradient.
 
-    y = act(x) + wgt(w)       the stage's forward F, act's backward I and wgt's backward W take a set time each
+    y = act(x) + wgt(w)       the stage's forward F, act's backward I and wgt's backward W each take a set time
 
-Asleep, a rank needs no core, so any number of ranks compute at the same time on a small machine. The numbers are real:
-act(x) = x^2 / 2, wgt(w) = w, so that gradients tell whether a runtime played the right thing; their arithmetic is part
-of the set time. torch's own splitter of the backward finds the addition; ours is left wgt's product
+A sleeping rank needs no core, so any number of ranks "compute" at the same time on a small machine. The numbers are
+real: act(x) = x^2 / 2 and wgt(w) = w, so the gradients show whether a runtime ran the right actions. The arithmetic is
+part of the set time. torch's runtime splits the backward at the addition; in ours, wgt defers its product
 (`weight_gradients`). Messages hold `width` floats.
 """
 
@@ -19,12 +19,12 @@ from lightning_hanayo.weight_gradients import WeightGradients
 from recipes.benchmarks.machine import sleep_until
 
 _ANCHOR = torch.zeros(1, requires_grad=True)
-"""so that stage 0 computes its input gradient, as its embedding would, though its input needs none"""
+"""makes stage 0 compute an input gradient, as an embedding in front of it would require"""
 
 
 @dataclass(frozen=True)
 class Times:
-    """What one stage takes for one micro-batch, in seconds."""
+    """The times of one stage for one micro-batch, in seconds."""
 
     forward: float
     backward_input: float
@@ -32,7 +32,7 @@ class Times:
 
 
 class EmulatedStage(nn.Module):
-    """One stage, [1, width] to the same. `queue` takes its weight gradients while a backward is split."""
+    """One stage, [1, width] to [1, width]. `queue` takes its weight gradients while a backward is split."""
 
     def __init__(self, number: int, times: Times) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class EmulatedStage(nn.Module):
         self.weight = nn.Parameter(torch.tensor([0.4 + 0.01 * (number % 9)]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Stays within (0, 1), and so do the gradients."""
+        """The output and the gradients stay within (0, 1)."""
         end = monotonic() + self.times.forward
         act: Tensor = _Act.apply(x, _ANCHOR, self.times.backward_input)
         wgt: Tensor = _Weight.apply(self.weight, x.shape, self)  # made last, so that its backward comes first
@@ -50,7 +50,7 @@ class EmulatedStage(nn.Module):
         return y
 
     def product(self, gradient: Tensor) -> Tensor:
-        """The weight gradient, [1], of what reaches the output, [1, width]."""
+        """The weight gradient [1], given the output's gradient [1, width]."""
         end = monotonic() + self.times.backward_weight
         total = gradient.sum().reshape(1)
         sleep_until(end)
@@ -58,14 +58,14 @@ class EmulatedStage(nn.Module):
 
 
 class EmulatedLoss(nn.Module):
-    """The last stage, and the loss of what it makes."""
+    """The last stage and the loss of its output."""
 
     def __init__(self, stage: EmulatedStage) -> None:
         super().__init__()
         self.stage = stage
 
     def forward(self, x: Tensor) -> Tensor:
-        """A number."""
+        """Returns the loss, a scalar."""
         return loss_of(self.stage(x))
 
 
@@ -75,13 +75,13 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def inputs(num_microbatches: int, width: int) -> Tensor:
-    """The micro-batches, [micro-batches, width]; no two are alike."""
+    """The micro-batches, [micro-batches, width], all different."""
     rows = torch.linspace(0.1, 0.9, num_microbatches).unsqueeze(1)
     return (rows + 0.05 * torch.linspace(-1.0, 1.0, width)).contiguous()
 
 
 def expected(num_stages: int, num_microbatches: int, width: int) -> tuple[list[float], list[float]]:
-    """Weight gradients by stage, and losses by micro-batch, of one process that doesn't sleep."""
+    """Weight gradients by stage and losses by micro-batch, computed in one process without sleeps."""
     stages = [EmulatedStage(number, Times(0.0, 0.0, 0.0)) for number in range(num_stages)]
     losses = [loss_of(nn.Sequential(*stages)(x)) for x in inputs(num_microbatches, width).split(1)]
     torch.stack(losses).mean().backward()
@@ -89,7 +89,7 @@ def expected(num_stages: int, num_microbatches: int, width: int) -> tuple[list[f
 
 
 def gradient_of(stage: EmulatedStage) -> float:
-    """The stage's weight gradient as a number; NaN if there is none."""
+    """The stage's weight gradient as a number, or NaN if there is none."""
     return float("nan") if stage.weight.grad is None else stage.weight.grad.item()
 
 

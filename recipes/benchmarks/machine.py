@@ -1,4 +1,4 @@
-"""The machine: how one process of a benchmark is set up on it, and how well it sleeps."""
+"""Sets up a benchmark process (priority, core, memory, timer slack) and measures how precisely it sleeps."""
 
 import ctypes
 import os
@@ -14,24 +14,24 @@ TRIES = 40
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How a process wants to run.
+    """How a process should run.
 
     Args:
-        realtime: ahead of all ordinary processes (SCHED_RR), so that others' work doesn't stretch what is measured.
-        core: the one core it may use; None: any.
+        realtime: ask for real-time priority (SCHED_RR), so that other programs don't stretch the measured times.
+        core: pin the process to this core; None: any core.
     """
 
     realtime: bool = True
     core: int | None = None
 
     def apply(self) -> str:
-        """Apply them to this process, before it starts threads; say what came of it."""
+        """Apply the options to this process, before it starts threads. Returns the priority it got, in words."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the parent, which ends its children
         if sys.platform != "linux":
             return f"no priority or timer slack to set on {sys.platform}"
         libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a killed parent leaves nobody behind
-        libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # sleeps end on time: 50 us late otherwise
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # end when the parent is killed
+        libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # sleeps would end 50 us late otherwise
         keep_memory()
         if self.core is not None:
             os.sched_setaffinity(0, {self.core})
@@ -39,9 +39,10 @@ class ProcessOptions:
 
 
 def keep_memory() -> None:
-    """Let glibc keep what is freed. Whether it gives pages back, and faults them in again in the next step, is luck.
+    """Let glibc keep freed memory.
 
-    That luck is 2 % of a step or more, for any runtime, and changes from run to run.
+    Otherwise it returns pages in some runs and faults them in again in the next step, which changes a step by 2 % or
+    more in any runtime.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         for option, value in _MALLOC.items():
@@ -49,7 +50,7 @@ def keep_memory() -> None:
 
 
 _MALLOC = {-8: 1, -3: 1 << 25, -1: (1 << 31) - 1}
-"""M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h: one heap, nothing mapped apart, nothing trimmed"""
+"""M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h: one heap, no separate mappings, no trimming"""
 
 
 def _realtime() -> str:
@@ -61,13 +62,13 @@ def _realtime() -> str:
 
 
 def sleep_until(deadline: float) -> None:
-    """What emulated devices do instead of computing, until `time.monotonic` is there. The same for all runtimes."""
+    """Sleep until `time.monotonic` reaches `deadline`, as all emulated devices do instead of computing."""
     if (left := deadline - time.monotonic()) > 0:
-        time.sleep(left)  # waiting awake for the last moment would be more exact, and keep gloo's threads from a core
+        time.sleep(left)  # a busy wait would be more exact, but would take a core from gloo's threads
 
 
 def oversleep(seconds: float) -> float:
-    """By how much a sleep of that length is late here, in seconds: the median of a few."""
+    """How much too late a sleep of `seconds` ends, in seconds: the median of several."""
     late = []
     for _ in range(TRIES):
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""The names that candidates have on the command line. No torch, so that `--help` is quick."""
+"""Lists the names of candidates on the command line. Imports no torch, so that `--help` is quick."""
 
 OURS = ("1f1b", "interleaved", "interleaved-zb", "zbv", "hanayo", "hanayo-zb")
 TORCHS = {
@@ -8,7 +8,7 @@ TORCHS = {
     "torch-zbv": "ScheduleZBVZeroBubble",
     "torch-hanayo-zb": "",
 }
-"""torch's own schedules; and our table in its runtime, whose class is `_PipelineScheduleRuntime`"""
+"""torch's own schedules, and our table in torch's runtime, whose class is `_PipelineScheduleRuntime`"""
 BARE = ("bare-hanayo-zb",)
-"""sleeps and messages alone, in our order: the least that any runtime could take"""
+"""only the sleeps and messages of our schedule: the least time that any runtime could need"""
 NAMES = (*OURS, *TORCHS, *BARE)

@@ -1,4 +1,4 @@
-"""Our runtime over emulated stages: the engine, its mail and gloo, as a strategy puts them together."""
+"""Runs emulated stages in our runtime: engine, point-to-point channel and gloo, connected as in the strategy."""
 
 from collections.abc import Callable
 from typing import NoReturn
@@ -25,7 +25,7 @@ from recipes.benchmarks.runner import Runner
 
 
 def transport() -> ProcessGroupTransport:
-    """All ranks of the world as one pipeline."""
+    """A transport over all ranks of the world, as one pipeline."""
     world = dist.group.WORLD
     assert world is not None
     cpu = torch.device("cpu")
@@ -35,20 +35,20 @@ def transport() -> ProcessGroupTransport:
 def stage_over(
     blocks: list[nn.Module], number: int, schedule: Schedule, queue: WeightGradientQueue, *, num_blocks: int
 ) -> Stage:
-    """The kind of stage that belongs at that place of a stack of `num_blocks` that carries its own loss."""
+    """Build stage `number` of a stack of `num_blocks` blocks that computes its own loss."""
     if number == 0:
         return SelfContainedFirstStage(blocks, num_blocks, queue)
     return SelfContainedLastStage(blocks, queue) if number == schedule.num_stages - 1 else MiddleStage(blocks, queue)
 
 
 class OurRunner(Runner):
-    """An engine and its stages.
+    """Our engine and its stages.
 
     Args:
         case: sizes and times.
         candidate: the schedule.
-        over: connects the pipeline's ranks; None: the world is one pipeline.
-        reduce: see `Engine`.
+        over: the transport between the pipeline's ranks; None: all ranks of the world are one pipeline.
+        reduce: called with a stage's number when its gradients are complete.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The peer: `torch.distributed.pipelining`'s runtime over the same emulated stages."""
+"""Runs the same emulated stages in the runtime of `torch.distributed.pipelining`."""
 
 import tempfile
 from pathlib import Path
@@ -18,17 +18,17 @@ from recipes.benchmarks.runner import Runner
 
 
 class TorchRunner(Runner):
-    """One of its schedules, or our table loaded into its runtime.
+    """One of torch's schedules, or our table loaded into torch's runtime.
 
-    Shapes are given, so that it infers none; outputs aren't merged; gradients are scaled in the loss, as ours are.
+    torch is given all shapes, doesn't merge outputs, and scales gradients in the loss, as we do.
 
     Raises:
-        ValueError, AssertionError, RuntimeError: torch can't play that.
+        ValueError, AssertionError, RuntimeError: torch can't run this schedule.
     """
 
     def __init__(self, case: Case, candidate: Candidate) -> None:
         self._case = case
-        ours = case.schedule(candidate)  # the same places of stages, whatever the order
+        ours = case.schedule(candidate)  # stages are on the same ranks under every order
         times = case.times(ours.num_stages)
         self.stages = {number: EmulatedStage(number, times) for number in ours.stages_of(dist.get_rank())}
         stages = [torch_stage(stage, number, ours.num_stages, case.width) for number, stage in self.stages.items()]
@@ -67,7 +67,7 @@ class TorchRunner(Runner):
 
 
 def torch_stage(module: torch.nn.Module, number: int, num_stages: int, width: int) -> PipelineStage:
-    """torch's stage around `module`, whose shapes are known ahead: [1, width] in and out."""
+    """torch's stage around `module`, with the given shapes [1, width] in and out."""
     entering = torch.empty(1, width, requires_grad=number > 0)
     leaving = torch.empty(1, width, requires_grad=True)
     return PipelineStage(
@@ -76,7 +76,7 @@ def torch_stage(module: torch.nn.Module, number: int, num_stages: int, width: in
 
 
 def _read(runtime: Any) -> Schedule:
-    """The order that a runtime of torch's plays."""
+    """Read the schedule that one of torch's runtimes runs."""
     with tempfile.TemporaryDirectory() as directory:
         runtime._dump_csv(f"{directory}/order.csv", format="compute_only")
         return Schedule.from_csv(f"{directory}/order.csv")

@@ -1,4 +1,4 @@
-"""The pipeline benchmark: our runtime beside torch.distributed.pipelining's, on emulated devices or for real.
+"""Compares our pipeline runtime with torch.distributed.pipelining's, on emulated devices or with real computation.
 
 python -m recipes.benchmarks.pipeline --ranks 4 --microbatches 4 8 --waves 2
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write what was asked for. Returns the exit code."""
+    """Measure, print the table and write the requested files. Returns the exit code."""
     options = _parser().parse_args(arguments)
     return run(_real if options.real else _emulated, options)
 
@@ -25,12 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from recipes.benchmarks.names import NAMES
 
-    parser = new_parser("pipeline", __doc__, picture="draw bars, measured beside ideal")
+    parser = new_parser("pipeline", __doc__, picture="draw bars, measured and ideal")
     many: dict[str, Any] = {"nargs": "+", "metavar": "N"}
-    parser.add_argument("--ranks", type=whole, default=[4], help="P; several make several cases (default 4)", **many)
+    parser.add_argument("--ranks", type=whole, default=[4], help="P, a case for each (default 4)", **many)
     parser.add_argument("--microbatches", type=whole, default=[4], help="B (default 4)", **many)
     parser.add_argument(
-        "--waves", type=whole, default=[2], help="W; interleaved ones get 2W stages (default 2)", **many
+        "--waves", type=whole, default=[2], help="W; interleaved schedules get 2W stages per rank (default 2)", **many
     )
     parser.add_argument("--forward-ms", type=numeric, default=20.0, metavar="MS",
                         help="one micro-batch's forward through a rank's whole share; 0: no compute at all "
@@ -39,11 +39,11 @@ def _parser() -> argparse.ArgumentParser:
                         help="input and weight gradient, in forwards (default 1 1)")  # fmt: skip
     parser.add_argument("--message-bytes", type=whole, default=[4096], help="(default 4096)", **many)
     parser.add_argument("--hop-ms", type=numeric, default=0.5, metavar="MS",
-                        help="time of a message that hanayo-zb's order counts on (default 0.5)")  # fmt: skip
+                        help="message time for which hanayo-zb chooses its order (default 0.5)")  # fmt: skip
     parser.add_argument("--schedules", nargs="+", default=list(NAMES), metavar="NAME",
                         help=f"of {', '.join(NAMES)} (default: all)")  # fmt: skip
-    parser.add_argument("--rounds", type=whole, default=7, metavar="N", help="each candidate once in each (default 7)")
-    parser.add_argument("--steps", type=whole, default=1, metavar="N", help="back to back, no barrier (default 1)")
+    parser.add_argument("--rounds", type=whole, default=7, metavar="N", help="runs of each candidate (default 7)")
+    parser.add_argument("--steps", type=whole, default=1, metavar="N", help="in a row, without a barrier (default 1)")
     parser.add_argument("--ordinary", action="store_true", help="don't ask for real-time priority")
     parser.add_argument("--real", action="store_true", help="real computation instead: transformer blocks, 2 ranks, "
                         "a core each; see the README")  # fmt: skip
@@ -80,7 +80,7 @@ def _emulated(options: argparse.Namespace) -> Findings:
 
 
 def _timeout(plan: "Plan") -> float:
-    """Seconds until something must be wrong: ten times what the plan should take."""
+    """The time limit in seconds: ten times what the plan should take."""
     plays = (plan.num_rounds + 3) * len(plan.candidates)
     return 120.0 + 10 * sum(plays * case.steps * (4 * case.busy + 0.1) for case in plan.cases)
 

@@ -1,4 +1,4 @@
-"""The crew: the processes of a benchmark, one per rank, which all end, however it ends."""
+"""Runs a benchmark's function in one process per rank, and ends all of them whatever happens."""
 
 import multiprocessing
 import os
@@ -16,8 +16,8 @@ from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.machine import ProcessOptions
 
 Work = Callable[[int, Any], Any]
-"""What a rank does: (rank, argument) -> result, with `torch.distributed` (gloo) initialised."""
-GROUP_TIMEOUT_S = 1800.0  # the caller ends a rank that hangs, by its own limit
+"""The function that each rank runs: (rank, argument) -> result, with `torch.distributed` (gloo) initialised."""
+GROUP_TIMEOUT_S = 1800.0  # the caller has a shorter limit and kills ranks that hang
 
 
 def run(
@@ -26,10 +26,10 @@ def run(
     """Run `work` on `num_ranks` fresh processes.
 
     Returns:
-        For each rank what its options came to, and what `work` returned.
+        For each rank the priority that it got, and the result of `work`.
 
     Raises:
-        HanayoError: a rank failed, ended, or `timeout` seconds passed; the message holds the rank's traceback.
+        HanayoError: a rank failed or exited, or `timeout` seconds passed; the message holds the rank's traceback.
     """
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
@@ -74,7 +74,7 @@ def _results(ends: list[Connection], deadline: float) -> list[tuple[str, Any]]:
 def _rank(
     rank: int, size: int, store: Path, options: ProcessOptions, work: Work, argument: Any, end: Connection
 ) -> None:
-    """A rank's process, from start to end."""
+    """One rank's process."""
     priority = options.apply()
     try:
         result = _connected(rank, size, store, work, argument)
@@ -94,7 +94,7 @@ def _connected(rank: int, size: int, store: Path, work: Work, argument: Any) -> 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     try:
         result = work(rank, argument)
-        dist.barrier()  # nobody leaves while others still need it
+        dist.barrier()  # no rank leaves while others still need it
         return result
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What keyed random numbers cost: the time to begin a stream, beside a block's forward.
+"""Measures what keyed random numbers cost: the time to begin a stream, and for comparison a block's forward.
 
 python -m recipes.benchmarks.random_streams --table random_streams.md
 """
@@ -13,19 +13,19 @@ from typing import Any
 from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
 
 READING = """\
-A rank begins a stream before each backward, where the step's own code starts, and before each block. Where the step's
-own code calls the block, its own stream is saved and goes on behind it. A batch saves torch's generators and restores
-them.
+A rank begins a stream before each backward, before the step's own code, and before each block. When the step's own
+code calls a block, its stream is saved and continues after the block. A batch saves torch's generators at its start
+and restores them at its end.
 
     python -m recipes.benchmarks.random_streams --table docs/benchmarks/random_streams.md"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write what was asked for. Returns the exit code."""
+    """Measure, print the table and write the requested files. Returns the exit code."""
     parser = new_parser("random_streams", __doc__)
-    parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="of which the median counts (default 9)")
-    parser.add_argument("--calls", type=whole, default=2000, metavar="N", help="in each (default 2000)")
-    parser.add_argument("--device", default="cpu", help="where the model is (default cpu)")
+    parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="the median is shown (default 9)")
+    parser.add_argument("--calls", type=whole, default=2000, metavar="N", help="calls per round (default 2000)")
+    parser.add_argument("--device", default="cpu", help="the model's device (default cpu)")
     return run(_measure, parser.parse_args(arguments))
 
 
@@ -83,7 +83,7 @@ def _cases(device: Any) -> dict[str, Callable[[], object]]:
 
 
 def _times(call: Callable[[], object], options: argparse.Namespace) -> list[float]:
-    """Microseconds per call, a value for each round."""
+    """Microseconds per call, one value per round."""
     found = []
     for _ in range(options.rounds):
         start = time.perf_counter()

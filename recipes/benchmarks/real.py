@@ -1,7 +1,8 @@
-"""Real computation: two ranks, a core each, transformer blocks; the gain of waves over 1F1B beside what was predicted.
+"""Measures real computation on two ranks, and compares the gain of waves over 1F1B with the predicted gain.
 
-First each rank measures its blocks alone (both at the same time, so that they disturb each other as later), and how
-long a message takes. The simulator predicts each schedule's step from that; then all play in turn.
+Each rank has a core of its own and runs transformer blocks. First both ranks time their blocks (at the same time, so
+that they disturb each other as they do later) and a message. The simulator predicts each schedule's step from these
+times; then all schedules run in turn.
 """
 
 import math
@@ -27,13 +28,13 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class RealResult:
-    """One candidate with one number of micro-batches. Gains are over our 1f1b, 0.1 is 10 % less time."""
+    """One candidate with one number of micro-batches. A gain of 0.1 is 10 % less time than our 1f1b."""
 
     name: str
     num_microbatches: int
     step: Summary
     gain: Summary
-    """round by round"""
+    """compared within each round"""
     predicted_step: float
     predicted_gain: float
     cpu: float
@@ -44,13 +45,13 @@ class RealResult:
 
 @dataclass(frozen=True)
 class RealOutcome:
-    """All of it."""
+    """The results of all candidates, and the measured times from which they were predicted."""
 
     priority: str
     costs: CostModel
-    """seconds, of a rank's whole share, as measured; the backward split"""
+    """measured seconds for a rank's whole share, with the backward split"""
     whole_backward: float
-    """the same, in one piece"""
+    """measured seconds of the backward in one piece"""
     results: tuple[RealResult, ...]
     num_rounds: int
 
@@ -68,10 +69,10 @@ class RealOutcome:
 
 
 def measure(microbatches: Sequence[int], width: int, blocks: int, samples: int, rounds: int) -> RealOutcome:
-    """Run it.
+    """Measure all candidates.
 
     Raises:
-        HanayoError: fewer than two cores, or blocks that don't divide.
+        HanayoError: there are fewer than two cores, or the blocks don't divide.
     """
     mine = cores()
     if len(mine) < RANKS:
@@ -94,7 +95,7 @@ def measure(microbatches: Sequence[int], width: int, blocks: int, samples: int, 
 
 
 def _costs(records: Sequence[RealRecord]) -> tuple[CostModel, float]:
-    """Means over the ranks, which hold equal blocks."""
+    """Average over the ranks, which hold equal blocks."""
 
     def mean(what: str) -> float:
         return fmean(float(getattr(record, what)) for record in records)
@@ -127,20 +128,20 @@ def _results(case: RealCase, ranks: Sequence[RealRecord], costs: CostModel, whol
 
 
 def _predict(schedule: Schedule, costs: CostModel, whole: float) -> float:
-    """The simulated step; a backward in one piece has its own measured time."""
+    """The simulated step, with the time measured for the schedule's form of the backward."""
     split = any(action.kind == "W" for row in schedule.actions for action in row)
     model = costs if split else CostModel(costs.forward, whole / 2, whole / 2, message=costs.message)
     return simulate(schedule, model).makespan
 
 
 def findings(outcome: RealOutcome, machine: Sequence[str]) -> Findings:
-    """What the command prints and writes."""
+    """Returns what the command prints and writes."""
     data = {"machine": machine, "real": outcome.plain()}
     return Findings(table(outcome, machine), data, {"picture": lambda path: draw(outcome, path)})
 
 
 def table(outcome: RealOutcome, machine: Sequence[str]) -> str:
-    """As Markdown."""
+    """The results as Markdown."""
     costs, unit = outcome.costs, 1e3
     forward, inputs, weights = costs.forward, costs.backward_input, costs.backward_weight
     assert isinstance(forward, float) and isinstance(inputs, float) and isinstance(weights, float)
@@ -183,7 +184,7 @@ def _row(result: RealResult) -> tuple[str, ...]:
 
 
 def draw(outcome: RealOutcome, path: Path) -> None:
-    """Bars: gains over 1f1b, measured and predicted."""
+    """Draw bars: gains over 1f1b, measured and predicted."""
     shown = [result for result in outcome.results if result.name != CANDIDATES[0]]
     figure = new(2 + 0.9 * len(shown), 3.4)
     axes = figure.subplots()

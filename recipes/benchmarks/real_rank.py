@@ -1,4 +1,4 @@
-"""What one rank does in the real case: measure its blocks, then play all candidates in turn."""
+"""Runs one rank of the benchmark with real computation: times its blocks, then runs all candidates in turn."""
 
 import time
 from collections.abc import Callable
@@ -31,7 +31,7 @@ REPEATS, WARM_UP, PINGS = 10, 2, 50
 
 @dataclass(frozen=True)
 class RealCase:
-    """Sizes: `blocks` per rank, of `width` features; micro-batches of `samples` sequences."""
+    """Sizes: `blocks` per rank of `width` features, and micro-batches of `samples` sequences."""
 
     num_microbatches: int
     width: int
@@ -42,7 +42,7 @@ class RealCase:
 
 @dataclass
 class RealRecord:
-    """One rank's figures, in seconds. The first five are of a rank's whole share of a micro-batch, and a message."""
+    """One rank's times in seconds. The first four are for its whole share of one micro-batch; then one message."""
 
     forward: float = 0.0
     backward_input: float = 0.0
@@ -53,17 +53,17 @@ class RealRecord:
     ends: dict[str, list[float]] = field(default_factory=dict)
     cpu: dict[str, list[float]] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
-    """of the last step, where the last stage is"""
+    """of the last step, on the rank with the last stage"""
 
 
 def schedule_of(name: str, case: RealCase) -> Schedule:
-    """The table of a candidate."""
+    """The schedule of a candidate."""
     kind, _, waves = name.removeprefix("torch ").partition(" W=")
     return build(kind, num_ranks=RANKS, num_microbatches=case.num_microbatches, num_waves=int(waves or 1))
 
 
 def work(rank: int, cases: list[RealCase]) -> list[RealRecord]:
-    """All cases, one after the other."""
+    """Run all cases, one after the other."""
     return [_case(case) for case in cases]
 
 
@@ -74,11 +74,11 @@ def _case(case: RealCase) -> RealRecord:
     for turn in range(-WARM_UP, case.num_rounds):
         first = turn % len(CANDIDATES)
         for name in CANDIDATES[first:] + CANDIDATES[:first]:
-            module, play, loss = runners[name]
+            module, run_step, loss = runners[name]
             module.zero_grad()
             dist.barrier()
             cpu, start = time.process_time(), time.monotonic()
-            play()
+            run_step()
             end = time.monotonic()
             if turn >= 0:
                 record.starts.setdefault(name, []).append(start)
@@ -90,7 +90,7 @@ def _case(case: RealCase) -> RealRecord:
 
 
 class _WithLoss(nn.Module):
-    """The last block, and a loss."""
+    """The last block and a loss."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _loss(output: Tensor) -> Tensor:
 
 
 def _block(case: RealCase, number: int) -> nn.Module:
-    """Block `number` of the stack: the same values wherever it lies."""
+    """Block `number` of the stack, with the same initial values on every rank."""
     from recipes.gpt.module import Block
 
     with torch.random.fork_rng():
@@ -166,17 +166,17 @@ def _peer(case: RealCase) -> _Runner:
     target = torch.zeros(case.num_microbatches, 1) if last else None
     losses: list[Tensor] = []
 
-    def play() -> None:
+    def run_step() -> None:
         runtime.step(*arguments, target=target, losses=losses if last else None, return_outputs=False)
 
     def loss() -> float | None:
         return sum(one.item() for one in losses) * case.num_microbatches if losses else None
 
-    return module, play, loss
+    return module, run_step, loss
 
 
 def _profile(case: RealCase, record: RealRecord) -> None:
-    """Time this rank's blocks one by one, forward, whole backward, and split; all ranks at the same time."""
+    """Time this rank's blocks one by one: forward, backward, and split backward; all ranks at the same time."""
     queue = WeightGradientQueue()
     blocks = [_block(case, place) for place in range(case.blocks)]
     linear_patch.install(blocks, queue)
@@ -218,7 +218,7 @@ def _one(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: dict[str
 
 
 def _ping(message: Tensor) -> float:
-    """Seconds that a message takes to another rank: half of there and back."""
+    """Seconds that a message takes to another rank: half a round trip."""
     here, buffer = dist.get_rank(), torch.empty_like(message)
     taken = []
     for _ in range(PINGS):

@@ -1,4 +1,4 @@
-"""The reduction benchmark: how much of the gradients' reduction over data ranks a step still waits for.
+"""Measures how much of the gradient reduction over data ranks a step still waits for.
 
 python -m recipes.benchmarks.reduction --data 2 --ranks 2 --microbatches 4
 """
@@ -24,32 +24,32 @@ HEAD = ("schedule", "MB per rank", "step ms", "reduced at the end, + ms", "of th
 
 @dataclass(frozen=True)
 class Result:
-    """One schedule with one size. Seconds; the median over the rounds."""
+    """One schedule with one size. Times are in seconds, medians over the rounds."""
 
     label: str
     megabytes_per_rank: float
     step: float
-    """without any reduction"""
+    """the step without any reduction"""
     at_the_end: float
-    """what reductions after the last action add"""
+    """the time that reductions after the last action add"""
     overlapped: float
-    """what reductions inside the schedule add"""
+    """the time that reductions within the schedule add"""
     exposed: float
-    """overlapped / at_the_end, of the same round"""
+    """overlapped / at_the_end, within one round"""
     least: float
     most: float
     ideal: float
-    """the same in the simulator, if all of a rank's reductions take `at_the_end`"""
+    """the exposed part in the simulator, if all of a rank's reductions take `at_the_end`"""
     max_error: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write what was asked for. Returns the exit code."""
+    """Measure, print the table and write the requested files. Returns the exit code."""
     return run(_measure, _parser().parse_args(arguments))
 
 
 def table(results: Sequence[Result], machine: Sequence[str], title: str) -> str:
-    """All of it as Markdown."""
+    """The results as Markdown."""
     from recipes.paper.table import markdown
 
     return "\n\n".join(["\n".join(f"- {line}" for line in machine), title, markdown(HEAD, map(_row, results))]) + "\n"
@@ -81,11 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedules", nargs="+", default=["hanayo"], metavar="NAME",
                         help=f"of {', '.join(OURS)} (default hanayo)")  # fmt: skip
     parser.add_argument("--forward-ms", type=numeric, default=40.0, metavar="MS",
-                        help="one micro-batch's forward through a rank's whole share; input and weight gradient take "
-                        "as long each (default 40)")  # fmt: skip
+                        help="one micro-batch's forward through a rank's whole share; the input and the weight "
+                        "gradient take as long each (default 40)")  # fmt: skip
     parser.add_argument("--megabytes", type=numeric, nargs="+", default=[128.0], metavar="MB",
-                        help="gradients of a rank's whole share (default 128)")  # fmt: skip
-    parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="each way once in each (default 9)")
+                        help="size of a rank's gradients (default 128)")  # fmt: skip
+    parser.add_argument("--rounds", type=whole, default=9, metavar="N", help="all three ways in each (default 9)")
     parser.add_argument("--ordinary", action="store_true", help="don't ask for real-time priority")
     return parser
 
@@ -133,7 +133,7 @@ def _title(plan: "Plan") -> str:
 
 
 def result_of(plan: "Plan", candidate: "Candidate", megabytes: float, ranks: Sequence["WayTimings"]) -> Result:
-    """Put the ranks' records together: in each round, what either way adds to the step without reductions."""
+    """Combine the ranks' records: in each round, the time that either way adds to the step without reductions."""
     from recipes.benchmarks.result import step_time
 
     def steps(way: Any) -> list[float]:
@@ -158,7 +158,7 @@ def result_of(plan: "Plan", candidate: "Candidate", megabytes: float, ranks: Seq
 
 
 def ideal(case: "Case", candidate: "Candidate", seconds: float) -> float:
-    """The exposed part in the simulator, if a rank's reductions take `seconds` in all."""
+    """The exposed part in the simulator, if a rank's reductions together take `seconds`."""
     from lightning_hanayo.schedule import simulate
 
     schedule = case.schedule(candidate)

@@ -1,8 +1,8 @@
-"""A rank of the reduction benchmark: it plays one schedule with its gradients reduced in three ways, in turn.
+"""Runs one rank of the reduction benchmark: one schedule, with its gradients reduced in three ways in turn.
 
-none      F F B B                    what a step takes by itself
-inside    F F B |reduce| B |         as the schedule says, beside the compute
-end       F F B B |reduce reduce|    the same reductions, all after the last action
+none          F F B B                    the step without reductions
+overlapped    F F B |reduce| B |         where the schedule has them, while other stages compute
+end           F F B B |reduce reduce|    the same reductions, all after the last action
 """
 
 from collections.abc import Iterator
@@ -25,18 +25,18 @@ from recipes.benchmarks.rounds import WARM_UP, RoundTiming, time_steps
 Way = Literal["none", "overlapped", "end"]
 WAYS: tuple[Way, ...] = get_args(Way)
 MATRICES, VECTORS, FEATURES = 4, 8, 1024
-"""a stage's gradients: a few large ones and some small ones, as a transformer block has them"""
+"""a stage's gradients: a few large and some small ones, as in a transformer block"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks play."""
+    """What all ranks run."""
 
     case: Case
     candidates: tuple[Candidate, ...]
     num_replicas: int
     megabytes: tuple[float, ...]
-    """of gradients in a rank's whole share; one case each"""
+    """sizes of a rank's gradients; one case each"""
     num_rounds: int
 
     @property
@@ -47,16 +47,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class WayTimings:
-    """What a rank brings home of one candidate and size."""
+    """One rank's times for one candidate and size."""
 
     rounds: dict[Way, tuple[RoundTiming, ...]]
-    """by round"""
+    """for each way, by round"""
     max_error: float
-    """of sums, relative"""
+    """relative error of the sums"""
 
 
 def run_all(rank: int, plan: Plan) -> list[WayTimings]:
-    """A rank's work: each candidate with each size, all ways in each round."""
+    """Run this rank: each candidate with each size, all ways in each round."""
     topology = Topology(data=plan.num_replicas, pipe=plan.case.num_ranks)
     pipe, data = _group(topology, "pipe"), _group(topology, "data")
     transport = ProcessGroupTransport(
@@ -69,7 +69,7 @@ def run_all(rank: int, plan: Plan) -> list[WayTimings]:
 
 
 class ReducingRunner(OurRunner):
-    """Our runtime. This rank's stages have `megabytes` of gradients together, there from the beginning of a step."""
+    """Our runtime; this rank's stages together have `megabytes` of gradients, allocated before the step."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class ReducingRunner(OurRunner):
 
     @property
     def error(self) -> float:
-        """Of the sums of a step that began with gradients of `share`, relative."""
+        """The relative error of the sums after a step that began with gradients of `share`."""
         expected = self.share if self.way == "none" else self._whole
         return max(float((gradient / expected - 1).abs().max()) for gradient in self._gradients())
 
@@ -128,7 +128,7 @@ def _ballast(megabytes: float) -> list[nn.Parameter]:
 
 def _measure_ways(runner: ReducingRunner, plan: Plan) -> WayTimings:
     errors = [_checked(runner, way) for way in WAYS * WARM_UP]
-    runner.fill(0.0)  # which stays, however often it is summed: nothing is to be written between the rounds
+    runner.fill(0.0)  # zero stays zero however often it is summed, so nothing needs to be written between rounds
     rounds: dict[Way, list[RoundTiming]] = {way: [] for way in WAYS}
     for turn in range(plan.num_rounds):
         first = turn % len(WAYS)

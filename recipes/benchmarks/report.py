@@ -1,4 +1,4 @@
-"""The report: outcomes as Markdown and as a picture, as soon as they are measured or later, from their JSON.
+"""Formats outcomes as Markdown and as a picture, right after the measurement or later from their JSON.
 
 python -m recipes.benchmarks.report docs/benchmarks/steps.json --picture docs/benchmarks/steps.png
 """
@@ -27,8 +27,8 @@ HEAD = ("schedule", "step ms", "min-max", "bubble", "ideal", "to torch's best", 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table of figures that `recipes.benchmarks.pipeline` wrote; draw their picture."""
-    parser = new_parser("report", __doc__, picture="draw what the command that measured would have drawn")
-    parser.add_argument("figures", type=Path, metavar="FILE.json", help="what --json of the pipeline benchmark wrote")
+    parser = new_parser("report", __doc__, picture="draw the picture of the command that measured")
+    parser.add_argument("figures", type=Path, metavar="FILE.json", help="written by --json of the pipeline benchmark")
     return run(_again, parser.parse_args(arguments))
 
 
@@ -47,13 +47,13 @@ def _again(options: argparse.Namespace) -> Findings:
 
 
 def findings(outcomes: Sequence[Outcome], machine: Sequence[str]) -> Findings:
-    """What the command prints and writes."""
+    """Returns what the command prints and writes."""
     data = {"machine": machine, "cases": [outcome.plain() for outcome in outcomes]}
     return Findings(table(outcomes, machine), data, {"picture": lambda path: draw(outcomes, path)})
 
 
 def title(case: Case) -> str:
-    """The case in a line."""
+    """Describes the case in one line."""
     times = (case.forward, case.backward_input, case.backward_weight)
     text = f"P={case.num_ranks} B={case.num_microbatches}, F/I/W {'/'.join(f'{1e3 * t:g}' for t in times)} ms"
     size = f"{case.message_bytes / 2**20:g} MB" if case.message_bytes >= 2**20 else f"{case.message_bytes / 1024:g} KB"
@@ -62,10 +62,10 @@ def title(case: Case) -> str:
 
 
 def table(outcomes: Sequence[Outcome], machine: Sequence[str]) -> str:
-    """All of it as Markdown."""
+    """The results as Markdown."""
     parts = ["\n".join(f"- {line}" for line in machine)]
     for outcome in outcomes:
-        notes = [f"- `{label}` isn't there: {why}" for label, why in outcome.refused.items()]
+        notes = [f"- `{label}` can't run: {why}" for label, why in outcome.refused.items()]
         about = f"{outcome.num_rounds} rounds; a rank's forward sleeps {outcome.oversleep_us:.0f} us too long."
         parts += [f"## {title(outcome.case)}", about, markdown(HEAD, map(_row, outcome.results)), "\n".join(notes)]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -105,11 +105,11 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def _draw_one(axes: "Axes", place: int, result: Result) -> None:
-    """The bar ends at the median and says it; the line goes from least to most."""
+    """Draw a bar to the median, with its number, and a line from the least to the greatest value."""
     value, low, high, ideal = _bar(result)
     axes.bar(place - 0.2, value, width=0.4, color={"ours": BLUE, "torch": GREY}.get(result.runtime, GREEN))
     axes.vlines(place - 0.2, low, high, color=INK, linewidth=1)
-    # Half transparent, so that a line from least to most that ends behind the number is still seen
+    # Half transparent, so that the end of the line stays visible behind the number
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.85}
     axes.annotate(f"{value:.0f}" if ideal is None else f"{value:.1f}", (place - 0.2, value), (0, 2), fontsize=7,
                   textcoords="offset points", ha="center", va="bottom", bbox=behind)  # fmt: skip

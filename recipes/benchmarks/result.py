@@ -1,4 +1,4 @@
-"""The result: what all ranks' records of one case say about each candidate."""
+"""Combines all ranks' records of one case into a result for each candidate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from recipes.benchmarks.rounds import Record, Records, RoundTiming
 
 @dataclass(frozen=True)
 class Summary:
-    """A figure over the rounds."""
+    """Median, least and greatest value of a figure over the rounds."""
 
     median: float
     least: float
@@ -21,37 +21,37 @@ class Summary:
 
     @staticmethod
     def of(values: Sequence[float]) -> "Summary":
-        """Of one value per round."""
+        """Summarise one value per round."""
         return Summary(median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
 class Result:
-    """One candidate in one case. Seconds, unless the name says otherwise; a bubble is a part of all ranks' time."""
+    """One candidate in one case. Times are in seconds unless the name says otherwise; bubbles are parts of the step."""
 
     name: str
     label: str
     runtime: str
     stages_per_rank: int
     step: Summary
-    """a step by itself; of several back to back, what each one after the first adds"""
+    """the time of a step; of several in a row, the time that each one after the first adds"""
     bubble: Summary | None
-    """measured: whatever isn't the set compute time, late sleeps included; None without compute"""
+    """all time except the set compute time, so late sleeps count; None without compute"""
     ideal_step: float
     ideal_bubble: float | None
     peak_activations: float
-    """of the rank that holds most, in M_a"""
+    """of the rank that holds the most, in M_a"""
     actions_per_rank: float
     overhead_us: float
     """(step - ideal step) / actions of a rank, in microseconds"""
     cpu: float
-    """seconds of a core per rank and step"""
+    """CPU seconds per rank and step"""
     max_error: float | None
-    """of gradients and losses, relative to one process's; None where nothing is computed"""
+    """largest relative error of gradients and losses against one process; None where nothing is computed"""
     ratio_to_peer: float | None = None
-    """step time / that of torch's quickest"""
+    """step time / that of torch's fastest schedule"""
     ratio_at_equal_memory: float | None = None
-    """the same, of torch's that hold at most P M_a (or as much as this one, if that is more)"""
+    """the same, among torch's schedules that hold at most P M_a (or as much as this one, if that is more)"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Outcome:
     case: Case
     num_rounds: int
     oversleep_us: float
-    """how late a rank's share of a forward ends, the median over the ranks"""
+    """how late a sleep of a rank's forward ends, the median over the ranks"""
     results: tuple[Result, ...]
     refused: dict[str, str]
 
@@ -78,13 +78,13 @@ class Outcome:
 
 
 def outcome_of(case: Case, ranks: Sequence[Records]) -> Outcome:
-    """Put the ranks' records together."""
+    """Combine the ranks' records of one case."""
     found = [_result(case, candidate, [records.records[candidate] for records in ranks])
              for candidate in ranks[0].records]  # fmt: skip
     rounds = max((len(record.rounds) for record in ranks[0].records.values()), default=0)
     refused = {candidate.label: why for candidate, why in ranks[0].refused.items()}
     late = 1e6 * median(records.oversleep for records in ranks)
-    return Outcome(case, rounds, late, tuple(_beside_peers(one, found, case.num_ranks) for one in found), refused)
+    return Outcome(case, rounds, late, tuple(_with_ratios(one, found, case.num_ranks) for one in found), refused)
 
 
 def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Result:
@@ -112,7 +112,7 @@ def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Resu
 
 
 def step_time(turn: Sequence[RoundTiming]) -> float:
-    """From the first start to the last end; of several steps the mean of what each after the first adds."""
+    """From the first start to the last end; of several steps the mean time that each after the first adds."""
     ends = [max(played.ends[step] for played in turn) for step in range(len(turn[0].ends))]
     if len(ends) == 1:
         return ends[0] - min(played.start for played in turn)
@@ -128,7 +128,7 @@ def _error(case: Case, records: Sequence[Record]) -> float:
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def _beside_peers(result: Result, all_results: Sequence[Result], num_ranks: int) -> Result:
+def _with_ratios(result: Result, all_results: Sequence[Result], num_ranks: int) -> Result:
     limit = max(float(num_ranks), result.peak_activations) + 1e-6
     peers = [other for other in all_results if other.name.startswith("torch-") and other.name != "torch-hanayo-zb"]
     within = [other for other in peers if other.peak_activations <= limit]

@@ -1,4 +1,4 @@
-"""The rounds: what each rank does. All candidates play once per round, each round begins with another one."""
+"""Runs one rank of the pipeline benchmark: all candidates once per round, each round starting with another one."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from recipes.benchmarks.runner import Runner
 
 WARM_UP = 3
 HEAD_START = 0.002
-"""seconds between an agreement on a start and the start"""
+"""seconds between agreeing on a start time and that time"""
 
 
 _RUNNERS: dict[str, Callable[[Case, Candidate], Runner]] = {
@@ -29,24 +29,24 @@ _RUNNERS: dict[str, Callable[[Case, Candidate], Runner]] = {
 
 @dataclass(frozen=True)
 class RoundTiming:
-    """One candidate in one round on one rank. Times in seconds of the machine's monotonic clock."""
+    """The times of one candidate in one round on one rank, in seconds of the machine's monotonic clock."""
 
     start: float
     ends: tuple[float, ...]
     """of each step"""
     cpu: float
-    """seconds of all the process's threads, in all steps"""
+    """CPU seconds of all the process's threads, in all steps"""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank knows of a candidate."""
+    """One rank's record of a candidate."""
 
     rounds: tuple[RoundTiming, ...]
     gradients: dict[int, float]
     losses: tuple[float, ...]
     ideal: tuple[float, ...]
-    """seconds that each step adds if messages and the runtime cost nothing"""
+    """seconds that each step adds if messages and the runtime take no time"""
     peaks: tuple[float, ...]
     """activations per rank, in M_a"""
     num_actions: tuple[int, ...]
@@ -56,11 +56,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Records:
-    """What a rank brings home from a case."""
+    """One rank's records of a case."""
 
     records: dict[Candidate, Record]
     refused: dict[Candidate, str]
-    """what a runtime can't play, and why"""
+    """candidates that a runtime can't run, and why"""
     oversleep: float
     """how late a stage's sleep ends, in seconds"""
 
@@ -75,7 +75,7 @@ class Plan:
 
 
 def run_all(rank: int, plan: Plan) -> list[Records]:
-    """A rank's work: one case after the other."""
+    """Run this rank: one case after the other."""
     return [_run_case(case, plan) for case in plan.cases]
 
 
@@ -102,13 +102,13 @@ def _runners(case: Case, candidates: tuple[Candidate, ...]) -> tuple[dict[Candid
         runner_class = _RUNNERS[candidate.runtime]
         try:
             runners[candidate] = runner_class(case, candidate)
-        except (ValueError, AssertionError) as error:  # the same one on all ranks
+        except (ValueError, AssertionError) as error:  # all ranks get the same error
             refused[candidate] = " ".join(str(error).split())
     return runners, refused
 
 
 def time_steps(runner: Runner, steps: int) -> RoundTiming:
-    """Steps back to back, which all ranks begin at the same moment."""
+    """Run steps in a row, which all ranks begin at the same moment."""
     begin = _agreed_start()
     while (left := begin - time.monotonic()) > 0:
         time.sleep(left)
@@ -122,7 +122,7 @@ def time_steps(runner: Runner, steps: int) -> RoundTiming:
 
 
 def _agreed_start() -> float:
-    """A barrier that ends at the same time for all ranks, whose clock is one: soon after the last one came."""
+    """Agree on a start time soon after the last rank has arrived; all ranks share the machine's clock."""
     start = torch.tensor([time.monotonic() + HEAD_START], dtype=torch.float64)
     dist.all_reduce(start, dist.ReduceOp.MAX)
     return start.item()

@@ -1,4 +1,4 @@
-"""The runner: one rank's part of a pipeline in one of the runtimes. Abstract; its leaves are in `ours` and `peer`."""
+"""Declares a runner: one rank of a pipeline in our runtime (`ours`), torch's (`peer`) or none (`bare`)."""
 
 from abc import ABC, abstractmethod
 
@@ -7,28 +7,28 @@ from recipes.benchmarks.emulated import EmulatedStage, gradient_of
 
 
 class Runner(ABC):
-    """Plays steps. Built on all ranks in the same order; its first steps agree shapes and connect, so play two."""
+    """Runs steps. All ranks build runners in the same order. The first two steps connect ranks and agree on shapes."""
 
     schedule: Schedule
-    """the order it really plays"""
+    """the order that it really runs"""
     stages: dict[int, EmulatedStage]
-    """this rank's"""
+    """this rank's stages"""
 
     @abstractmethod
     def run_step(self) -> None:
-        """One step, forward and backward of all micro-batches."""
+        """Run one step: forward and backward of all micro-batches."""
 
     @property
     @abstractmethod
     def losses(self) -> list[float]:
-        """Of the last step, by micro-batch; empty where the last stage isn't."""
+        """Losses of the last step by micro-batch; empty on ranks without the last stage."""
 
     def forget_gradients(self) -> None:
-        """As an optimizer's `zero_grad`."""
+        """Set the gradients to None."""
         for stage in self.stages.values():
             stage.weight.grad = None
 
     @property
     def gradients(self) -> dict[int, float]:
-        """Of the last step, by stage."""
+        """Gradients of the last step, by stage."""
         return {number: gradient_of(stage) for number, stage in self.stages.items()}

@@ -1,4 +1,4 @@
-"""The single-process benchmark: a step of the GPT recipe under our strategy, beside the plain Trainer's.
+"""Compares a step of the GPT recipe in one process under our strategy with the plain Trainer's.
 
 python -m recipes.benchmarks.single --steps 20 --table single.md
 """
@@ -14,31 +14,31 @@ from recipes.benchmarks.command import Findings, describe, new_parser, run, whol
 if TYPE_CHECKING:
     from recipes.benchmarks.alternating import Outcome
 
-TITLE = "# One process: our strategy beside the plain Trainer"
+TITLE = "# One process: our strategy and the plain Trainer"
 READING = """\
-`Trainer(strategy="hanayo")` on one device plays one stage: the step runs straight through, without threads, recorded
-calls or messages. What is left is bookkeeping of a fixed length: gradients are made within the training step and handed
-to Lightning's backward, logs are kept until the batch is whole, each action is noted.
+`Trainer(strategy="hanayo")` on one device runs a single stage: the step runs straight through, without threads,
+recorded calls or messages. What is left is a constant overhead: gradients are computed within the training step and
+returned by Lightning's backward, logs are kept until the batch is complete, and each action's time is recorded.
 
-Both train in one process, a step of one and a step of the other, so that what else runs on the machine meets both
-alike. The ratio is that of neighbouring steps, its median over a round; min-max are the rounds'. glibc is told to keep
-freed memory: whether it gives pages back and faults them in again changes from fit to fit, and is some 2 % of a step.
+Both fits train in one process, one step of each in turn, so that other programs disturb both alike. The ratio compares
+neighbouring steps; shown are its median over a round, and the least and greatest round. glibc is told to keep freed
+memory: otherwise it returns pages in some fits and faults them in again, which changes a step by about 2 %.
 
     python -m recipes.benchmarks.single --table docs/benchmarks/single.md"""
 PRECISIONS = ("32-true", "bf16-mixed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write what was asked for. Returns the exit code."""
+    """Measure, print the table and write the requested files. Returns the exit code."""
     return run(_measure, _parser().parse_args(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("single", __doc__)
     parser.add_argument("--rounds", type=whole, default=7, metavar="N", help="pairs of fits (default 7)")
-    parser.add_argument("--steps", type=whole, default=20, metavar="N", help="timed in each (default 20)")
+    parser.add_argument("--steps", type=whole, default=20, metavar="N", help="timed steps per fit (default 20)")
     parser.add_argument("--batch-size", type=whole, default=8, metavar="N", help="sequences (default 8)")
-    parser.add_argument("--blocks", type=whole, default=8, metavar="N", help="of the GPT (default 8, as the recipe)")
+    parser.add_argument("--blocks", type=whole, default=8, metavar="N", help="of the GPT (default 8, as in the recipe)")
     parser.add_argument("--precision", nargs="+", default=[PRECISIONS[0]], choices=PRECISIONS, help="(default 32-true)")
     parser.add_argument("--accelerator", default="cpu", help="as the Trainer takes it (default cpu)")
     parser.add_argument("--threads", type=whole, default=1, metavar="N", help="of torch (default 1)")

@@ -30,16 +30,16 @@ def pieces(row: Tensor, context: int) -> list[Tensor]:
 
 
 class MaskedPieces(Dataset[Batch]):
-    """Each piece with a share of its tokens hidden, at least one; they are its labels, all others are -100.
+    """Pieces with a share of their tokens hidden, at least one each. These are the labels; all others are -100.
 
     Of the hidden ones, 80 % become the mask token, 10 % a random token, and 10 % stay as they are (BERT, section 3.1).
-    What is hidden depends on the epoch and the piece's number alone: it is new in each epoch, and the same on any rank.
+    The choice depends only on the epoch and the piece's index: it is new in each epoch and the same on every rank.
 
     Args:
         pieces: tokens, [length] each.
         mask_token: the largest token, which no piece holds.
-        share: of the tokens to hide.
-        epoch: tells the current one.
+        share: the share of the tokens to hide.
+        epoch: returns the current epoch.
     """
 
     def __init__(self, pieces: list[Tensor], mask_token: int, share: float, epoch: Callable[[], int]) -> None:
@@ -64,7 +64,7 @@ class MaskedPieces(Dataset[Batch]):
 
 
 def padded(samples: list[Batch]) -> Batch:
-    """A batch of samples as long as its longest one; `attention_mask` [batch, longest] is False on the padding."""
+    """Pad samples to the longest one; `attention_mask` [batch, longest] is False on padding."""
     columns = {name: [sample[name] for sample in samples] for name in ("input_ids", "labels")}
     ids = pad_sequence(columns["input_ids"], batch_first=True, padding_value=PADDING)
     labels = pad_sequence(columns["labels"], batch_first=True, padding_value=IGNORED)
@@ -72,7 +72,7 @@ def padded(samples: list[Batch]) -> Batch:
 
 
 class MaskedTextData(TextData):
-    """The text of `TextData`, document by document, with hidden tokens to find; in validation always the same ones.
+    """The text of `TextData` by documents, with hidden tokens; validation always hides the same ones.
 
     Args:
         mask_share: The share of the tokens to hide.

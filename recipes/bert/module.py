@@ -1,4 +1,4 @@
-"""BERT: a masked language model as an ordinary LightningModule, the kind of code a user brings along."""
+"""BERT: a masked language model as an ordinary LightningModule, written like a user's own code."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torchmetrics.text import Perplexity
 
 
 class Attention(nn.Module):
-    """Self-attention in both directions, [batch, length, width] to the same."""
+    """Bidirectional self-attention, [batch, length, width] to the same shape."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[batch, length, width] to the same; only where `mask` [batch, length] is True is there something to see."""
+        """[batch, length, width] to the same shape; tokens attend only where `mask` [batch, length] is True."""
         q, k, v = (self._heads(project(x)) for project in (self.query, self.key, self.value))
         visible = None if mask is None else mask[:, None, None, :]
         dropout = self.dropout if self.training else 0.0
@@ -146,7 +146,7 @@ class BERT(L.LightningModule):
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """As validation."""
+        """Logs the same as validation."""
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

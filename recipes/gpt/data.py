@@ -12,12 +12,12 @@ from recipes.gpt.tokens import tokens
 
 Batch = dict[str, Tensor]
 
-# The samples lie in memory: a worker process would only copy them.
+# The samples are in memory: a worker process would only copy them.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
 class TokenBlocks(Dataset[Batch]):
-    """Every `context` tokens in a row, each with the token that follows it.
+    """Consecutive blocks of `context` tokens, each token with the one that follows it as its label.
 
     tokens   0 1 2 3 4 5 6 7 8        context = 4
     block 0  0 1 2 3 -> 1 2 3 4
@@ -81,7 +81,7 @@ class TextData(L.LightningDataModule):
         self._tokens()
 
     def setup(self, stage: str) -> None:
-        """Read the cache, and split it by position: validation is text that training never sees."""
+        """Read the cache and split it by position: training never sees the validation text."""
         if self.train is not None:
             return
         row = self._tokens()
@@ -91,21 +91,21 @@ class TextData(L.LightningDataModule):
         self.train, self.val = self._samples(row[:cut]), self._samples(row[cut:], validation=True)
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """The blocks of the text's beginning, in a new order each epoch."""
+        """The blocks of the first part of the text, shuffled each epoch."""
         assert self.train is not None
         return self._loader(self.train, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """The blocks of the text's end, in the order of the text."""
+        """The blocks of the last part of the text, in order."""
         assert self.val is not None
         return self._loader(self.val)
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """The same blocks as for validation: there is no third part."""
+        """The validation blocks: there is no separate test part."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> DataLoader[Batch]:
-        """The same blocks as for validation."""
+        """The validation blocks."""
         return self.val_dataloader()
 
     def _tokens(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""GPT: a decoder-only language model as an ordinary LightningModule, the kind of code a user brings along."""
+"""GPT: a decoder-only language model as an ordinary LightningModule, written like a user's own code."""
 
 import math
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from torchmetrics.text import Perplexity
 
 
 class Attention(nn.Module):
-    """Causal self-attention, [batch, context, width] to the same."""
+    """Causal self-attention, [batch, context, width] to the same shape."""
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class GPT(L.LightningModule):
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """As validation."""
+        """Logs the same as validation."""
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

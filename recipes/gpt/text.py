@@ -1,4 +1,4 @@
-"""Text: the documents a recipe trains on, in an order that is the same on every machine and in every process."""
+"""Reads the documents that a recipe trains on, in the same order on every machine and in every process."""
 
 import os
 import sysconfig
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-# Tests, other people's packages, and tables of characters, which are no text to learn from.
+# Tests, installed packages, and character tables, which are poor training text.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
 
@@ -48,7 +48,7 @@ def documents(places: list[Path] | None, pattern: str, max_bytes: int) -> list[s
 def _library() -> Iterator[Path]:
     """The source files of Python's standard library, shuffled by a hash of their names.
 
-    So any part of the row is a fair sample of the whole, the validation part at its end too.
+    So every part of the text, also the validation part at its end, is a fair sample of the whole.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = (file.relative_to(root).as_posix() for file in _sources(root))
@@ -57,14 +57,14 @@ def _library() -> Iterator[Path]:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """The source files below `root`; what is skipped isn't even looked into: other people's packages are many."""
+    """The source files below `root`, without entering skipped folders, which can hold many files."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _files(places: list[Path], pattern: str) -> Iterator[Path]:
-    """The files in `places`, and those in its folders."""
+    """The files among `places` and those in their folders."""
     for place in places:
         if place.is_dir():
             yield from sorted(file for file in place.glob(pattern) if file.is_file())

@@ -1,10 +1,10 @@
-"""Tokens: texts turned into numbers by a byte-pair encoding that is trained on them, kept in a cache.
+"""Encodes texts with a byte-pair encoding trained on them, and caches the tokens.
 
     <cache_dir>/<key>/tokenizer.json    the encoding, for `tokenizers.Tokenizer.from_file`
     <cache_dir>/<key>/tokens.npy        every document's tokens in a row, an end-of-text token after each
 
-The key is made of the texts and the vocabulary's size, and a folder appears only when it is whole. So any number of
-processes may ask at once: at worst several do the same work, and one result stays.
+The key is a hash of the texts and the vocabulary's size, and a folder appears only when it is complete. So any number
+of processes may ask at the same time: at worst several do the same work, and one result is kept.
 """
 
 import os
@@ -43,7 +43,7 @@ def key(texts: list[str], vocab_size: int) -> str:
 
 
 def _fill(folder: Path, texts: list[str], vocab_size: int) -> None:
-    """Encode into a folder beside the wanted one, then give it its name; who comes second throws its own away."""
+    """Encode into a temporary folder and rename it; if another process was faster, discard this one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:

@@ -1,4 +1,4 @@
-"""Entry point: `python -m recipes.paper` rebuilds the pages and their figures."""
+"""Rebuilds the pages and their figures: `python -m recipes.paper`."""
 
 import argparse
 import time
@@ -7,9 +7,9 @@ from recipes.paper.pages import DOCS, DOCUMENTS, draw_all
 
 
 def main() -> None:
-    """Tables first, then figures; says what it wrote."""
+    """Write the tables, then the figures, and print the names of the files."""
     parser = argparse.ArgumentParser(prog="python -m recipes.paper", description=__doc__)
-    parser.add_argument("--tables-only", action="store_true", help="leave the figures as they are")
+    parser.add_argument("--tables-only", action="store_true", help="don't draw the figures")
     options = parser.parse_args()
     begin = time.perf_counter()
     for document in DOCUMENTS:

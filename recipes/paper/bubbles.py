@@ -1,4 +1,4 @@
-"""Bubbles: Fig 1 of the paper, beside its formulas evaluated and what the schedules really leave idle."""
+"""Compares the bubble ratios of the paper's Fig 1 with its formulas and with simulated schedules."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from recipes.paper.table import markdown, percent
 
 @dataclass(frozen=True)
 class Bubble:
-    """One scheme at one P: three times the same ratio."""
+    """The bubble ratio of one scheme at one P: as printed, by formula, and simulated."""
 
     scheme: str
     num_ranks: int
@@ -32,7 +32,7 @@ def bubbles() -> list[Bubble]:
 
 
 def formula(scheme: str, num_ranks: int) -> float:
-    """What the paper's formula gives (for GEMS, ours) at T_C = 0, T_B = 2 T_F, B = P."""
+    """The paper's formula (for GEMS, ours) at T_C = 0, T_B = 2 T_F, B = P."""
     times = Times()
     match scheme.split(" W="):
         case ["GPipe"]:
@@ -49,7 +49,7 @@ def formula(scheme: str, num_ranks: int) -> float:
 
 
 def simulated(scheme: str, num_ranks: int) -> float:
-    """What the schedule really leaves idle."""
+    """The bubble ratio of the simulated schedule."""
     if scheme == "GEMS":
         return simulate(gems_order(num_ranks, num_ranks), CostModel()).bubble_ratio
     names = {"GPipe": "gpipe", "DAPPLE": "1f1b", "Chimera": "chimera", "Hanayo": "hanayo"}
@@ -74,7 +74,7 @@ def table() -> str:
 
 
 def draw(path: Path) -> None:
-    """Fig 1: a group of bars per scheme."""
+    """Draw Fig 1: two bars per scheme."""
     plot = figure.new(8.5, 3.4)
     panels = plot.subplots(1, len(BUBBLES), sharey=True)
     for axes, num_ranks in zip(panels, BUBBLES, strict=True):

@@ -1,4 +1,4 @@
-"""Catalogue: every schedule that `build` knows, as a picture; its figures are in `peers.table`."""
+"""Draws a picture of every schedule that `build` makes. Their figures are in `peers.table`."""
 
 from pathlib import Path
 
@@ -25,15 +25,15 @@ NUM_RANKS = 4
 
 
 def file_name(contender: Contender) -> str:
-    """Of its picture."""
+    """The file name of its picture."""
     waves = f"-w{contender.num_waves}" if contender.name.startswith("hanayo") else ""
     return f"schedule-{contender.name}{waves}.png"
 
 
 def draw(folder: Path) -> None:
-    """A picture each."""
+    """Draw one picture per schedule into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for contender in PICTURED:
-        # two waves have twice the boxes: half the micro-batches keep the picture small
+        # two waves have twice as many boxes, so half the micro-batches keep the picture small
         num_microbatches = 4 if contender.num_waves == 2 else 8
         save_schedule(folder / file_name(contender), contender.schedule(NUM_RANKS, num_microbatches))

@@ -1,4 +1,4 @@
-"""Closed form: how long a step takes, T_F = 1 unless said otherwise. The tests hold each against the simulator.
+"""Gives closed forms for the length of a step, with T_F = 1 by default. Tests compare each with the simulator.
 
 `forward` and `backward` are T_F and T_B: one micro-batch through one rank's share. `message` is T_C, `B` is P.
 """
@@ -20,7 +20,7 @@ class Times:
         return self.forward + self.backward
 
     def on(self, num_ranks: int) -> "Times":
-        """The same model on P ranks, if these are its times on 8: a rank's share grows, a message doesn't."""
+        """Convert times on 8 ranks to P ranks: a rank's share of the model grows, a message stays."""
         return Times(self.forward * 8 / num_ranks, self.backward * 8 / num_ranks, self.message)
 
 
@@ -55,7 +55,7 @@ def chimera_bubble(num_ranks: int, times: Times) -> float:
 
 
 def gems(num_ranks: int, times: Times) -> float:
-    """GEMS, B = P, T_C = 0, T_B >= T_F (derived here, see `gems.py`; it gives both of the paper's figures).
+    """GEMS, B = P, T_C = 0, T_B >= T_F, derived from the order in `gems.py`. It gives both of the paper's figures.
 
     P forwards, then P backwards per micro-batch, and one forward between two micro-batches.
     """
@@ -64,5 +64,5 @@ def gems(num_ranks: int, times: Times) -> float:
 
 
 def bubble(num_ranks: int, makespan: float, times: Times) -> float:
-    """The part of all ranks' time in which they don't compute, B = P."""
+    """The fraction of all ranks' time in which they don't compute, B = P."""
     return 1 - num_ranks * times.both / makespan

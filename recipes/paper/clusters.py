@@ -1,11 +1,10 @@
-"""Clusters: the paper's 8-GPU throughputs, from makespans with one fitted T_C per cluster.
+"""Explains the paper's 8-GPU throughputs by modelled makespans with one fitted T_C per cluster.
 
-Only ratios inside a row are used, for the paper counts batches differently in different layouts. For each row
+Only ratios within a row are used, because the paper counts batches differently in different layouts. For each row
 
     residual[scheme] = log(measured throughput * modelled makespan), less its mean over the row's schemes
 
-is how far a scheme lies above or below the model; T_C is where the sum of their squares over both rows of a cluster is
-least.
+is how far a scheme is above or below the model. T_C minimises the sum of their squares over both rows of a cluster.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WAVES = SCHEMES[3:]
-"""The columns that differ in nothing but W."""
+"""The columns that differ only in W."""
 
 Reading = Callable[[Row, Times], float]
-"""The makespan of the column Chimera-wave, under one reading of what ran."""
+"""The makespan of the column Chimera-wave under one interpretation of what ran."""
 
 
 def half_the_ranks(row: Row, times: Times) -> float:
@@ -35,13 +34,13 @@ def half_the_ranks(row: Row, times: Times) -> float:
 
 
 def never_below_four(row: Row, times: Times) -> float:
-    """The same at P = 8, but one wave over 4 ranks in the layout P = 4, D = 2, too."""
+    """One wave over 4 ranks at P = 8, and also in the layout P = 4, D = 2."""
     return hanayo(4, 1, times.on(4))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One cluster: its rows, the columns that were fitted, T_C in T_F of eight ranks."""
+    """The fit of one cluster: its rows, the fitted columns, and T_C in T_F of eight ranks."""
 
     cluster: str
     columns: tuple[str, ...]
@@ -65,7 +64,7 @@ class Fit:
         return gpipe(p, own) if scheme == "GPipe" else dapple(p, own)
 
     def residuals(self, row: Row) -> dict[str, float]:
-        """For every scheme, fitted or not: log(measured / modelled), its mean over the fitted columns taken off."""
+        """log(measured / modelled) for every scheme, fitted or not, minus its mean over the fitted columns."""
         raw = {
             scheme: log(measured * self.makespan(row, scheme))
             for scheme, measured in zip(SCHEMES, row.throughput, strict=True)
@@ -75,13 +74,13 @@ class Fit:
 
     @property
     def squares(self) -> list[float]:
-        """Of the fitted columns' residuals, over both layouts."""
+        """The squared residuals of the fitted columns in both layouts."""
         both = map(self.residuals, self.rows)
         return [residuals[column] ** 2 for residuals in both for column in self.columns]
 
 
 def fit(cluster: str, columns: tuple[str, ...], backward: float = 2.0, reading: Reading = half_the_ranks) -> Fit:
-    """T_C by least squares."""
+    """Fit T_C by least squares."""
 
     def at(message: float) -> Fit:
         return Fit(cluster, columns, message, backward, reading)
@@ -90,12 +89,12 @@ def fit(cluster: str, columns: tuple[str, ...], backward: float = 2.0, reading: 
 
 
 def fit_all(columns: tuple[str, ...], backward: float = 2.0, reading: Reading = half_the_ranks) -> list[Fit]:
-    """All four clusters."""
+    """Fit all four clusters."""
     return [fit(cluster, columns, backward, reading) for cluster in dict.fromkeys(row.cluster for row in EIGHT_GPUS)]
 
 
 def lowest(of: Callable[[float], float], low: float, high: float, within: float = 1e-5) -> float:
-    """Where a function with one valley is least."""
+    """The minimum of a unimodal function, by ternary search."""
     while high - low > within:
         third = (high - low) / 3
         low, high = (low, high - third) if of(low + third) < of(high - third) else (low + third, high)
@@ -103,13 +102,13 @@ def lowest(of: Callable[[float], float], low: float, high: float, within: float 
 
 
 def rms(fits: Sequence[Fit]) -> float:
-    """Over all fitted columns."""
+    """The root mean square residual over all fitted columns."""
     squares = [square for fit in fits for square in fit.squares]
     return sqrt(sum(squares) / len(squares))
 
 
 def fits_table() -> str:
-    """The block `fits`: three ways to fit, four clusters."""
+    """The block `fits`: several ways to fit the four clusters."""
     shown = ways()
     rows = []
     for name, fits in shown:
@@ -119,7 +118,7 @@ def fits_table() -> str:
 
 
 def ways() -> list[tuple[str, list[Fit]]]:
-    """The fits that the page shows."""
+    """The fits that the page shows, with their names."""
     bend = lowest(lambda backward: rms(fit_all(SCHEMES, backward, never_below_four)), 1.0, 3.0, 0.005)
     return [
         ("Hanayo W = 2, 4, 8", fit_all(WAVES)),
@@ -131,7 +130,7 @@ def ways() -> list[tuple[str, list[Fit]]]:
 
 
 def ratios_table() -> str:
-    """The block `ratios`: everything relative to W = 2, measured and modelled, T_C from the waves alone."""
+    """The block `ratios`: throughput relative to W = 2, measured and modelled, with T_C fitted to the waves alone."""
     rows = []
     for one in fit_all(WAVES):
         for row in one.rows:
@@ -147,7 +146,7 @@ def ratios_table() -> str:
 
 
 def draw(path: Path) -> None:
-    """Each row relative to W = 2: bars as measured, marks as modelled."""
+    """Draw each row relative to W = 2: bars are measured, marks modelled."""
     plot = figure.new(9.5, 4.8)
     panels = plot.subplots(2, 4, sharey=True)
     for column, one in zip(panels.T, fit_all(WAVES), strict=True):

@@ -1,4 +1,4 @@
-"""Contender: one schedule with its options, to be measured at any P and B. F = I = W, messages free."""
+"""Defines contenders: schedules with their options, simulated at any P and B with F = I = W and free messages."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -8,28 +8,28 @@ from lightning_hanayo.schedule import Schedule, build, simulate
 
 @dataclass(frozen=True)
 class Measured:
-    """What a contender does at one P and B."""
+    """The simulated figures of a contender at one P and B."""
 
     bubble: float
     peak: float
-    """activations of the fullest rank in M_a"""
+    """activations of the rank that holds the most, in M_a"""
     messages: int
     """per micro-batch, forward and backward"""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A name that `build` knows, and what else to ask for."""
+    """A schedule's name and its options for `build`."""
 
     name: str
     num_waves: int = 1
     num_stages_per_rank: int | None = None
     budget: float | None = None
-    """activation budget as a part of P M_a"""
+    """activation budget as a fraction of P M_a"""
 
     @property
     def label(self) -> str:
-        """Name, waves or stages per rank, and budget."""
+        """Its name with waves or stages per rank, and the budget."""
         parts = [self.name]
         if self.name.startswith("hanayo"):
             parts.append(f"W={self.num_waves}")
@@ -40,7 +40,7 @@ class Contender:
         return " ".join(parts)
 
     def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Its table."""
+        """Build its table."""
         return build(
             self.name,
             num_ranks=num_ranks,
@@ -53,14 +53,14 @@ class Contender:
 
 @cache
 def measure(contender: Contender, num_ranks: int, num_microbatches: int) -> Measured:
-    """Build it and simulate it."""
+    """Build and simulate a contender."""
     schedule = contender.schedule(num_ranks, num_microbatches)
     timeline = simulate(schedule)
     return Measured(timeline.bubble_ratio, max(timeline.peak_activations), messages(schedule))
 
 
 def messages(schedule: Schedule) -> int:
-    """Hops between ranks that a micro-batch makes, there and back."""
+    """Messages between ranks per micro-batch, forward and backward."""
     used = sorted({action.stage for row in schedule.actions for action in row if action.microbatch == 0})
     ranks = [schedule.stage_ranks[stage] for stage in used]
     return 2 * sum(one != next_ for one, next_ in zip(ranks, ranks[1:], strict=False))
@@ -73,7 +73,7 @@ WHOLE = (
     Contender("chimera"),
     *(Contender("hanayo", num_waves=waves) for waves in (1, 2, 4)),
 )
-"""Backward in one piece."""
+"""Schedules with the backward in one piece."""
 
 SPLIT = (
     Contender("zb-h1"),
@@ -82,7 +82,7 @@ SPLIT = (
     Contender("v-half"),
     Contender("v-min"),
 )
-"""Backward split into input and weight gradient, by others."""
+"""Other authors' schedules with the backward split into input and weight gradient."""
 
 OURS = tuple(Contender("hanayo-zb", num_waves=waves) for waves in (1, 2, 4))
 

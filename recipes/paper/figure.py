@@ -1,4 +1,4 @@
-"""Figure: a matplotlib figure of its own (no pyplot, no window system), saved the same way each time."""
+"""Creates matplotlib figures without pyplot or a window system, and saves them reproducibly."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 INK, SOFT = "#1c1c1c", "#8a8a8a"
 BLUE, ORANGE, GREEN, RED, VIOLET, GREY = "#4c86c6", "#e8a33d", "#5fa55a", "#c8553d", "#8e6bb5", "#9a9a9a"
 WAVES = "#e9b7a6", "#d8846c", RED
-"""one, two, four waves of ours"""
+"""colours of our schedules with one, two and four waves"""
 
 
 def new(width: float, height: float) -> "Figure":
-    """An empty figure, in inches."""
+    """An empty figure of this size in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -24,7 +24,7 @@ def new(width: float, height: float) -> "Figure":
 
 
 def plain(axes: "Axes", title: str = "", x: str = "", y: str = "") -> None:
-    """No box around, a light grid behind."""
+    """Style the axes: no box, light horizontal lines behind, labels."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.grid(axis="y", color="#e6e2d8", linewidth=0.8)
@@ -36,6 +36,6 @@ def plain(axes: "Axes", title: str = "", x: str = "", y: str = "") -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """As PNG, without the version of matplotlib in it."""
+    """Save as PNG, without matplotlib's version in its metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""GEMS (SC'20): two copies of the model in opposite directions, one micro-batch at a time; its order as a table.
+"""Builds the schedule of GEMS (SC'20): two copies of the model in opposite directions, one micro-batch at a time.
 
     P = 3    rank 0   F0 .  .  .   .   B0B0 F1 B1B1 F2
              rank 1      F0 .  .   B0B0 F1  .  .    B1B1 F2
@@ -6,14 +6,14 @@
 
 Even micro-batches run down the ranks, odd ones up. The next forward follows the backward in the same direction; only
 its last step, on the last rank, delays the next backward. So a step takes P forwards, then P backwards per micro-batch,
-and one forward between two of them. Only this page needs it, so `build` doesn't know it.
+and one forward between two of them. Only the reproduction needs it, so it isn't registered for `build`.
 """
 
 from lightning_hanayo.schedule import Action, Kind, Schedule
 
 
 def gems(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Every rank: F and B of each micro-batch in turn."""
+    """Every rank runs F and B of each micro-batch in turn."""
     down = tuple(range(num_ranks))
     twins = tuple((stage + num_ranks) % (2 * num_ranks) for stage in range(2 * num_ranks))
     rows = tuple(
@@ -28,5 +28,5 @@ def gems(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _stage(rank: int, microbatch: int, num_ranks: int) -> int:
-    """Of the first copy, or, going up, of the second."""
+    """The rank's stage in the first copy, or in the second one for odd micro-batches."""
     return rank if microbatch % 2 == 0 else 2 * num_ranks - 1 - rank

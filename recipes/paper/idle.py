@@ -1,4 +1,4 @@
-"""Idle: how long every rank waits in a step, as closed forms; a step lasts B (T_F + T_B) + idle.
+"""Gives closed forms of the idle time of every rank in a step; a step lasts B (T_F + T_B) + idle.
 
 T_B is input plus weight gradient, F = I = W = 1 (so T_B = 2), messages free, B a multiple of P, P > 1.
 """
@@ -9,7 +9,7 @@ from recipes.paper.contender import Contender
 
 
 def idle(contender: Contender, num_ranks: int, num_microbatches: int) -> Fraction | None:
-    """In T_F; None: no closed form is known here."""
+    """The idle time in T_F, or None if no closed form is known."""
     others, groups = num_ranks - 1, num_microbatches // num_ranks
     match contender.name:
         case "gpipe" | "1f1b":
@@ -36,6 +36,6 @@ def idle(contender: Contender, num_ranks: int, num_microbatches: int) -> Fractio
 
 
 def bubble(contender: Contender, num_ranks: int, num_microbatches: int) -> float | None:
-    """That idle time as a part of the step."""
+    """The idle time as a fraction of the step."""
     waits = idle(contender, num_ranks, num_microbatches)
     return None if waits is None else float(waits / (3 * num_microbatches + waits))

@@ -1,6 +1,6 @@
-"""Page: a Markdown file by hand whose tables a command fills.
+"""Fills the tables of a hand-written Markdown page.
 
-prose, prose                                 <- by hand
+prose, prose                                 <- hand-written
 <!-- begin bubbles -->
 | scheme | printed | ...                     <- the block `bubbles`, replaced whenever the page is filled
 <!-- end bubbles -->
@@ -16,12 +16,12 @@ _BLOCK = re.compile(r"(<!-- begin (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end 
 
 
 def blocks_in(page: str) -> dict[str, str]:
-    """The blocks of `page`: name -> what stands in it."""
+    """The blocks of `page`: name -> content."""
     return {match["name"]: match["body"].strip("\n") for match in _BLOCK.finditer(page)}
 
 
 def fill(page: str, blocks: Mapping[str, str]) -> str:
-    """`page` with these blocks replaced.
+    """Return `page` with these blocks replaced.
 
     Raises:
         HanayoError: the page has no such block.

@@ -1,4 +1,4 @@
-"""Pages: which tables and pictures the documents hold, and who makes them."""
+"""Lists the tables and pictures of the documents, and the functions that make them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Maker = Callable[[], str]
 
 @dataclass(frozen=True)
 class Document:
-    """A page and its blocks. The slow ones search for schedules; a test of a few seconds leaves them out."""
+    """A page and its blocks. The slow ones search for schedules, so the default tests leave them out."""
 
     path: Path
     quick: Mapping[str, Maker]
@@ -54,7 +54,7 @@ DOCUMENTS = (
 
 
 def draw_all(folder: Path) -> None:
-    """All figures of both pages."""
+    """Draw all figures of both pages."""
     for name, draw in (
         ("bubbles", bubbles.draw),
         ("clusters", clusters.draw),

@@ -1,4 +1,4 @@
-"""Peers: who idles least in the same memory, the comparison that the paper lacks. F = I = W, messages free."""
+"""Compares idle times in equal memory, which the paper doesn't. F = I = W, messages are free."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ LOADS = (1, 2, 4)
 
 
 def measured(contender: Contender, num_ranks: int, load: int) -> Measured | None:
-    """None: the schedule can't be made of these sizes, or not in this budget."""
+    """The simulated figures, or None if the schedule can't be built with these sizes or within this budget."""
     try:
         return measure(contender, num_ranks, load * num_ranks)
     except HanayoError:
@@ -40,7 +40,7 @@ def table(contenders: tuple[Contender, ...], num_ranks: int) -> str:
 
 
 def equal_memory_table(num_ranks: int) -> str:
-    """The schedules that stay within P M_a at B = 4P, the least bubble first; of equals, the fewest messages."""
+    """The schedules that stay within P M_a at B = 4P, by bubble, then by messages."""
     fitting = []
     for contender in (*WHOLE, *SPLIT, *OURS):
         last = measured(contender, num_ranks, LOADS[-1])
@@ -74,7 +74,7 @@ def _peak(result: Measured | None) -> str:
 
 
 def draw(path: Path) -> None:
-    """Bubble over peak activations: a mark per peer, a line per wave of ours."""
+    """Draw bubble over peak activations: a mark per peer, a line for each number of our waves."""
     plot = figure.new(9.5, 6.2)
     panels = plot.subplots(len(SIZES), len(LOADS))
     for row, num_ranks in zip(panels, SIZES, strict=True):
@@ -90,7 +90,7 @@ def _draw_panel(axes: "Axes", num_ranks: int, load: int) -> None:
         result = measured(contender, num_ranks, load)
         if result is not None:
             at = [result.peak / num_ranks], [100 * result.bubble]
-            axes.plot(*at, **_look(contender), linestyle="none", label=contender.label)
+            axes.plot(*at, **_marker(contender), linestyle="none", label=contender.label)
     for contender, shade in zip(OURS, figure.WAVES, strict=True):
         budgets = [measured(replace(contender, budget=budget), num_ranks, load) for budget in BUDGETS]
         points = sorted((one.peak / num_ranks, 100 * one.bubble) for one in budgets if one is not None)
@@ -112,8 +112,8 @@ _COLOURS |= {"v-half": figure.GREEN, "v-min": figure.GREEN, "chimera": figure.VI
 _MARKS = {1: "o", 2: "v", 4: "s", 8: "D"}
 
 
-def _look(contender: Contender) -> dict[str, Any]:
-    """Colour: its family; mark: stages per rank; hollow: backward in one piece."""
+def _marker(contender: Contender) -> dict[str, Any]:
+    """Its marker: the colour shows the family, the shape the stages per rank; hollow: backward in one piece."""
     stages = contender.num_stages_per_rank or {"hanayo": 2 * contender.num_waves, "1f1b": 1, "zb-h1": 1}.get(
         contender.name, 2
     )

@@ -1,4 +1,4 @@
-"""Printed: what the paper says. [P]: printed in it; [R]: read off its vector plots, good to about 0.2 %."""
+"""Holds the paper's figures. [P]: printed; [R]: read off its vector plots, good to about 0.2 %."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Row:
 
     cluster: str
     num_ranks: int
-    """P; 8/P pipelines side by side"""
+    """P; there are 8/P pipelines"""
     throughput: tuple[float, ...]
 
 

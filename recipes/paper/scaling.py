@@ -1,13 +1,13 @@
-"""Scaling: pipelines side by side, P = 8, W = 2, D = 1, 2, 4, with the gradients summed over them.
+"""Simulates weak and strong scaling over D = 1, 2, 4 pipelines, P = 8, W = 2, with gradients summed over them.
 
-Weak scaling keeps the batch of each pipeline, strong scaling that of all of them together:
+Weak scaling keeps the batch of each pipeline, strong scaling keeps the total batch:
 
     D            1    2    4
     weak   B     8    8    8     micro-batches per pipeline
     strong B    32   16    8
 
-Assumed: a ring all-reduce, so that a rank's share takes 2 (D-1)/D R, R being the time in which its gradients cross the
-link once; it runs beside the compute, stage by stage, each after its last backward.
+Assumed is a ring all-reduce: a rank's share takes 2 (D-1)/D R, where R is the time in which its gradients cross the
+link once. It overlaps with compute, stage by stage, each after its last backward.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ from recipes.paper.printed import STRONG, WEAK
 from recipes.paper.table import markdown, percent
 
 CLUSTER = "A100, PCIe, two per node"
-"""Whose throughput at P = 8, W = 2 is the one that weak scaling starts from."""
+"""the cluster whose throughput at P = 8, W = 2 equals that of weak scaling at D = 1"""
 
 LINKS = (0.0, 0.5, 1.0, 2.0)
 """R in T_F"""
@@ -26,22 +26,22 @@ LINKS = (0.0, 0.5, 1.0, 2.0)
 
 @cache
 def fitted_message() -> float:
-    """T_C of that cluster, from its 8-GPU rows."""
+    """T_C of that cluster, fitted to its 8-GPU rows."""
     return fit(CLUSTER, WAVES).message
 
 
 def weak(degree: int, message: float, link: float) -> float:
-    """Throughput of D pipelines, 8 micro-batches each, over D times that of one."""
+    """Throughput of D pipelines with 8 micro-batches each, relative to D times that of one."""
     return makespan(8, 1, message, link) / makespan(8, degree, message, link)
 
 
 def strong(degree: int, message: float, link: float) -> float:
-    """Speed of D pipelines that share 32 micro-batches, over that of one."""
+    """Speed of D pipelines that share 32 micro-batches, relative to one."""
     return makespan(32, 1, message, link) / makespan(32 // degree, degree, message, link)
 
 
 def makespan(num_microbatches: int, degree: int, message: float, link: float) -> float:
-    """Of one pipeline, its gradients' reduction included, in T_F."""
+    """The step of one pipeline, gradient reduction included, in T_F."""
     costs = CostModel(message=message, gradient_reduce=2 * (degree - 1) / degree * link)
     return simulate(_wave(num_microbatches), costs).makespan
 
@@ -62,5 +62,5 @@ def table() -> str:
 
 
 def _apart() -> tuple[str, ...]:
-    """A group of P micro-batches begins when the last one is through: D pipelines are D times as fast."""
+    """Groups of P micro-batches run one after another, so D pipelines are D times as fast."""
     return tuple(map(percent, (1.0, 1.0, 2.0, 4.0)))

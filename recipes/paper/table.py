@@ -1,10 +1,10 @@
-"""Table: rows as Markdown."""
+"""Formats rows as a Markdown table."""
 
 from collections.abc import Iterable, Sequence
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, its first column to the left, the others to the right.
+    """A Markdown table whose first column is left-aligned, the others right-aligned.
 
     Example:
         >>> print(markdown(("schedule", "bubble"), [("gpipe", "42.9 %")]))
@@ -17,7 +17,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def percent(value: float, digits: int = 1) -> str:
-    """0.4286 as `42.9 %`."""
+    """Format 0.4286 as `42.9 %`."""
     return f"{100 * value:.{digits}f} %"
 
 

@@ -1,7 +1,7 @@
-"""Uneven: messages that take time and stages that aren't alike; `hanayo-zb` beside its best peer in the same memory.
+"""Compares `hanayo-zb` with its best peer in equal memory when messages take time and stages are uneven.
 
-Peers have as many stages per rank and hold at most P M_a; who holds more under a condition is left out of it. What is
-slow is slow in each schedule's own placement, P = 4:
+Peers have as many stages per rank and hold at most P M_a; a schedule that holds more under a condition is left out of
+it. Slow stages and ranks are those of each schedule's own placement, P = 4:
 
                             wave, W = 1                loop, V = 2
     rank 0's stages         0 and 7                    0 and 4
@@ -30,18 +30,18 @@ WAVES = (1, 2, 4)
 """W; 2W stages per rank"""
 
 LATE = 1 + 1e-9
-"""What is later than this, in parts of the other, is no rounding."""
+"""ratios above this are more than a rounding error"""
 
 
 Slow = Literal["none", "stage 1", "stage P", "last stage", "rank 0's"]
 
 SLOW: tuple[Slow, ...] = ("stage 1", "stage P", "last stage", "rank 0's")
-"""Which stages, one 1.5 times, rank 0's 1.3 times."""
+"""A single slow stage takes 1.5 times as long, rank 0's stages 1.3 times."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a step meets: B / P, T_C in T_F, and which stages are slow."""
+    """The conditions of a step: B / P, T_C in T_F, and the slow stages."""
 
     load: int
     message: float
@@ -49,12 +49,12 @@ class Condition:
 
     @property
     def label(self) -> str:
-        """As the tables have it."""
+        """Its name in the tables."""
         what = {"none": "even", "rank 0's": "rank 0's stages x 1.3"}.get(self.slow, f"{self.slow} x 1.5")
         return f"{what}, T_C = {self.message:g}" + (", B = P" if self.load == 1 else "")
 
     def costs(self, stage_ranks: tuple[int, ...]) -> CostModel:
-        """F = I = W, for stages that lie on these ranks; an even rank's share takes 1."""
+        """Costs with F = I = W for stages on these ranks; an even rank's share takes 1."""
         num_ranks, num_stages = max(stage_ranks) + 1, len(stage_ranks)
         times = [num_ranks / num_stages] * num_stages
         one = {"stage 1": 1, "stage P": num_ranks, "last stage": num_stages - 1}.get(self.slow)
@@ -78,22 +78,22 @@ class Contest:
     """Makespans in T_F under one condition."""
 
     peer: str
-    """the best one"""
+    """name of the best peer"""
     theirs: float
     ours: float
     bound: float
-    """no schedule on our placement can be faster"""
+    """lower bound for every schedule with our placement"""
 
     @property
     def verdict(self) -> str:
-        """Ours over theirs; marked where a peer is faster, and where no wave could have been as fast."""
+        """Ours / theirs; marked if the peer is faster, and if no wave could be as fast."""
         mark = "" if self.ours <= self.theirs * LATE else " (!)" if self.bound <= self.theirs * LATE else " (bound)"
         return f"{self.ours / self.theirs:.3f}{mark}"
 
 
 @cache
 def contest(condition: Condition, num_ranks: int, num_waves: int) -> Contest:
-    """The best peer, and ours."""
+    """Simulate the peers and ours."""
     peers = {name: _simulated(name, condition, num_ranks, num_waves) for name in _peers(num_waves)}
     times = {name: time for name, (time, peak) in peers.items() if peak <= num_ranks * LATE}
     best = min(times, key=times.__getitem__)
@@ -103,7 +103,7 @@ def contest(condition: Condition, num_ranks: int, num_waves: int) -> Contest:
 
 
 def bound(condition: Condition, num_ranks: int, num_waves: int) -> float:
-    """The least time on W waves: what comes before a rank's first stage, and then all its work."""
+    """A lower bound for W waves: the time before a rank's first stage, plus all its work."""
     placement = zigzag(num_ranks, num_waves)
     shape = Schedule("shape", placement, ((),) * num_ranks, condition.load * num_ranks)
     return lower_bounds(Job.of(shape, condition.costs(placement), num_ranks))[0]
@@ -114,7 +114,7 @@ def _peers(num_waves: int) -> tuple[str, ...]:
 
 
 def _simulated(name: str, condition: Condition, num_ranks: int, num_waves: int) -> tuple[float, float]:
-    """Makespan in T_F and the fullest rank's peak in M_a. Who chooses its order does so with the costs in view."""
+    """Makespan in T_F and highest peak in M_a. Schedules that choose their order do so for these costs."""
     stages, num_microbatches = 2 * num_waves, condition.load * num_ranks
     if name.startswith("interleaved"):
         costs = condition.costs(loop(num_ranks, stages))
@@ -127,7 +127,7 @@ def _simulated(name: str, condition: Condition, num_ranks: int, num_waves: int) 
 
 
 def table(num_ranks: int) -> str:
-    """The block of P: a row per condition and W."""
+    """The block for P: a row per condition and W."""
     rows = []
     for condition in CONDITIONS:
         for waves in WAVES:
@@ -139,7 +139,7 @@ def table(num_ranks: int) -> str:
 
 
 def draw(path: Path) -> None:
-    """Ours over the best peer, and how far it could go."""
+    """Draw our makespan relative to the best peer's, and the bound."""
     plot = figure.new(9.5, 5.2)
     panels = plot.subplots(1, len(SIZES), sharex=True, sharey=True)
     for axes, num_ranks in zip(panels, SIZES, strict=True):
@@ -163,6 +163,6 @@ def _draw_panel(axes: "Axes", num_ranks: int) -> None:
     for row in range(0, len(CONDITIONS), 2):
         axes.axhspan(row - 0.5, row + 0.5, color="#f5f2ea", zorder=0)
     axes.axvline(0, color=figure.INK, linewidth=0.9)
-    figure.plain(axes, f"P = {num_ranks}", "makespan beside the best peer's [%]")
+    figure.plain(axes, f"P = {num_ranks}", "makespan relative to the best peer's [%]")
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color="#e6e2d8", linewidth=0.8)

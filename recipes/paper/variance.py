@@ -1,7 +1,7 @@
-"""Variance: how unevenly activations lie over the ranks, as parts of DAPPLE's variance.
+"""Compares how unevenly activations are distributed over the ranks, relative to DAPPLE's variance.
 
-The paper prints the variance of its measured peak memory, weights and embeddings included, without its unit. Ours is
-that of the activation peaks, in M_a squared. Divided by DAPPLE's, both lose their unit.
+The paper prints the variance of measured peak memory, weights and embeddings included, without a unit. Ours is the
+variance of the activation peaks in M_a squared. Dividing both by DAPPLE's removes the units.
 """
 
 from statistics import pvariance
@@ -20,7 +20,7 @@ def peaks(name: str, num_waves: int = 1) -> tuple[float, ...]:
 
 
 def of(held: tuple[float, ...]) -> float:
-    """Over all ranks, in M_a squared."""
+    """The variance over all ranks, in M_a squared."""
     return pvariance(held)
 
 

@@ -1,4 +1,4 @@
-"""Waves: the number of waves that simulates best, beside the closed form's W* = 1/2 sqrt(T_B/T_C)."""
+"""Compares the best simulated number of waves with the closed form W* = 1/2 sqrt(T_B/T_C)."""
 
 from functools import cache
 from math import sqrt
@@ -11,7 +11,7 @@ from recipes.paper.table import markdown
 NUM_RANKS = 8
 
 MESSAGES = (0.3, 0.2, 0.125, 0.088, 0.06, 0.04, 0.027, 0.017, 0.01, 0.006)
-"""T_C in T_F; 0.088, 0.027 and 0.017 are the fitted clusters'"""
+"""T_C in T_F; 0.088, 0.027 and 0.017 are those of the fitted clusters"""
 
 CANDIDATES = range(1, 11)
 
@@ -49,7 +49,7 @@ def table() -> str:
 
 
 def draw(path: Path) -> None:
-    """The best W over T_C, and the makespan over W for the fitted clusters' T_C."""
+    """Draw the best W over T_C, and the makespan over W for the T_C of the fitted clusters."""
     plot = figure.new(8.5, 3.3)
     left, right = plot.subplots(1, 2)
     fine = [0.006 * (0.3 / 0.006) ** (step / 40) for step in range(41)]

@@ -37,7 +37,7 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Plan:
+class FitPlan:
     """The sizes of the fits, and how many there are."""
 
     rounds: int
@@ -48,7 +48,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FitComparison:
     """Each figure is the median over a round's steps, summarised over the rounds. Times are in seconds."""
 
     precision: str
@@ -66,7 +66,7 @@ class Outcome:
         return asdict(self)
 
 
-def measure(plan: Plan, precision: str) -> Outcome:
+def measure(plan: FitPlan, precision: str) -> FitComparison:
     """Run all pairs of fits.
 
     Raises:
@@ -76,7 +76,7 @@ def measure(plan: Plan, precision: str) -> Outcome:
     warnings.filterwarnings("ignore", message=".*(does not have many workers|no `val_dataloader`|Checkpoint directory)")
     keep_memory()
     pairs = [_pair(plan, precision, ours_first=bool(turn % 2)) for turn in range(plan.rounds)]
-    return Outcome(
+    return FitComparison(
         precision,
         Summary.of([median(plain.steps) for plain, _ in pairs]),
         Summary.of([median(ours.steps) for _, ours in pairs]),
@@ -166,7 +166,7 @@ def _clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def _pair(plan: Plan, precision: str, *, ours_first: bool) -> tuple[_Fit, _Fit]:
+def _pair(plan: FitPlan, precision: str, *, ours_first: bool) -> tuple[_Fit, _Fit]:
     """Run the plain fit and ours, alternating."""
     turns = _Turn(), _Turn()
     turns[0].other, turns[1].other = turns[1], turns[0]
@@ -179,7 +179,7 @@ def _pair(plan: Plan, precision: str, *, ours_first: bool) -> tuple[_Fit, _Fit]:
     return plain, ours
 
 
-def _fit(plan: Plan, precision: str, strategy: Any, turn: _Turn) -> _Fit:
+def _fit(plan: FitPlan, precision: str, strategy: Any, turn: _Turn) -> _Fit:
     turn.begin()
     try:
         recipe = yaml.safe_load(RECIPE.read_text())
@@ -198,7 +198,7 @@ def _fit(plan: Plan, precision: str, strategy: Any, turn: _Turn) -> _Fit:
     return _Fit(steps, cpu, model.losses, [parameter.detach().cpu() for parameter in model.parameters()])
 
 
-def _trainer(plan: Plan, precision: Any, strategy: Any, clip: float) -> L.Trainer:
+def _trainer(plan: FitPlan, precision: Any, strategy: Any, clip: float) -> L.Trainer:
     try:
         return L.Trainer(
             accelerator=plan.accelerator,

@@ -7,7 +7,7 @@ from typing import Literal
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, build
 from lightning_hanayo.schedule.registry import sizes_for
-from recipes.benchmarks.emulated import Times
+from recipes.benchmarks.emulated import StageTimes
 from recipes.benchmarks.names import BARE, NAMES, TORCHS
 
 BYTES_PER_FLOAT = 4
@@ -81,10 +81,10 @@ class Case:
             **sizes_for(candidate.schedule_name, candidate.waves),
         )
 
-    def times(self, num_stages: int) -> Times:
+    def times(self, num_stages: int) -> StageTimes:
         """The times of one stage, of which a rank holds several."""
         per_rank = num_stages / self.num_ranks
-        return Times(self.forward / per_rank, self.backward_input / per_rank, self.backward_weight / per_rank)
+        return StageTimes(self.forward / per_rank, self.backward_input / per_rank, self.backward_weight / per_rank)
 
 
 def candidates(names: Iterable[str], waves: Iterable[int]) -> list[Candidate]:

@@ -23,7 +23,7 @@ _ANCHOR = torch.zeros(1, requires_grad=True)
 
 
 @dataclass(frozen=True)
-class Times:
+class StageTimes:
     """The times of one stage for one micro-batch, in seconds."""
 
     forward: float
@@ -34,7 +34,7 @@ class Times:
 class EmulatedStage(nn.Module):
     """One stage, [1, width] to [1, width]. `queue` takes its weight gradients while a backward is split."""
 
-    def __init__(self, number: int, times: Times) -> None:
+    def __init__(self, number: int, times: StageTimes) -> None:
         super().__init__()
         self.times = times
         self.queue: WeightGradients | None = None
@@ -82,7 +82,7 @@ def inputs(num_microbatches: int, width: int) -> Tensor:
 
 def expected(num_stages: int, num_microbatches: int, width: int) -> tuple[list[float], list[float]]:
     """Weight gradients by stage and losses by micro-batch, computed in one process without sleeps."""
-    stages = [EmulatedStage(number, Times(0.0, 0.0, 0.0)) for number in range(num_stages)]
+    stages = [EmulatedStage(number, StageTimes(0.0, 0.0, 0.0)) for number in range(num_stages)]
     losses = [loss_of(nn.Sequential(*stages)(x)) for x in inputs(num_microbatches, width).split(1)]
     torch.stack(losses).mean().backward()
     return [gradient_of(stage) for stage in stages], [loss.item() for loss in losses]

@@ -16,14 +16,14 @@ from recipes.benchmarks.names import OURS
 
 if TYPE_CHECKING:
     from recipes.benchmarks.case import Candidate, Case
-    from recipes.benchmarks.reduction_rank import Plan, WayTimings
+    from recipes.benchmarks.reduction_rank import ReductionPlan, WayTimings
 
 HEAD = ("schedule", "MB per rank", "step ms", "reduced at the end, + ms", "of the step", "overlapped, + ms",
         "exposed", "min-max", "ideal")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Result:
+class ReductionResult:
     """One schedule with one size. Times are in seconds, medians over the rounds."""
 
     label: str
@@ -48,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(_measure, _parser().parse_args(arguments))
 
 
-def table(results: Sequence[Result], machine: Sequence[str], title: str) -> str:
+def table(results: Sequence[ReductionResult], machine: Sequence[str], title: str) -> str:
     """The results as Markdown."""
     from recipes.paper.table import markdown
 
     return "\n\n".join(["\n".join(f"- {line}" for line in machine), title, markdown(HEAD, map(_row, results))]) + "\n"
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _row(result: ReductionResult) -> tuple[str, ...]:
     from recipes.paper.table import percent
 
     return (
@@ -94,7 +94,7 @@ def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks import processes
     from recipes.benchmarks.case import Case, candidates
     from recipes.benchmarks.machine import ProcessOptions
-    from recipes.benchmarks.reduction_rank import Plan, run_all
+    from recipes.benchmarks.reduction_rank import ReductionPlan, run_all
 
     playing = tuple(candidates(_ours(options.schedules), options.waves))
     time = options.forward_ms / 1e3
@@ -102,7 +102,7 @@ def _measure(options: argparse.Namespace) -> Findings:
         raise HanayoError(f"--ranks {options.ranks} --data {options.data}: both are at least 2")
     case = Case(options.ranks, options.microbatches, time, time, time, 4096, 1, planned_message=0.0005)
     sizes = tuple(options.megabytes)
-    plan = Plan(case, playing, options.data, sizes, options.rounds)
+    plan = ReductionPlan(case, playing, options.data, sizes, options.rounds)
     count = options.ranks * options.data
     plays = len(playing) * len(sizes) * (options.rounds + 3) * 3
     found = processes.run(
@@ -124,7 +124,7 @@ def _ours(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _title(plan: "Plan") -> str:
+def _title(plan: "ReductionPlan") -> str:
     case = plan.case
     return (
         f"D={plan.num_replicas} P={case.num_ranks} B={case.num_microbatches}, F/I/W {1e3 * case.forward:g} ms each, "
@@ -132,7 +132,9 @@ def _title(plan: "Plan") -> str:
     )
 
 
-def result_of(plan: "Plan", candidate: "Candidate", megabytes: float, ranks: Sequence["WayTimings"]) -> Result:
+def result_of(
+    plan: "ReductionPlan", candidate: "Candidate", megabytes: float, ranks: Sequence["WayTimings"]
+) -> ReductionResult:
     """Combine the ranks' records: in each round, the time that either way adds to the step without reductions."""
     from recipes.benchmarks.result import step_time
 
@@ -143,7 +145,7 @@ def result_of(plan: "Plan", candidate: "Candidate", megabytes: float, ranks: Seq
     late = [b - a for a, b in zip(plain, end, strict=True)]
     hidden = [b - a for a, b in zip(plain, overlapped, strict=True)]
     ratios = [some / all_of_it for some, all_of_it in zip(hidden, late, strict=True)]
-    return Result(
+    return ReductionResult(
         label=candidate.label,
         megabytes_per_rank=megabytes,
         step=median(plain),

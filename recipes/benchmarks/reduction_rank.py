@@ -29,7 +29,7 @@ MATRICES, VECTORS, FEATURES = 4, 8, 1024
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReductionPlan:
     """What all ranks run."""
 
     case: Case
@@ -55,7 +55,7 @@ class WayTimings:
     """relative error of the sums"""
 
 
-def run_all(rank: int, plan: Plan) -> list[WayTimings]:
+def run_all(rank: int, plan: ReductionPlan) -> list[WayTimings]:
     """Run this rank: each candidate with each size, all ways in each round."""
     topology = Topology(data=plan.num_replicas, pipe=plan.case.num_ranks)
     pipe, data = _group(topology, "pipe"), _group(topology, "data")
@@ -126,7 +126,7 @@ def _ballast(megabytes: float) -> list[nn.Parameter]:
     return parameters
 
 
-def _measure_ways(runner: ReducingRunner, plan: Plan) -> WayTimings:
+def _measure_ways(runner: ReducingRunner, plan: ReductionPlan) -> WayTimings:
     errors = [_checked(runner, way) for way in WAYS * WARM_UP]
     runner.fill(0.0)  # zero stays zero however often it is summed, so nothing needs to be written between rounds
     rounds: dict[Way, list[RoundTiming]] = {way: [] for way in WAYS}

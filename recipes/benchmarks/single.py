@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.benchmarks.command import Findings, describe, new_parser, run, whole
 
 if TYPE_CHECKING:
-    from recipes.benchmarks.alternating import Outcome
+    from recipes.benchmarks.alternating import FitComparison
 
 TITLE = "# One process: our strategy and the plain Trainer"
 READING = """\
@@ -49,7 +49,7 @@ def _measure(options: argparse.Namespace) -> Findings:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # before torch is imported, which reads it once
     from recipes.benchmarks import alternating
 
-    plan = alternating.Plan(options.rounds, options.steps, options.batch_size, options.blocks, options.accelerator)
+    plan = alternating.FitPlan(options.rounds, options.steps, options.batch_size, options.blocks, options.accelerator)
     outcomes = [alternating.measure(plan, precision) for precision in options.precision]
     machine = describe(_device(options.accelerator))
     data = {"machine": machine, "cases": [outcome.plain() for outcome in outcomes]}
@@ -63,7 +63,7 @@ def _device(accelerator: str) -> str:
     return f"{device}, threads: {torch.get_num_threads()}"
 
 
-def _table(plan: Any, outcomes: "Sequence[Outcome]", machine: Sequence[str]) -> str:
+def _table(plan: Any, outcomes: "Sequence[FitComparison]", machine: Sequence[str]) -> str:
     from recipes.paper.table import markdown
 
     head = ("precision", "plain ms", "ours ms", "ours / plain", "min-max", "CPU, ours / plain", "losses and weights")
@@ -75,7 +75,7 @@ def _table(plan: Any, outcomes: "Sequence[Outcome]", machine: Sequence[str]) -> 
     return "\n\n".join([TITLE, listed, about, markdown(head, map(_row, outcomes)), READING]) + "\n"
 
 
-def _row(outcome: "Outcome") -> tuple[str, ...]:
+def _row(outcome: "FitComparison") -> tuple[str, ...]:
     return (
         outcome.precision,
         f"{1e3 * outcome.plain_step.median:.2f}",

@@ -1,4 +1,4 @@
-"""Masked text: whole documents in pieces, some tokens of each hidden, the same ones wherever and whenever asked."""
+"""Masked text cuts documents into pieces and hides some tokens of each, the same ones on every rank and at any time."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def test_pieces_end_with_their_document() -> None:
     assert [piece.tolist() for piece in pieces(row[3:9], 3)] == [[8, 9], [5, 6]], "a row may begin and end anywhere"
 
 
-def test_a_share_is_hidden_and_only_that_is_a_label() -> None:
+def test_a_share_is_hidden_and_only_hidden_tokens_are_labels() -> None:
     sample = hiding(4000)[0]
     original, ids, labels = hiding(4000).pieces[0], sample["input_ids"], sample["labels"]
     hidden = labels != IGNORED
@@ -50,7 +50,7 @@ def test_every_piece_has_a_label() -> None:
     ]
 
 
-def test_what_is_hidden_depends_on_epoch_and_place_alone() -> None:
+def test_hidden_tokens_depend_only_on_epoch_and_index() -> None:
     first, again, next_epoch = hiding(40, 40), hiding(40, 40), hiding(40, 40, epoch=1)
     again[1]  # in another order
     assert torch.equal(first[0]["input_ids"], again[0]["input_ids"])
@@ -65,7 +65,7 @@ def test_short_pieces_are_padded() -> None:
     assert {value.shape for value in batch.values()} == {(2, 4)}
 
 
-def test_training_is_new_in_each_epoch_and_validation_never(tmp_path: Path) -> None:
+def test_each_epoch_hides_other_training_tokens_and_the_same_validation_tokens(tmp_path: Path) -> None:
     module = data(tmp_path)
     module.prepare_data()
     module.setup("fit")
@@ -77,9 +77,9 @@ def test_training_is_new_in_each_epoch_and_validation_never(tmp_path: Path) -> N
     assert not torch.equal(train["labels"], next_train["labels"])
     assert all(torch.equal(val[name], next_val[name]) for name in ("input_ids", "labels", "attention_mask"))
     assert next(iter(module.train_dataloader()))["input_ids"].shape[0] == 4
-    assert max(int(piece.max()) for piece in module.train.pieces) < 299, "the last token is the mask's"  # type: ignore[union-attr]
+    assert max(int(piece.max()) for piece in module.train.pieces) < 299, "the last token is the mask"  # type: ignore[union-attr]
 
 
-def test_an_impossible_share_is_refused(tmp_path: Path) -> None:
+def test_an_impossible_share_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mask_share=1.5 must lie between 0 and 1"):
         data(tmp_path, mask_share=1.5)

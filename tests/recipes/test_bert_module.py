@@ -1,4 +1,4 @@
-"""The BERT: an ordinary LightningModule that a plain Trainer trains, and a wave just so."""
+"""The BERT recipe is an ordinary LightningModule: a plain Trainer and a wave train it equally."""
 
 import ast
 import math
@@ -25,12 +25,12 @@ def tiny(**options: object) -> BERT:
 
 
 def piped() -> BERT:
-    """With as many blocks as the layouts below need."""
+    """The model with as many blocks as the layouts below need."""
     return BERT(models.VOCABULARY, 16, models.NUM_BLOCKS, models.WIDTH, 2, learning_rate=3e-3, decay_steps=20)
 
 
 class Unscheduled(BERT):
-    """For the loop by hand, which steps an optimizer and nothing else."""
+    """For the hand-written loop, which only steps an optimizer."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return super().configure_optimizers()["optimizer"]
@@ -41,7 +41,7 @@ def unscheduled() -> BERT:
 
 
 def gaps(samples: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences of one number each, hidden once behind a 15: its neighbours tell which."""
+    """Each sequence repeats one number, and a 15 hides it once: its neighbours tell which."""
     rows = [torch.full((8,), number % 4 + 1) for number in range(samples)]
     hidden = [torch.arange(8) == place * 3 % 8 for place in range(samples)]
     return [
@@ -50,7 +50,7 @@ def gaps(samples: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def test_nothing_in_it_knows_of_this_package() -> None:
+def test_it_does_not_import_this_package() -> None:
     tree = ast.parse(Path(module.__file__).read_text())
     imported = {
         getattr(node, "module", None) or node.names[0].name for node in ast.walk(tree) if hasattr(node, "names")
@@ -81,7 +81,7 @@ def test_it_learns_in_one_process(tmp_path: Path) -> None:
     assert metrics["val_perplexity"] == pytest.approx(math.exp(metrics["val_loss"]), rel=1e-4)
 
 
-def test_every_token_sees_every_other() -> None:
+def test_every_token_attends_to_every_other() -> None:
     model = tiny().eval()
     ids = torch.randint(16, (1, 8))
     changed = ids.clone()
@@ -90,7 +90,7 @@ def test_every_token_sees_every_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long])
-def test_padding_is_not_seen(dtype: torch.dtype) -> None:
+def test_no_token_attends_to_padding(dtype: torch.dtype) -> None:
     model = tiny().eval()
     ids = torch.randint(16, (2, 8))
     mask = (torch.arange(8) < torch.tensor([[8], [5]])).to(dtype)
@@ -98,7 +98,7 @@ def test_padding_is_not_seen(dtype: torch.dtype) -> None:
     torch.testing.assert_close(model(ids, mask)[0], model(ids[:1])[0])
 
 
-def test_decoder_and_embedding_are_one_parameter_and_the_bias_is_the_decoders() -> None:
+def test_decoder_and_embedding_share_a_weight_but_no_bias() -> None:
     model = tiny()
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     names = [name for name, parameter in model.named_parameters() if parameter.shape[0] == 16 and "token" in name]
@@ -106,7 +106,7 @@ def test_decoder_and_embedding_are_one_parameter_and_the_bias_is_the_decoders() 
     assert model.head.decoder.bias.grad is not None and bool((model.token.weight.grad[5] != 0).any())
 
 
-def test_matrices_decay_and_the_rest_does_not() -> None:
+def test_matrices_decay_and_other_parameters_do_not() -> None:
     decaying, others = tiny().configure_optimizers()["optimizer"].param_groups
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.01, 0.0)
     assert {p.dim() for p in decaying["params"]} == {2} and {p.dim() for p in others["params"]} == {1}
@@ -119,7 +119,7 @@ def test_the_learning_rate_rises_then_falls_to_zero() -> None:
     assert rates == pytest.approx([0.25, 1.0, 1.0, 0.5, 0.0, 0.0])
 
 
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+def test_heads_that_do_not_divide_the_width_are_rejected() -> None:
     with pytest.raises(ValueError, match="width=16 doesn't divide into num_heads=3"):
         tiny(num_heads=3)
 
@@ -130,8 +130,8 @@ DOUBLE = Training(piped, BATCHES, torch.float64, accumulate=2, clip=0.1, loss_we
 UNSCHEDULED = Training(unscheduled, BATCHES, loss_weight="tokens")
 
 
-def test_a_wave_trains_it_as_one_process_does(pool: Pool) -> None:
-    """With padding and unevenly many labels; the plain run sees whole batches."""
+def test_a_wave_trains_it_like_one_process(pool: Pool) -> None:
+    """Batches have padding and uneven numbers of labels; the plain run sees whole batches."""
     assert_same_training(run(pool, SINGLE, Layout(2, 2, 1)), plain(pool, SINGLE))
 
 
@@ -140,5 +140,5 @@ def test_in_double_precision(pool: Pool, layout: Layout) -> None:
     assert_close(run(pool, DOUBLE, layout).weights, plain(pool, DOUBLE).weights, 1e-10)
 
 
-def test_first_gradients_to_the_last_bit(pool: Pool) -> None:
+def test_first_gradients_are_equal_bit_for_bit(pool: Pool) -> None:
     assert_bit_equal(run(pool, UNSCHEDULED, Layout(2, 1, 1)).gradients, by_hand(pool, UNSCHEDULED).gradients)

@@ -1,4 +1,4 @@
-"""Every YAML of every recipe parses with the command line, builds its objects, and agrees with itself."""
+"""Every recipe's YAML files are parsed by the command line, build their objects, and are consistent."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ CONFIGS = sorted(RECIPES.rglob("*.yaml"))
 
 
 class Built(WaveCLI):
-    """The command line up to the moment in which the training would start."""
+    """The command line, stopped just before training starts."""
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Stop here."""
 
 
 def layers(config: Path) -> list[Path]:
-    """The configurations to pass for `config`: itself, after the one it is laid over, if it has no model of its own."""
+    """The arguments for `config`: if it defines no model, the configuration that it extends comes first."""
     return [config] if "model" in yaml.safe_load(config.read_text()) else [config.parent / "wave.yaml", config]
 
 

@@ -1,4 +1,4 @@
-"""The GPT: an ordinary LightningModule that a plain Trainer trains."""
+"""The GPT recipe is an ordinary LightningModule that a plain Trainer trains."""
 
 import ast
 import math
@@ -20,12 +20,12 @@ def tiny(**options: object) -> GPT:
 
 
 def counting(samples: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences that count upwards: what comes next is always the number plus one."""
+    """Sequences that count upwards: the next token is always the number plus one."""
     rows = [(torch.arange(9) + start) % 16 for start in range(samples)]
     return [{"input_ids": row[:-1], "labels": row[1:]} for row in rows]
 
 
-def test_nothing_in_it_knows_of_this_package() -> None:
+def test_it_does_not_import_this_package() -> None:
     tree = ast.parse(Path(module.__file__).read_text())
     imported = {
         getattr(node, "module", None) or node.names[0].name for node in ast.walk(tree) if hasattr(node, "names")
@@ -73,7 +73,7 @@ def test_head_and_embedding_are_one_parameter() -> None:
     assert model.token.weight.grad is not None and bool((model.token.weight.grad[5] != 0).any())
 
 
-def test_matrices_decay_and_the_rest_does_not() -> None:
+def test_matrices_decay_and_other_parameters_do_not() -> None:
     optimizer = tiny().configure_optimizers()
     decaying, others = optimizer.param_groups
     assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
@@ -93,6 +93,6 @@ def test_labels_of_minus_100_do_not_count() -> None:
     torch.testing.assert_close(cross_entropy(logits, labels), cross_entropy(logits[:1], labels[:1]))
 
 
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+def test_heads_that_do_not_divide_the_width_are_rejected() -> None:
     with pytest.raises(ValueError, match="width=16 doesn't divide into num_heads=3"):
         tiny(num_heads=3)

@@ -1,4 +1,4 @@
-"""The main job, made small: trained as a wave by `hanayo fit`, it ends with all it promises, and says where it lies."""
+"""A small version of the main job, a wave trained by `hanayo fit`, writes all its files and prints where they are."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_ends_with_all_it_promises(tmp_path: Path) -> None:
+def test_it_writes_all_its_files(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 800)
     options = [f"--{name}={value}" for name, value in SMALL.items()]
     config = str(ROOT / "recipes/gpt/wave.yaml")

@@ -1,4 +1,4 @@
-"""The text: the same everywhere, encoded once, and the user's own if there is some."""
+"""The text is the same everywhere, encoded once, and can be the user's own."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,13 +29,13 @@ def test_blocks_overlap_by_the_token_to_predict() -> None:
     assert len(blocks) == 2
 
 
-def test_the_default_text_is_this_machines_own_library_in_a_fixed_order() -> None:
+def test_the_default_text_is_pythons_library_in_a_fixed_order() -> None:
     first, again = (documents(None, "", max_bytes=200_000) for _ in range(2))
     assert first == again
     assert "import" in "".join(first) and 190_000 < sum(len(text.encode()) for text in first) <= 200_000
 
 
-def test_the_cache_is_filled_once_and_read_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_filled_once_and_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = tokens(TEXTS, 300, str(tmp_path))
     monkeypatch.setattr(tokens_module, "_train", lambda *_: pytest.fail("trained again"))
     assert torch.equal(tokens(TEXTS, 300, str(tmp_path)), first)
@@ -43,18 +43,18 @@ def test_the_cache_is_filled_once_and_read_after(tmp_path: Path, monkeypatch: py
     assert decoded == "".join(TEXTS)
 
 
-def test_other_texts_and_other_sizes_have_other_places() -> None:
+def test_other_texts_and_other_sizes_have_other_cache_keys() -> None:
     assert len({key(["ab", "c"], 300), key(["a", "bc"], 300), key(["abc"], 300), key(["abc"], 301)}) == 4
 
 
-def test_many_may_fill_the_cache_at_once(tmp_path: Path) -> None:
+def test_several_processes_may_fill_the_cache_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         rows = list(pool.map(lambda _: tokens(TEXTS, 300, str(tmp_path)), range(4)))
     assert all(torch.equal(row, rows[0]) for row in rows)
     assert [entry.name for entry in tmp_path.iterdir()] == [key(TEXTS, 300)], "no draft is left behind"
 
 
-def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+def test_a_folder_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "texts" / "more").mkdir(parents=True)
     (tmp_path / "texts" / "b.txt").write_text(TEXTS[0])
     (tmp_path / "texts" / "more" / "a.txt").write_text(TEXTS[1])
@@ -70,14 +70,14 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     assert batch["input_ids"].shape == batch["labels"].shape == (4, 8)
 
 
-def test_paths_that_lead_nowhere_are_named(tmp_path: Path) -> None:
+def test_errors_name_paths_that_do_not_exist(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no file or folder 'nowhere'"):
         small(tmp_path, path="nowhere")
     with pytest.raises(ValueError, match=r"pattern='\*\.md'"):
         small(tmp_path, path=str(tmp_path), pattern="*.md").prepare_data()
 
 
-def test_too_little_text_is_refused(tmp_path: Path) -> None:
+def test_too_little_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(ValueError, match="too few for samples of context=8"):
         small(tmp_path, path=str(tmp_path / "short.txt")).setup("fit")

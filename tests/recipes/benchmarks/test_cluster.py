@@ -1,4 +1,4 @@
-"""The cluster: a link of a set rate between hosts, of which nothing is left at the end.
+"""The cluster connects hosts by links of a set rate, and removes them at the end.
 
 host 0 --- 80 Mbit/s --- bridge --- 80 Mbit/s --- host 1            1 MB: 0.1 s, both ways at once
 """
@@ -27,7 +27,7 @@ def names() -> str:
 
 
 def exchange(rank: int, size: int) -> tuple[float, float, int]:
-    """When it began and ended, and bytes that came in."""
+    """Returns the start and end times, and the bytes received."""
     wire = Wire(dist.group.WORLD, 2, rank, Log())
     part = torch.full((size // 4,), rank, dtype=torch.float32)
     before = received()
@@ -39,7 +39,7 @@ def exchange(rank: int, size: int) -> tuple[float, float, int]:
 
 
 @possible
-def test_a_link_is_as_fast_as_it_says() -> None:
+def test_a_link_has_the_set_rate() -> None:
     with Cluster(2, LINK) as cluster:
         assert all(host in names() for host in cluster.hosts)
         found = cluster.run(exchange, MEGABYTE, timeout=real_seconds(60))
@@ -59,16 +59,14 @@ def test_nothing_is_left_after_an_interrupt() -> None:
 
 
 @possible
-def test_what_is_refused_is_told_and_removed() -> None:
+def test_a_failed_cluster_raises_and_is_removed() -> None:
     cluster = Cluster(1, Link(80, mtu=7))
     with pytest.raises(HanayoError, match="mtu"), cluster:
         pass
     assert cluster.hosts[0] not in names()
 
 
-def test_without_root_it_is_skipped_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_root_it_prints_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert tensor3d.main(["--check"]) == 3
     assert capsys.readouterr().err == "skipped: network namespaces need root\n"

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: what is found is printed and written, and how it ends is the exit code.
+"""The benchmarks' command line prints and writes the findings, and returns an exit code.
 
 findings --> text, --json, --table, --picture --> their code          HanayoError --> 2          ctrl-C --> 130
 """
@@ -13,7 +13,7 @@ from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run, whole
 
 
-def test_what_is_asked_for_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requested_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn: list[str] = []
     found = Findings("| a table |\n", {"a": 1}, {what: lambda path: drawn.append(path.name) for what in ("x", "y")}, 1)
     parser = new_parser("nothing", "about", x="draw x", y="draw y")
@@ -30,7 +30,7 @@ def test_what_is_asked_for_is_written(tmp_path: Path, capsys: pytest.CaptureFixt
     [(HanayoError("no such thing"), 2, "error: no such thing\n"),
      (KeyboardInterrupt(), 130, "interrupted; all processes have ended\n")],
 )  # fmt: skip
-def test_the_end_is_one_line(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     def measure(_: argparse.Namespace) -> Findings:
         raise error
 

@@ -1,4 +1,4 @@
-"""The pipeline benchmark at its smallest: both runtimes give one process's gradients, and the figures are there.
+"""A minimal pipeline benchmark: both runtimes give one process's gradients, and all figures exist.
 
 two ranks, two micro-batches, a millisecond of sleep, one round: correctness, not time
 """
@@ -22,7 +22,7 @@ CASE = Case(2, 2, 0.001, 0.001, 0.001, 64, steps=1)
 GRADIENTS, LOSSES = expected(2, 2, CASE.width)
 
 
-def test_both_runtimes_play_every_candidate_exactly(
+def test_both_runtimes_run_every_candidate_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_timeout", lambda plan: real_seconds(120))
@@ -43,7 +43,7 @@ def test_both_runtimes_play_every_candidate_exactly(
 
 
 def records(starts: tuple[float, float], ends: tuple[float, float], gradient: float = GRADIENTS[1]) -> list[Records]:
-    """Two ranks' records of our 1f1b, and of torch's, which takes twice as long."""
+    """Two ranks' records of our 1f1b and of torch's, which takes twice as long."""
     found = []
     for rank in range(2):
         mine = {rank: (GRADIENTS[0], gradient)[rank]}
@@ -66,7 +66,7 @@ def test_a_step_is_from_the_first_start_to_the_last_end() -> None:
     assert ours.peak_activations == 2 and ours.max_error == 0
 
 
-def test_wrong_and_missing_gradients_are_seen() -> None:
+def test_wrong_and_missing_gradients_are_detected() -> None:
     def error(gradient: float) -> float:
         return outcome_of(CASE, records((0.0, 0.0), (1.0, 1.0), gradient)).results[0].max_error
 
@@ -74,7 +74,7 @@ def test_wrong_and_missing_gradients_are_seen() -> None:
     assert math.isnan(error(math.nan))
 
 
-def test_candidates_come_once_each_with_the_waves_they_can_have() -> None:
+def test_candidates_are_listed_once_with_each_possible_number_of_waves() -> None:
     labels = [one.label for one in candidates(["1f1b", "zbv", "torch-interleaved-zb", "hanayo"], [1, 2])]
     assert labels == ["1f1b", "zbv", "torch interleaved-zb V=2", "torch interleaved-zb V=4", "hanayo W=1", "hanayo W=2"]
 

@@ -1,4 +1,4 @@
-"""The benchmark of random streams at its smallest: the figures are there."""
+"""A minimal benchmark of random streams: all figures exist."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""The reduction benchmark at its smallest: all three ways sum what they should, and the figures are there.
+"""A minimal reduction benchmark: all three ways compute the right sums, and all figures exist.
 
 round     none   overlapped   end           exposed = (overlapped - none) / (end - none), of the same round
 0          10      12      18           2 / 8
@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from recipes.benchmarks.case import Case, candidates
 from recipes.benchmarks.reduction import main, result_of, table
-from recipes.benchmarks.reduction_rank import Plan, WayTimings, run_all
+from recipes.benchmarks.reduction_rank import ReductionPlan, WayTimings, run_all
 from recipes.benchmarks.rounds import RoundTiming
 from tests.harness.pool import Pool
 
 (CANDIDATE,) = candidates(["hanayo"], [2])
-PLAN = Plan(Case(2, 4, 1.0, 1.0, 1.0, 64, steps=1), (CANDIDATE,), 2, (1.0,), 3)
+PLAN = ReductionPlan(Case(2, 4, 1.0, 1.0, 1.0, 64, steps=1), (CANDIDATE,), 2, (1.0,), 3)
 
 
 def rounds(*ends: float) -> tuple[RoundTiming, ...]:
@@ -33,19 +33,19 @@ def test_rounds_are_compared_with_themselves() -> None:
 
 
 def test_the_ideal_is_the_last_stages_share() -> None:
-    """Four stages on a rank, time enough beside the compute for three of them."""
+    """Of a rank's four stages, the reductions of three overlap completely with compute."""
     timings = WayTimings({way: rounds(10) for way in ("none", "overlapped")} | {"end": rounds(12)}, 0.0)
     assert result_of(PLAN, CANDIDATE, 1.0, [timings]).ideal == pytest.approx(0.25)
 
 
-def run(plan: Plan) -> list[WayTimings]:
+def run(plan: ReductionPlan) -> list[WayTimings]:
     dist.init_process_group("gloo")
     return run_all(dist.get_rank(), plan)
 
 
 def test_every_way_sums_exactly(pool: Pool) -> None:
-    """Large gradients and small ones, on two replicas of two ranks."""
-    plan = Plan(Case(2, 2, 0.001, 0.001, 0.001, 64, steps=1), (CANDIDATE,), 2, (0.001, 3.0), 1)
+    """Large and small gradients on two replicas of two ranks."""
+    plan = ReductionPlan(Case(2, 2, 0.001, 0.001, 0.001, 64, steps=1), (CANDIDATE,), 2, (0.001, 3.0), 1)
     ranks = pool.run(4, run, plan)
     assert [timings.max_error for timings in ranks[0]] == [0, 0]
     results = [result_of(plan, CANDIDATE, size, timings) for size, *timings in zip(plan.megabytes, *ranks, strict=True)]

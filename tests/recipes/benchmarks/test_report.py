@@ -1,4 +1,4 @@
-"""The report: what was measured makes its table and its figures again, letter for letter.
+"""The report regenerates tables and figures from the measured data, letter for letter.
 
 docs/benchmarks/steps.json --> table --> docs/benchmarks/steps.md
 """
@@ -13,7 +13,7 @@ PAGES = Path(__file__).parents[3] / "docs" / "benchmarks"
 
 
 @pytest.mark.parametrize("name", ["action", "messages", "pipeline-2", "pipeline-4", "pipeline-8", "real", "steps"])
-def test_a_page_is_made_again(name: str, tmp_path: Path) -> None:
+def test_a_page_is_regenerated(name: str, tmp_path: Path) -> None:
     table, figures = tmp_path / "found.md", tmp_path / "found.json"
     assert main([str(PAGES / f"{name}.json"), "--table", str(table), "--json", str(figures)]) == 0
     assert table.read_text() == (PAGES / f"{name}.md").read_text()
@@ -27,7 +27,7 @@ def test_pictures_are_drawn(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensor3d.json", "steps.md", "nothing.json"])
-def test_other_files_are_refused_in_a_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_rejected_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(PAGES / name)]) == 2
     error = capsys.readouterr().err
     assert name in error and "recipes.benchmarks.pipeline" in error and error.count("\n") == 1

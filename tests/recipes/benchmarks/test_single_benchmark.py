@@ -1,4 +1,4 @@
-"""The single-process benchmark at its smallest: both ways train alike to the last bit, and the figures are there.
+"""A minimal single-process benchmark: both fits are equal bit for bit, and all figures exist.
 
 two blocks, one sequence, two timed steps: correctness, not time
 """
@@ -23,5 +23,5 @@ def test_both_train_alike(pool: Pool, tmp_path: Path) -> None:
     assert "| 32-true |" in table.read_text() and "bit for bit equal" in table.read_text()
 
 
-def test_what_isnt_there_is_refused(pool: Pool) -> None:
+def test_a_missing_accelerator_is_rejected(pool: Pool) -> None:
     assert pool.run(1, partial(main, [*SMALL, "--accelerator", "abacus"])) == [2]

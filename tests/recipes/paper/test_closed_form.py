@@ -1,4 +1,4 @@
-"""The closed forms that the pages quote, against the simulator."""
+"""The closed forms on the pages equal the simulator's results."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from recipes.paper.gems import gems
 TIMES = [Times(), Times(message=0.1), Times(1.0, 1.5, 0.05), Times(2.0, 4.0, 0.03)]
 
 
-def played(name: str, num_ranks: int, times: Times, num_waves: int = 1) -> float:
+def makespan(name: str, num_ranks: int, times: Times, num_waves: int = 1) -> float:
     schedule = build(name, num_ranks=num_ranks, num_microbatches=num_ranks, num_waves=num_waves)
     half = times.backward / 2
     return simulate(schedule, CostModel(times.forward, half, half, times.message)).makespan
@@ -20,15 +20,15 @@ def played(name: str, num_ranks: int, times: Times, num_waves: int = 1) -> float
 @pytest.mark.parametrize("times", TIMES, ids=str)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_makespans_with_messages(num_ranks: int, times: Times) -> None:
-    assert played("gpipe", num_ranks, times) == pytest.approx(closed_form.gpipe(num_ranks, times))
-    assert played("1f1b", num_ranks, times) == pytest.approx(closed_form.dapple(num_ranks, times))
+    assert makespan("gpipe", num_ranks, times) == pytest.approx(closed_form.gpipe(num_ranks, times))
+    assert makespan("1f1b", num_ranks, times) == pytest.approx(closed_form.dapple(num_ranks, times))
     for waves in (1, 2, 8):
         wave = closed_form.hanayo(num_ranks, waves, times)
-        assert played("hanayo", num_ranks, times, waves) == pytest.approx(wave)
+        assert makespan("hanayo", num_ranks, times, waves) == pytest.approx(wave)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
-def test_gems_holds_one_micro_batch_and_lasts_as_long_as_derived(num_ranks: int) -> None:
+def test_gems_holds_one_micro_batch_and_takes_the_derived_time(num_ranks: int) -> None:
     schedule = gems(num_ranks, num_ranks)
     validate(schedule)
     timeline = simulate(schedule)
@@ -38,7 +38,7 @@ def test_gems_holds_one_micro_batch_and_lasts_as_long_as_derived(num_ranks: int)
 
 
 @pytest.mark.parametrize("num_ranks", [4, 6, 8])
-def test_chimera_as_the_paper_has_it(num_ranks: int) -> None:
+def test_chimera_has_the_papers_bubble(num_ranks: int) -> None:
     schedule = build("chimera", num_ranks=num_ranks, num_microbatches=num_ranks)
     assert simulate(schedule).bubble_ratio == pytest.approx(closed_form.chimera_bubble(num_ranks, Times()))
 

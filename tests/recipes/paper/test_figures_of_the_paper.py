@@ -1,4 +1,4 @@
-"""What the paper printed or measured, against what is computed here: the claims of docs/reproduction.md."""
+"""Compares the paper's printed and measured figures with ours: the claims of docs/reproduction.md."""
 
 import pytest
 
@@ -29,36 +29,36 @@ def test_chimera_wave_fits_as_four_ranks_but_not_as_two() -> None:
     assert rms(fit_all(SCHEMES, 1.67, never_below_four)) < 0.0134
 
 
-def test_four_waves_lie_below_the_fit_in_every_row() -> None:
+def test_four_waves_are_below_the_fit_in_every_row() -> None:
     fits = fit_all(WAVES)
     below = [one.residuals(row)["Hanayo W=4"] for one in fits for row in one.rows]
     assert len(below) == len(EIGHT_GPUS)
     assert all(-0.0245 < one < -0.0065 for one in below)
 
 
-def test_the_valley_is_found() -> None:
+def test_the_minimum_is_found() -> None:
     assert clusters.lowest(lambda x: (x - 0.123) ** 2, 0.0, 1.0) == pytest.approx(0.123, abs=1e-4)
 
 
 @pytest.mark.parametrize("message", waves.MESSAGES)
-def test_the_best_number_of_waves_is_a_neighbour_of_the_formula(message: float) -> None:
+def test_the_best_number_of_waves_is_next_to_the_formula(message: float) -> None:
     assert abs(waves.best(message) - waves.formula(message)) < 1
 
 
-def test_strong_scaling_lies_between_overlapping_groups_and_groups_apart() -> None:
+def test_strong_scaling_is_between_overlapping_and_separate_groups() -> None:
     for degree in (2, 4):
         assert scaling.strong(degree, scaling.fitted_message(), 0.0) < STRONG[degree] / 100 < degree
         assert scaling.strong(degree, 0.0, 0.0) == pytest.approx(STRONG[degree] / 100, rel=0.016)
 
 
-def test_weak_scaling_pays_for_little_of_the_reduction() -> None:
+def test_weak_scaling_exposes_little_of_the_reduction() -> None:
     whole = 1.5  # T_F, for R = 1 and D = 4
     message = scaling.fitted_message()
     exposed = scaling.makespan(8, 4, message, 1.0) - scaling.makespan(8, 1, message, 0.0)
     assert 0 < exposed < 0.3 * whole
 
 
-def test_memory_is_as_uneven_as_the_paper_orders_it() -> None:
+def test_memory_imbalance_has_the_papers_order() -> None:
     uneven = [
         variance.of(variance.peaks(name, num_waves)) for name, num_waves in (("1f1b", 1), ("hanayo", 2), ("gpipe", 1))
     ]

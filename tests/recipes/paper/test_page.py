@@ -1,4 +1,4 @@
-"""A page by hand with blocks that a command fills."""
+"""A command fills the blocks of a hand-written page."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_blocks_are_replaced_and_prose_stays() -> None:
     assert filled.startswith("prose\n") and "\nmore\n" in filled
 
 
-def test_filling_twice_is_filling_once() -> None:
+def test_filling_twice_equals_filling_once() -> None:
     once = fill(PAGE, {"one": "new", "two": "x"})
     assert fill(once, {"one": "new", "two": "x"}) == once
 
@@ -31,7 +31,7 @@ def test_a_block_that_is_not_named_stays() -> None:
     assert blocks_in(fill(PAGE, {"two": "x"}))["one"] == "old"
 
 
-def test_a_block_that_the_page_lacks_is_refused() -> None:
+def test_a_block_that_the_page_lacks_is_rejected() -> None:
     with pytest.raises(HanayoError, match="no block 'three'"):
         fill(PAGE, {"three": "x"})
 

@@ -1,4 +1,4 @@
-"""The pages hold what the command makes, so that they can't drift from the code."""
+"""The blocks of the pages equal the command's output."""
 
 import re
 import subprocess
@@ -19,18 +19,18 @@ QUICK = [(document, name) for document in DOCUMENTS for name in document.quick]
 
 
 def cells_of(name: str) -> list[list[str]]:
-    """The rows of a block of the reproduction, without its head."""
+    """The rows of a block of the reproduction page, without its header."""
     rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))[name].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 @pytest.mark.parametrize(("document", "name"), QUICK, ids=[f"{document.path.stem}:{name}" for document, name in QUICK])
-def test_a_block_is_as_made(document: Document, name: str) -> None:
+def test_a_block_is_up_to_date(document: Document, name: str) -> None:
     written = blocks_in(document.path.read_text(encoding="utf-8"))[name]
     assert written == document.quick[name](), "run python -m recipes.paper"
 
 
-def test_a_cell_of_the_smaller_budgets_is_as_found() -> None:
+def test_a_cell_of_the_smaller_budgets_is_up_to_date() -> None:
     rows = blocks_in((DOCS / "reproduction.md").read_text(encoding="utf-8"))["budgets-4"].splitlines()
     column = rows[0].split(" | ").index("W = 2, B = P")
     row = next(row for row in rows if row.startswith("| 0.75 P"))
@@ -39,7 +39,7 @@ def test_a_cell_of_the_smaller_budgets_is_as_found() -> None:
     assert row.split(" | ")[column] == percent(found.bubble), "run python -m recipes.paper"
 
 
-def test_a_row_with_messages_is_as_found() -> None:
+def test_a_row_with_messages_is_up_to_date() -> None:
     condition = Condition(2, 0.05)
     rows = cells_of("uneven-8")
     first = [row[0] for row in rows].index(condition.label)
@@ -66,7 +66,7 @@ def test_in_three_quarters_of_the_memory_waves_idle_less_than_zb_h1(num_ranks: i
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.path.stem)
-def test_every_block_has_a_maker_and_is_filled(document: Document) -> None:
+def test_every_block_has_a_function_and_is_filled(document: Document) -> None:
     blocks = blocks_in(document.path.read_text(encoding="utf-8"))
     assert set(blocks) == {*document.quick, *document.slow}
     assert all(blocks.values())

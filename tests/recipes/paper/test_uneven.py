@@ -1,4 +1,4 @@
-"""What is slow is slow in each schedule's own placement, and a bound is one."""
+"""Slow stages are those of each schedule's own placement, and no schedule is faster than its bound."""
 
 import pytest
 
@@ -24,9 +24,11 @@ def test_how_long_each_rank_works_on_a_micro_batch(slow: Slow, wave: list[float]
         assert worked == pytest.approx(expected)
 
 
-def test_the_bound_is_what_comes_before_a_rank_and_its_work() -> None:
+def test_the_bound_is_the_time_before_a_rank_begins_plus_its_work() -> None:
     assert bound(Condition(2, 0.05), 4, 1) == pytest.approx(3 * (0.5 + 0.05) + 24)
-    assert bound(Condition(2, 0, "stage P"), 4, 1) == pytest.approx(3 * 0.5 + 8 * 3 * 1.25)  # its rank is the last
+    assert bound(Condition(2, 0, "stage P"), 4, 1) == pytest.approx(
+        3 * 0.5 + 8 * 3 * 1.25
+    )  # stage P is on the last rank
 
 
 def test_a_loop_wins_where_no_wave_could() -> None:
@@ -42,5 +44,5 @@ def test_verdicts() -> None:
     assert Contest("zbv", 10.0, 10.5, 9.9).verdict == "1.050 (!)"
 
 
-def test_conditions_have_names_of_their_own() -> None:
+def test_conditions_have_different_names() -> None:
     assert len({condition.label for condition in CONDITIONS}) == len(CONDITIONS)

@@ -1,6 +1,6 @@
-"""Names and public documentation use the field's words, not private ones.
+"""Names and texts use the field's words, not private ones.
 
-    python -m tests.test_words [--all] [PATH ...]     lists violations as file:line; --all: in private docstrings, too
+    python -m tests.test_words [PATH ...]     lists violations as file:line
 
 Two tables say what is refused: `NAMES`, whole words of identifiers (snake_case and CamelCase are split), and `PROSE`,
 regular expressions for text. Their keys say what to write instead. A word that is also plain English is refused in
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from tokenize import COMMENT, tokenize
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -22,21 +23,22 @@ NAMES = {
     "stage input, proxy, forward patch, block tracer": "cargo hole bridge recorder",
     "deferred gradients, relay, message timing, trace gather": "handover chain crossing collection",
     "reshard, stage context, hooks, NoHooks": "gate passage surroundings setting nothing",
-    "shared input, gathered forward": "entry inside",
-    "block specs, eligibility": "kinds ordinary",
     "mesh, collectives, parallelize, convert, parameters outside the stack": "grid grids moves spread swap dense",
     "padding sample, dry run, placeholder loader, self-contained": "ghost rehearsal rehearse shadow standalone",
     "list scheduler, fill policy, tolerance or timeout": "follower manner manners patience",
     "run": "play plays played player playing",
 }
-TENSOR3D_NAMES = {"registered, generic": "known unknown"}
-"""Refused in `lightning_hanayo/tensor3d` alone: elsewhere it is plain English for what was seen before."""
+TENSOR3D_NAMES = {
+    "shared input, gathered forward": "entry inside",
+    "block specs; registered, generic; eligibility": "kinds known unknown ordinary",
+}
+"""Refused in `lightning_hanayo/tensor3d` alone: elsewhere these are plain English, as the kinds of actions."""
 
 PROSE = {
     "message, send buffer, channel, message key": r"packets?|parcels?|mail|routes?",
     "stage input, proxy, gap, forward patch, block tracer": r"cargos?|holes?|bridges?|recorders?",
     "deferred gradients, relay, message timing, trace gather": (
-        r"handovers?|crossings?|(?<!garbage )collection|(the|its) chain(?! rule)"
+        r"handovers?|crossings?|(?<!garbage\s)collection|(the|its) chain(?! rule)"
     ),
     "reshard, admission, hooks": r"gates?|passages?|surroundings|Nothing\(\)",
     "stage context": r"(the|its|this) setting(?! of)",  # "no setting helps" is plain English
@@ -44,7 +46,7 @@ PROSE = {
     "block specs": r"(block|layer)s?'? kinds?|kinds of (blocks|layers)",
     "registered, generic": r"(un)?known\W{0,4} (block|stack)s?|(block|stack)s? (is|are) (un)?known|treated as unknown",
     "mesh, shard, parallelize, convert, outside the stack": (
-        r"grids?|(?<!evenly )spread(s|ing)?(?! evenly)|swap(s|ped|ping)?|dense"
+        r"grids?|(?<!evenly\s)spread(s|ing)?(?! evenly)|swap(s|ped|ping)?|dense"
     ),
     "padding sample, dry run, placeholder loader, self-contained": (
         r"ghosts?|rehears(al|als|e|es|ed)|shadow loaders?|standalone"
@@ -64,7 +66,10 @@ ALLOWED = {
 }
 """(file, word): the field has the same word for something else."""
 
-_PROSE = {instead: re.compile(rf"\b({words})\b", re.IGNORECASE) for instead, words in PROSE.items()}
+_PROSE = {
+    instead: re.compile(rf"\b({words})\b".replace(" ", r"\s+"), re.IGNORECASE)  # a line may end between two words
+    for instead, words in PROSE.items()
+}
 _NAMES, _TENSOR3D_NAMES = (
     {word: instead for instead, words in table.items() for word in words.split()} for table in (NAMES, TENSOR3D_NAMES)
 )
@@ -105,12 +110,12 @@ def refused_in_text(path: str, line: int, text: str) -> Iterator[Violation]:
                 continue
             before = text[: match.start()]
             begin = before.rfind("\n") + 1
-            said = text[begin : text.find("\n", match.end()) % (len(text) + 1)].strip()
-            yield Violation(path, line + before.count("\n"), match[0], said, instead)
+            line_of_text = text[begin : text.find("\n", match.end()) % (len(text) + 1)].strip()
+            yield Violation(path, line + before.count("\n"), " ".join(match[0].split()), line_of_text, instead)
 
 
 def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Classes, functions, parameters, attributes that are set, and names that a module or a class binds."""
+    """Classes, functions, parameters, and the attributes and variables that are set."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
@@ -118,31 +123,17 @@ def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.attr
-        if isinstance(node, ast.ClassDef | ast.Module):
-            for statement in node.body:
-                targets = (
-                    statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-                )
-                yield from ((target.lineno, target.id) for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
 
 
-def texts_in(node: ast.AST, private: bool = False) -> Iterator[tuple[int, str]]:
-    """Public docstrings (what has no leading underscore), the strings below fields, help texts and error messages."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        yield from _strings(node)
-    for child in ast.iter_child_nodes(node):
-        name = getattr(child, "name", None) or ""
-        is_help = isinstance(child, ast.keyword) and child.arg in ("help", "description", "epilog")
-        if is_help or isinstance(child, ast.Raise):
-            yield from _strings(child)
-        if private or not name.startswith("_") or name.startswith("__"):
-            yield from texts_in(child, private)
-
-
-def _strings(node: ast.AST) -> Iterator[tuple[int, str]]:
-    for part in ast.walk(node):
-        if isinstance(part, ast.Constant) and isinstance(part.value, str):
-            yield part.lineno, part.value
+def texts_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings, help texts, messages (all strings with a space), and comments."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+    with path.open("rb") as file:
+        yield from ((token.start[0], token.string) for token in tokenize(file.readline) if token.type == COMMENT)
 
 
 def python_files() -> list[Path]:
@@ -172,10 +163,10 @@ def refused_names() -> Iterator[Violation]:
             yield from refused_in_name(where, line, name)
 
 
-def refused_texts(private: bool = False) -> Iterator[Violation]:
-    """In pages, docstrings, help texts and error messages."""
+def refused_texts() -> Iterator[Violation]:
+    """In docstrings, messages, help texts, comments and pages."""
     for path in python_files():
-        for line, text in texts_in(parsed(path), private):
+        for line, text in texts_in(path):
             yield from refused_in_text(path.relative_to(ROOT).as_posix(), line, text)
     for path in documents():
         yield from refused_in_text(path.relative_to(ROOT).as_posix(), 1, path.read_text(encoding="utf-8"))
@@ -186,11 +177,11 @@ def listed(violations: Iterable[Violation]) -> str:
     return "\n".join(map(str, sorted(set(violations))))
 
 
-def test_names_are_the_fields() -> None:
+def test_names_use_the_fields_words() -> None:
     assert listed(refused_names()) == ""
 
 
-def test_documentation_uses_the_fields_words() -> None:
+def test_texts_use_the_fields_words() -> None:
     assert listed(refused_texts()) == ""
 
 
@@ -209,9 +200,9 @@ def test_each_private_word_is_found() -> None:
     for words in NAMES.values():
         for word in words.split():
             assert [one.word for one in refused_in_name("a.py", 1, f"new_{word}")] == [word]
-    private = "It plays a table.\nStage 0 lies on rank 0.\nunknown blocks; the first layout"
+    private = "It plays a table.\nStage 0 lies\non rank 0.\nunknown blocks; the first layout"
     found = [(one.line, one.word) for one in refused_in_text("a.md", 5, private)]
-    assert sorted(found) == [(5, "plays"), (6, "lies on"), (7, "first layout"), (7, "unknown blocks")]
+    assert sorted(found) == [(5, "plays"), (6, "lies on"), (8, "first layout"), (8, "unknown blocks")]
 
 
 def test_plain_english_is_not_refused() -> None:
@@ -222,6 +213,5 @@ def test_plain_english_is_not_refused() -> None:
 
 
 if __name__ == "__main__":
-    only = tuple(argument for argument in sys.argv[1:] if not argument.startswith("--")) or ("",)
-    everything = [*refused_names(), *refused_texts("--all" in sys.argv)]
-    print(listed(one for one in everything if one.path.startswith(only)))
+    only = tuple(sys.argv[1:]) or ("",)
+    print(listed(one for one in (*refused_names(), *refused_texts()) if one.path.startswith(only)))

@@ -57,7 +57,7 @@ class BareRunner(Runner):
                 self._instructions.append(_Sleep(awaits, seconds[move.action.kind]))
             elif isinstance(move, Exchange):
                 sends, receives = (
-                    tuple((route, peer, torch.zeros(case.width)) for route, peer in messages)
+                    tuple((key, peer, torch.zeros(case.width)) for key, peer in messages)
                     for messages in (move.sends, move.receives)
                 )
                 self._instructions.append(_Transfers(sends, receives))
@@ -72,9 +72,9 @@ class BareRunner(Runner):
                     arriving.pop(move.awaits).wait()
                 sleep_until(time.monotonic() + move.seconds)
                 continue
-            leaving += [self._over.send(peer, route.tag, buffer) for route, peer, buffer in move.sends]
-            for route, peer, buffer in move.receives:
-                arriving[route] = self._over.receive(peer, route.tag, buffer)
+            leaving += [self._over.send(peer, key.tag, buffer) for key, peer, buffer in move.sends]
+            for key, peer, buffer in move.receives:
+                arriving[key] = self._over.receive(peer, key.tag, buffer)
         for work in leaving:
             work.wait()
 

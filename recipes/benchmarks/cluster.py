@@ -159,8 +159,8 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
         }
         command = ["ip", "netns", "exec", host, sys.executable, "-m", "recipes.benchmarks.cluster_rank", str(folder)]
-        with (folder / f"said-{rank}").open("wb") as said:
-            return subprocess.Popen(command, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=said,
+        with (folder / f"output-{rank}").open("wb") as output:
+            return subprocess.Popen(command, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=output,
                                     stderr=subprocess.STDOUT)  # fmt: skip
 
 
@@ -173,8 +173,8 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path, deadline
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:
-                said = (folder / f"said-{rank}").read_text(errors="replace")[-4000:].strip()
-                raise HanayoError(f"rank {rank} ended with code {code}: {said}")
+                output = (folder / f"output-{rank}").read_text(errors="replace")[-4000:].strip()
+                raise HanayoError(f"rank {rank} ended with code {code}: {output}")
         if None not in codes:
             return
         if time.monotonic() > deadline:
@@ -184,14 +184,14 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path, deadline
         time.sleep(0.05)
 
 
-def _run(*command: str, told: str = "") -> None:
-    found = subprocess.run(command, input=told, capture_output=True, text=True, check=False)
+def _run(*command: str, stdin: str = "") -> None:
+    found = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
     if found.returncode:
         raise HanayoError(f"`{' '.join(command)}` failed: {(found.stderr or found.stdout).strip()}")
 
 
 def _batch(tool: str, host: str, lines: Sequence[str]) -> None:
-    _run(tool, "-n", host, "-batch", "-", told="\n".join(lines) + "\n")
+    _run(tool, "-n", host, "-batch", "-", stdin="\n".join(lines) + "\n")
 
 
 @contextmanager

@@ -60,9 +60,9 @@ def _emulated(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.result import outcome_of
     from recipes.benchmarks.rounds import Plan, run_all
 
-    playing = tuple(candidates(options.schedules, options.waves))
+    chosen = tuple(candidates(options.schedules, options.waves))
     forward, (inputs, weights) = options.forward_ms / 1e3, options.backward
-    outcomes, said = [], ""
+    outcomes, priority = [], ""
     for ranks in options.ranks:
         if ranks < 2:
             raise HanayoError(f"--ranks {ranks}: a pipeline has at least 2")
@@ -70,19 +70,19 @@ def _emulated(options: argparse.Namespace) -> Findings:
             Case(ranks, count, forward, inputs * forward, weights * forward, size, options.steps, options.hop_ms / 1e3)
             for count, size in product(options.microbatches, options.message_bytes)
         )
-        plan = Plan(cases, playing, options.rounds)
+        plan = Plan(cases, chosen, options.rounds)
         found = processes.run(
             ranks, run_all, plan, [ProcessOptions(not options.ordinary)] * ranks, timeout=_timeout(plan)
         )
-        said = found[0][0]
+        priority = found[0][0]
         outcomes += [outcome_of(case, records) for case, *records in zip(cases, *(r for _, r in found), strict=True)]
-    return report.findings(outcomes, describe(LOOPBACK, said))
+    return report.findings(outcomes, describe(LOOPBACK, priority))
 
 
 def _timeout(plan: "Plan") -> float:
     """The time limit in seconds: ten times what the plan should take."""
-    plays = (plan.num_rounds + 3) * len(plan.candidates)
-    return 120.0 + 10 * sum(plays * case.steps * (4 * case.busy + 0.1) for case in plan.cases)
+    num_runs = (plan.num_rounds + 3) * len(plan.candidates)
+    return 120.0 + 10 * sum(num_runs * case.steps * (4 * case.busy + 0.1) for case in plan.cases)
 
 
 def _real(options: argparse.Namespace) -> Findings:

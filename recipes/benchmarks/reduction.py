@@ -96,17 +96,17 @@ def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.machine import ProcessOptions
     from recipes.benchmarks.reduction_rank import ReductionPlan, run_all
 
-    playing = tuple(candidates(_ours(options.schedules), options.waves))
+    chosen = tuple(candidates(_ours(options.schedules), options.waves))
     time = options.forward_ms / 1e3
     if options.ranks < 2 or options.data < 2:
         raise HanayoError(f"--ranks {options.ranks} --data {options.data}: both are at least 2")
     case = Case(options.ranks, options.microbatches, time, time, time, 4096, 1, planned_message=0.0005)
     sizes = tuple(options.megabytes)
-    plan = ReductionPlan(case, playing, options.data, sizes, options.rounds)
+    plan = ReductionPlan(case, chosen, options.data, sizes, options.rounds)
     count = options.ranks * options.data
-    plays = len(playing) * len(sizes) * (options.rounds + 3) * 3
+    num_runs = len(chosen) * len(sizes) * (options.rounds + 3) * 3
     found = processes.run(
-        count, run_all, plan, [ProcessOptions(not options.ordinary)] * count, 120 + 10 * plays * 4 * case.busy
+        count, run_all, plan, [ProcessOptions(not options.ordinary)] * count, 120 + 10 * num_runs * 4 * case.busy
     )
     ranks = [timings for _, timings in found]
     results = [

@@ -92,7 +92,7 @@ def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Resu
     steps = [step_time(turn) for turn in turns]
     ideal = records[0].ideal[-1]
     actions = fmean(records[0].num_actions)
-    cpu = median(fmean(played.cpu for played in turn) / case.steps for turn in turns)
+    cpu = median(fmean(timing.cpu for timing in turn) / case.steps for turn in turns)
     middle = median(steps)
     return Result(
         name=candidate.name,
@@ -113,9 +113,9 @@ def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Resu
 
 def step_time(turn: Sequence[RoundTiming]) -> float:
     """From the first start to the last end; of several steps the mean time that each after the first adds."""
-    ends = [max(played.ends[step] for played in turn) for step in range(len(turn[0].ends))]
+    ends = [max(timing.ends[step] for timing in turn) for step in range(len(turn[0].ends))]
     if len(ends) == 1:
-        return ends[0] - min(played.start for played in turn)
+        return ends[0] - min(timing.start for timing in turn)
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 

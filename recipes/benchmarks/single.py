@@ -21,7 +21,7 @@ recorded calls or messages. What is left is a constant overhead: gradients are c
 returned by Lightning's backward, logs are kept until the batch is complete, and each action's time is recorded.
 
 Both fits train in one process, one step of each in turn, so that other programs disturb both alike. The ratio compares
-neighbouring steps; shown are its median over a round, and the least and greatest round. glibc is told to keep freed
+neighbouring steps; shown are its median over a round, and the least and greatest round. glibc is set to keep freed
 memory: otherwise it returns pages in some fits and faults them in again, which changes a step by about 2 %.
 
     python -m recipes.benchmarks.single --table docs/benchmarks/single.md"""

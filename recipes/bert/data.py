@@ -57,9 +57,9 @@ class MaskedPieces(Dataset[Batch]):
         hidden = random.choice(len(piece), max(1, round(self.share * len(piece))), replace=False)
         ids, labels = piece.copy(), np.full_like(piece, IGNORED)
         labels[hidden] = piece[hidden]
-        lot = random.random(len(hidden))
+        draw = random.random(len(hidden))
         guesses = random.integers(PADDING + 1, self.mask_token, len(hidden))
-        ids[hidden] = np.where(lot < 0.8, self.mask_token, np.where(lot < 0.9, guesses, piece[hidden]))
+        ids[hidden] = np.where(draw < 0.8, self.mask_token, np.where(draw < 0.9, guesses, piece[hidden]))
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 

@@ -17,7 +17,7 @@ from lightning_hanayo.runtime.program import Compute, Exchange, Program
 from lightning_hanayo.schedule import Kind
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.machine import sleep_until
-from recipes.benchmarks.ours import transport
+from recipes.benchmarks.ours import world_transport
 from recipes.benchmarks.runner import Runner
 
 Buffer = tuple[MessageKey, int, torch.Tensor]
@@ -42,7 +42,7 @@ class BareRunner(Runner):
     def __init__(self, case: Case, candidate: Candidate) -> None:
         self.schedule = case.schedule(candidate)
         self.stages = {}
-        self._over: Transport = transport()
+        self._transport: Transport = world_transport()
         times = case.times(self.schedule.num_stages)
         seconds = {
             Kind.F: times.forward,
@@ -66,15 +66,15 @@ class BareRunner(Runner):
     def run_step(self) -> None:
         arriving: dict[MessageKey, Work] = {}
         leaving: list[Work] = []
-        for move in self._instructions:
-            if isinstance(move, _Sleep):
-                if move.awaits is not None:
-                    arriving.pop(move.awaits).wait()
-                sleep_until(time.monotonic() + move.seconds)
+        for instruction in self._instructions:
+            if isinstance(instruction, _Sleep):
+                if instruction.awaits is not None:
+                    arriving.pop(instruction.awaits).wait()
+                sleep_until(time.monotonic() + instruction.seconds)
                 continue
-            leaving += [self._over.send(peer, key.tag, buffer) for key, peer, buffer in move.sends]
-            for key, peer, buffer in move.receives:
-                arriving[key] = self._over.receive(peer, key.tag, buffer)
+            leaving += [self._transport.send(peer, key.tag, buffer) for key, peer, buffer in instruction.sends]
+            for key, peer, buffer in instruction.receives:
+                arriving[key] = self._transport.receive(peer, key.tag, buffer)
         for work in leaving:
             work.wait()
 

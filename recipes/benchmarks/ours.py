@@ -24,7 +24,7 @@ from recipes.benchmarks.emulated import EmulatedLoss, EmulatedStage, inputs
 from recipes.benchmarks.runner import Runner
 
 
-def transport() -> ProcessGroupTransport:
+def world_transport() -> ProcessGroupTransport:
     """A transport over all ranks of the world, as one pipeline."""
     world = dist.group.WORLD
     assert world is not None
@@ -32,7 +32,7 @@ def transport() -> ProcessGroupTransport:
     return ProcessGroupTransport(range(dist.get_world_size()), control=world, channels={}, device=cpu, on_failure=_fail)
 
 
-def stage_over(
+def build_stage(
     blocks: list[nn.Module], number: int, schedule: Schedule, queue: WeightGradientQueue, *, num_blocks: int
 ) -> Stage:
     """Build stage `number` of a stack of `num_blocks` blocks that computes its own loss."""
@@ -47,7 +47,7 @@ class OurRunner(Runner):
     Args:
         case: sizes and times.
         candidate: the schedule.
-        over: the transport between the pipeline's ranks; None: all ranks of the world are one pipeline.
+        transport: the transport between the pipeline's ranks; None: all ranks of the world are one pipeline.
         reduce: called with a stage's number when its gradients are complete.
     """
 
@@ -55,12 +55,12 @@ class OurRunner(Runner):
         self,
         case: Case,
         candidate: Candidate,
-        over: Transport | None = None,
+        transport: Transport | None = None,
         reduce: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.schedule = case.schedule(candidate)
-        over = over or transport()
-        rank = over.rank
+        transport = transport or world_transport()
+        rank = transport.rank
         times = case.times(self.schedule.num_stages)
         self.stages = {number: EmulatedStage(number, times) for number in self.schedule.stages_of(rank)}
         runs = {number: self._run(number, stage, case) for number, stage in self.stages.items()}
@@ -69,13 +69,13 @@ class OurRunner(Runner):
             loss_weights=[1 / case.num_microbatches] * case.num_microbatches,
         )
         self._program = Program.of(self.schedule, rank)
-        self._engine = Engine(runs, PointToPointChannel(over), reduce, Trace())
+        self._engine = Engine(runs, PointToPointChannel(transport), reduce, Trace())
 
     def _run(self, number: int, stage: EmulatedStage, case: Case) -> Stage:
         queue = stage.queue = WeightGradientQueue()
         is_last = number == self.schedule.num_stages - 1
         block = EmulatedLoss(stage) if is_last else stage
-        return stage_over([block], number, self.schedule, queue, num_blocks=self.schedule.num_stages)
+        return build_stage([block], number, self.schedule, queue, num_blocks=self.schedule.num_stages)
 
     @override
     def run_step(self) -> None:

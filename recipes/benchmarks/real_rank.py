@@ -21,7 +21,7 @@ from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage
 from lightning_hanayo.schedule import Schedule, build
-from recipes.benchmarks.ours import stage_over, transport
+from recipes.benchmarks.ours import build_stage, world_transport
 
 PEER = "torch 1f1b"
 CANDIDATES = ("1f1b", "hanayo W=2", "hanayo-zb W=2", PEER)
@@ -134,10 +134,10 @@ def _ours(case: RealCase, name: str) -> _Runner:
         queue = WeightGradientQueue()
         linear_patch.install(blocks, queue)
         whole = [*blocks[:-1], _WithLoss(blocks[-1])] if is_last else blocks
-        runs[number] = stage_over(whole, number, schedule, queue, num_blocks=case.blocks * RANKS)
+        runs[number] = build_stage(whole, number, schedule, queue, num_blocks=case.blocks * RANKS)
     batch = Batch(inputs=_batch(case), loss_weights=[1 / case.num_microbatches] * case.num_microbatches)
     engine, program = (
-        Engine(runs, PointToPointChannel(transport()), lambda _: None, Trace()),
+        Engine(runs, PointToPointChannel(world_transport()), lambda _: None, Trace()),
         Program.of(schedule, rank),
     )
 
@@ -188,16 +188,16 @@ def _profile(case: RealCase, record: RealRecord) -> None:
         split = bool(turn % 2)
         times = dict.fromkeys(taken, 0.0)
         for stage in stages:
-            _one(stage, x, split, times)
+            _time_stage(stage, x, split, times)
         if turn >= 2 * WARM_UP:
             for what in ("forward", "backward_input", "backward_weight") if split else ("backward",):
                 taken[what].append(times[what])
     for what, values in taken.items():
         setattr(record, what, median(values))
-    record.message = _ping(x.detach())
+    record.message = _message_time(x.detach())
 
 
-def _one(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: dict[str, float]) -> None:
+def _time_stage(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: dict[str, float]) -> None:
     clock = time.perf_counter
     batch = Batch(inputs=[x])
     start = clock()
@@ -217,7 +217,7 @@ def _one(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: dict[str
     times["forward"] += forward - start
 
 
-def _ping(message: Tensor) -> float:
+def _message_time(message: Tensor) -> float:
     """Seconds that a message takes to another rank: half a round trip."""
     here, buffer = dist.get_rank(), torch.empty_like(message)
     taken = []

@@ -83,8 +83,8 @@ class ReducingRunner(OurRunner):
         self.way: Way = "none"
         self.share = 1.0 + data.rank()
         self._whole = data.size() * (data.size() + 1) / 2
-        self._ballast = {number: _ballast(megabytes / len(self.stages)) for number in self.stages}
-        self._reduction = GradientAllReduce(self._ballast, data)
+        self._parameters = {number: _dummy_parameters(megabytes / len(self.stages)) for number in self.stages}
+        self._reduction = GradientAllReduce(self._parameters, data)
 
     def fill(self, value: float) -> None:
         """Set all gradients."""
@@ -110,13 +110,13 @@ class ReducingRunner(OurRunner):
             self._reduction.start(stage)
 
     def _gradients(self) -> Iterator[Tensor]:
-        for parameters in self._ballast.values():
+        for parameters in self._parameters.values():
             for parameter in parameters:
                 assert parameter.grad is not None
                 yield parameter.grad
 
 
-def _ballast(megabytes: float) -> list[nn.Parameter]:
+def _dummy_parameters(megabytes: float) -> list[nn.Parameter]:
     features = max(1, min(FEATURES, int(megabytes * 2**20 / 4) // (MATRICES + VECTORS)))
     rows = max(1, round((megabytes * 2**20 / 4 - VECTORS * features) / (MATRICES * features)))
     shapes = [(rows, features)] * MATRICES + [(features,)] * VECTORS

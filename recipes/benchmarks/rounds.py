@@ -83,7 +83,7 @@ def _run_case(case: Case, plan: Plan) -> Records:
     runners, refused = _runners(case, plan.candidates)
     for runner in runners.values():
         for _ in range(WARM_UP):
-            runner.forget_gradients()
+            runner.zero_grad()
             runner.run_step()
     rounds: dict[Candidate, list[RoundTiming]] = {candidate: [] for candidate in runners}
     order = list(runners)
@@ -115,7 +115,7 @@ def time_steps(runner: Runner, steps: int) -> RoundTiming:
     cpu, start = time.process_time(), time.monotonic()
     ends = []
     for _ in range(steps):
-        runner.forget_gradients()
+        runner.zero_grad()
         runner.run_step()
         ends.append(time.monotonic())
     return RoundTiming(start, tuple(ends), time.process_time() - cpu)

@@ -23,7 +23,7 @@ class Runner(ABC):
     def losses(self) -> list[float]:
         """Losses of the last step by micro-batch; empty on ranks without the last stage."""
 
-    def forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Set the gradients to None."""
         for stage in self.stages.values():
             stage.weight.grad = None

@@ -16,7 +16,6 @@ from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.capture import forward_patch
-from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
@@ -69,9 +68,7 @@ def build_pipeline(
     streams = context.random_streams
     engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams)
     splitter = WholeSplitter() if cube is None else cube.splitter
-    return Pipeline(
-        layout, ownership, rank, engine, context.relay, parameters, gradients, splitter, user_step, streams
-    )
+    return Pipeline(layout, ownership, rank, engine, context.relay, parameters, gradients, splitter, user_step, streams)
 
 
 def restore_forwards(pipeline: Pipeline) -> None:
@@ -90,7 +87,7 @@ def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
 def _gradient_sync(
     model: nn.Module, ownership: Ownership, rank: int, groups: ProcessGroups, cube: Cube | None
 ) -> GradientSync:
-    """All-reduce over data ranks; in a cube also over the axes where a gradient is partial, and what is outside apart."""
+    """All-reduce over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
     trained = {stage: ownership.stage_parameters(model, stage) for stage in ownership.stages_of(rank)}
     if cube is None:
         return GradientSync(GradientAllReduce(trained, groups.data))

@@ -63,9 +63,7 @@ def build_stages(
     return stages | ends, user_step
 
 
-def _ends(
-    ownership: Ownership, user_step: UserStep, queues: Mapping[int, WeightGradientQueue]
-) -> dict[int, Stage]:
+def _ends(ownership: Ownership, user_step: UserStep, queues: Mapping[int, WeightGradientQueue]) -> dict[int, Stage]:
     """The stages that run user code: the first and the last, or one that is both."""
     end = len(ownership.stages) - 1
     if end == 0:

@@ -12,7 +12,7 @@ from tests.harness import models
 from tests.harness.models import IGNORED, Batch
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Training, assert_bit_equal, assert_close, run
+from tests.harness.training import Layout, Training, assert_bit_equal, assert_close, run
 
 WAVE = Layout(2, 1, 1)
 LAYOUTS = [Layout(2, 2, 1), Layout(2, 1, 1, "1f1b")]

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from tests.harness import models
 from tests.harness.pool import Pool
-from tests.harness.running import (
+from tests.harness.thorough import covered
+from tests.harness.training import (
     Layout,
     Outcome,
-    Recorder,
+    OutcomeCallback,
     Training,
     assert_close,
     data_rank,
@@ -30,7 +31,6 @@ from tests.harness.running import (
     make_trainer,
     merge,
 )
-from tests.harness.thorough import covered
 
 TRAININGS = {
     "mlp": Training(models.MLP, partial(models.vectors, (8, 8, 8)), torch.float64),
@@ -43,7 +43,7 @@ READERS = [(ALONE, WAVE), (WAVE, ALONE), (WAVE, Layout(4, 1, 1, "1f1b")), (CUBE,
 TOLERANCE = 1e-10
 
 
-class Saver(Recorder):
+class Saver(OutcomeCallback):
     """Saves at the end of the training, on all ranks as Lightning asks for."""
 
     def __init__(self, path: Path) -> None:

@@ -22,8 +22,8 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool, RunFailed
-from tests.harness.running import Layout, Training, assert_close, build, fit, make_loader, make_trainer, run
 from tests.harness.thorough import covered
+from tests.harness.training import Layout, Training, assert_close, build, fit, make_loader, make_trainer, run
 
 CUBE = (2, 2, 2)
 

@@ -18,8 +18,8 @@ import torch
 from tests.harness import models
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Training, assert_bit_equal, assert_close, assert_same_training, run
 from tests.harness.thorough import covered
+from tests.harness.training import Layout, Training, assert_bit_equal, assert_close, assert_same_training, run
 
 SIZES = ((2, 1, 1), (4, 1, 1), (2, 1, 2))
 LOOPS = ("gpipe", "1f1b", "interleaved")

@@ -24,7 +24,7 @@ from lightning_hanayo.strategy.build import pipeline
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
-from tests.harness.running import (
+from tests.harness.training import (
     Layout,
     assert_bit_equal,
     make_loader,

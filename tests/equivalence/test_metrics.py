@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tests.harness import models
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Training, data_rank, make_loader, make_trainer
 from tests.harness.thorough import covered
+from tests.harness.training import Layout, Training, data_rank, make_loader, make_trainer
 
 TRAINING = Training(models.Metrics, partial(models.vectors, (8, 8, 6)), torch.float64)
 VALIDATION = Training(models.Metrics, partial(models.vectors, (8, 6, 2)), torch.float64)

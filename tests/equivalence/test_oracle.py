@@ -8,7 +8,7 @@ import torch
 from tests.harness import models
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
-from tests.harness.running import Training, assert_close, assert_same_training
+from tests.harness.training import Training, assert_close, assert_same_training
 
 KINDS = {
     "mlp": (models.MLP, models.vectors, "samples"),

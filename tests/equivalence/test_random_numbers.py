@@ -20,10 +20,11 @@ from tests.harness import models
 from tests.harness.models import NUM_BLOCKS, Batch
 from tests.harness.oracle import split
 from tests.harness.pool import Pool
-from tests.harness.running import (
+from tests.harness.thorough import covered
+from tests.harness.training import (
     Layout,
     Outcome,
-    Recorder,
+    OutcomeCallback,
     Training,
     assert_close,
     data_rank,
@@ -32,7 +33,6 @@ from tests.harness.running import (
     make_trainer,
     merge,
 )
-from tests.harness.thorough import covered
 
 DOUBLE = torch.float64
 BATCHES = partial(models.vectors, (8, 11, 8))
@@ -110,18 +110,18 @@ def reference(pool: Pool, model: Any = Dropping, accumulate: int = 1) -> Outcome
 
 
 def fit(model: Any, layout: Layout, accumulate: int = 1) -> Outcome:
-    recorder = Recorder()
+    callback = OutcomeCallback()
     trainer = make_trainer(
         layout,
         strategy=make_strategy(layout),
         max_steps=3,
         accumulate_grad_batches=accumulate,
-        callbacks=[recorder],
+        callbacks=[callback],
     )
     module = models.build(model, DOUBLE)
     share = Training(model, BATCHES, DOUBLE).share(data_rank(layout), layout.data)
     trainer.fit(module, make_loader(share))
-    return recorder.outcome
+    return callback.outcome
 
 
 def by_hand(model: Any, seed: int) -> tuple[dict[str, Tensor], float]:
@@ -235,12 +235,12 @@ def test_no_two_draws_are_alike(pool: Pool, layout: Layout) -> None:
 def saved(path: str, layout: Layout, steps: int, resume: str | None) -> Outcome:
     """Three equal batches an epoch, so that a loader that begins anew in the middle of one makes no difference."""
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-    recorder = Recorder()
-    trainer = make_trainer(layout, strategy=make_strategy(layout), max_steps=steps, callbacks=[recorder])
+    callback = OutcomeCallback()
+    trainer = make_trainer(layout, strategy=make_strategy(layout), max_steps=steps, callbacks=[callback])
     (batch,) = Training(Dropping, partial(models.vectors, (8,)), DOUBLE).share(0, 1)
     trainer.fit(models.build(Dropping, DOUBLE), make_loader([batch] * 3), ckpt_path=resume)
     trainer.save_checkpoint(path)
-    return recorder.outcome
+    return callback.outcome
 
 
 RESUMED = [(2, ONE_PROCESS), (3, Layout(2, 1, 1)), (2, Layout(2, 1, 1)), (3, ONE_PROCESS)]
@@ -304,10 +304,10 @@ class TwoViewsAgain(TwoViews):
 
 
 def views(model: Any) -> tuple[float, dict[str, Tensor]]:
-    recorder = Recorder()
-    trainer = make_trainer(ONE_PROCESS, strategy=make_strategy(ONE_PROCESS), max_steps=1, callbacks=[recorder])
+    callback = OutcomeCallback()
+    trainer = make_trainer(ONE_PROCESS, strategy=make_strategy(ONE_PROCESS), max_steps=1, callbacks=[callback])
     trainer.fit(models.build(model, DOUBLE), make_loader(models.vectors((8,), DOUBLE)))
-    return float(trainer.callback_metrics["apart"]), recorder.outcome.gradients
+    return float(trainer.callback_metrics["apart"]), callback.outcome.gradients
 
 
 def test_a_second_pass_draws_anew(pool: Pool) -> None:
@@ -324,20 +324,20 @@ def states(layout: Layout) -> tuple[bool, bool, list[float]]:
     before: list[Tensor] = []
     same: list[bool] = []
 
-    class Watching(Recorder):
+    class Watching(OutcomeCallback):
         def on_train_batch_start(self, *_: Any) -> None:
             before.append(torch.get_rng_state())
 
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             same.append(torch.equal(torch.get_rng_state(), before.pop()))
 
-    recorder = Watching()
+    callback = Watching()
     strategy = make_strategy(layout) if layout.num_microbatches else "auto"
-    trainer = make_trainer(layout, strategy=strategy, max_steps=2, callbacks=[recorder])
+    trainer = make_trainer(layout, strategy=strategy, max_steps=2, callbacks=[callback])
     module: LightningModule = models.build(Dropping, DOUBLE)
     torch.manual_seed(7)
     trainer.fit(module, make_loader(models.vectors((8, 8), DOUBLE)))
-    return all(same), torch.initial_seed() == 7, [w.sum().item() for w in recorder.outcome.weights.values()]
+    return all(same), torch.initial_seed() == 7, [w.sum().item() for w in callback.outcome.weights.values()]
 
 
 def test_torchs_own_generator_is_left_as_it_was(pool: Pool) -> None:

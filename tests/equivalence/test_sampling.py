@@ -10,7 +10,7 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Outcome, Recorder, Training, assert_close, make_trainer, merge
+from tests.harness.training import Layout, Outcome, OutcomeCallback, Training, assert_close, make_trainer, merge
 
 BATCH_SIZE = 4
 LAYOUT = Layout(2, 1, 2)
@@ -34,10 +34,10 @@ def shared() -> list[Batch]:
 
 
 def fit_samples(layout: Layout, **loading: Any) -> Outcome:
-    recorder = Recorder()
-    trainer = make_trainer(layout, max_steps=3, callbacks=[recorder], use_distributed_sampler=True)
+    callback = OutcomeCallback()
+    trainer = make_trainer(layout, max_steps=3, callbacks=[callback], use_distributed_sampler=True)
     trainer.fit(models.build(models.MLP, torch.float64), DataLoader(samples(), batch_size=BATCH_SIZE, **loading))  # type: ignore[arg-type]
-    return recorder.outcome
+    return callback.outcome
 
 
 def test_data_ranks_share_the_samples(pool: Pool) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.harness import models
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Training, assert_close, run
 from tests.harness.thorough import covered
+from tests.harness.training import Layout, Training, assert_close, run
 
 LAYOUTS = [Layout(2, 1, 1, "1f1b"), Layout(2, 2, 1, "hanayo-zb"), Layout(2, 1, 2), Layout(1, 1, 2, cube=(1, 2, 1))]
 

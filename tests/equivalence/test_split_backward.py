@@ -17,8 +17,8 @@ from lightning_hanayo.schedule import build
 from tests.harness import models
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Outcome, Training, assert_close, assert_same_training, run
 from tests.harness.thorough import covered
+from tests.harness.training import Layout, Outcome, Training, assert_close, assert_same_training, run
 from tests.schedule.samples import split
 
 LAYOUTS = [

@@ -17,7 +17,7 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Outcome, Training, assert_bit_equal, assert_close, fit, merge, run
+from tests.harness.training import Layout, Outcome, Training, assert_bit_equal, assert_close, fit, merge, run
 from tests.strategy.odd_models import activation_checkpointed
 
 

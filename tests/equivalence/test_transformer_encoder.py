@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.harness.models import Batch
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, make_loader, make_trainer
+from tests.harness.training import Layout, make_loader, make_trainer
 
 WIDTH = 16
 

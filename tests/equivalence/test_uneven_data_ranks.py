@@ -12,9 +12,9 @@ from lightning_hanayo.schedule import CostModel
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool
-from tests.harness.running import (
+from tests.harness.training import (
     Layout,
-    Recorder,
+    OutcomeCallback,
     assert_bit_equal,
     assert_close,
     make_loader,
@@ -47,13 +47,13 @@ def batch_of(data_rank: int) -> Batch:
 
 def fit(schedule: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """This rank's gradients and weights after one step."""
-    recorder = Recorder()
+    callback = OutcomeCallback()
     options = {"costs": COSTS} if schedule == "hanayo-zb" else {}
     layout = Layout(LAYOUT.pipe, LAYOUT.waves, LAYOUT.data, schedule)
-    trainer = make_trainer(layout, strategy=make_strategy(layout, **options), max_steps=1, callbacks=[recorder])
+    trainer = make_trainer(layout, strategy=make_strategy(layout, **options), max_steps=1, callbacks=[callback])
     data_rank = trainer.strategy.data_rank  # type: ignore[attr-defined]
     trainer.fit(models.build(FourBlocks, torch.float64), make_loader([batch_of(data_rank)]))
-    return recorder.outcome.gradients, recorder.outcome.weights
+    return callback.outcome.gradients, callback.outcome.weights
 
 
 def expected() -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from tests.harness import models
-from tests.harness.running import make_loader
+from tests.harness.training import make_loader
 
 
 class NoStack(models.Trained):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import script
-from tests.harness.launching import launch
+from tests.harness.launch import launch
 from tests.harness.pool import Pool, RunFailed
 
 SCRIPT = str(Path(script.__file__))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
-from tests.harness.running import Layout, Training, fit
+from tests.harness.training import Layout, Training, fit
 
 
 class SecondPass(models.MLP):

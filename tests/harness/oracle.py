@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.harness.models import IGNORED, Batch, build
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Outcome, Training, fit, own_weights
+from tests.harness.training import Layout, Outcome, Training, fit, own_weights
 
 Gradients = dict[nn.Parameter, Tensor]
 

@@ -93,7 +93,7 @@ class Pool:
         environment = os.environ | threads | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         # for its messages torch asks the name server for the name of ::ffff:127.0.0.1: no answer is worth 5 s
         environment["RES_OPTIONS"] = "timeout:1 attempts:1"
-        command = [sys.executable, "-m", "tests.harness.zygote", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno())]
         command += ["import"] if self._imports else []
         self._zygote = subprocess.Popen(
             command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.harness import models
 from tests.harness.limits import wait_until
 from tests.harness.pool import Pool, RunFailed
-from tests.harness.running import Layout, make_loader, make_trainer
+from tests.harness.training import Layout, make_loader, make_trainer
 
 
 def total_of_ranks(start: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from recipes.bert.module import BERT
 from tests.harness import models
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Training, assert_bit_equal, assert_close, assert_same_training, run
+from tests.harness.training import Layout, Training, assert_bit_equal, assert_close, assert_same_training, run
 
 
 def tiny(**options: object) -> BERT:

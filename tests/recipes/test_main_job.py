@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.harness.launching import ROOT, launch
+from tests.harness.launch import ROOT, launch
 
 SMALL = {
     "data.path": "text.txt", "data.vocab_size": 300, "model.vocab_size": 300, "data.context": 16, "model.context": 16,

@@ -9,10 +9,10 @@ from torch import Tensor
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool
-from tests.harness.running import (
+from tests.harness.training import (
     Layout,
     Outcome,
-    Recorder,
+    OutcomeCallback,
     assert_close,
     data_rank,
     make_loader,
@@ -50,13 +50,13 @@ class Contrasts(models.MLP):
 
 
 def contrasts(layout: Layout) -> Outcome:
-    recorder = Recorder()
+    callback = OutcomeCallback()
     options = {"strategy": make_strategy(layout)} if layout.world_size > 1 else {}
-    trainer = make_trainer(layout, max_steps=2, callbacks=[recorder], **options)
+    trainer = make_trainer(layout, max_steps=2, callbacks=[callback], **options)
     (batch,) = models.vectors((4,), torch.float64)
     share = {name: value[data_rank(layout) :: layout.data] for name, value in batch.items()}
     trainer.fit(models.build(Contrasts, torch.float64), make_loader([share] * 2))
-    return recorder.outcome
+    return callback.outcome
 
 
 def test_gradients_flow_back_to_where_a_value_came_from(pool: Pool) -> None:

@@ -25,7 +25,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
-from tests.harness.running import (
+from tests.harness.training import (
     Layout,
     assert_close,
     make_loader,

@@ -14,7 +14,7 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
-from tests.harness.running import (
+from tests.harness.training import (
     Layout,
     Training,
     assert_bit_equal,

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
-from tests.harness.running import Layout, make_loader, make_strategy, make_trainer
 from tests.harness.thorough import covered
+from tests.harness.training import Layout, make_loader, make_strategy, make_trainer
 
 WAVE = Layout(2, 1, 1)
 

@@ -25,7 +25,7 @@ from lightning_hanayo.schedule import build
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool
-from tests.harness.running import (
+from tests.harness.training import (
     Layout,
     assert_bit_equal,
     assert_close,

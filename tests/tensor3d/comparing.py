@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.sharding import Shard
-from tests.harness.cube import error
+from tests.harness.mesh import error
 
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """of the largest expected value"""

@@ -22,7 +22,7 @@ from lightning_hanayo.tensor3d.layers.product import Keep
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from tests.harness.cube import GRIDS, CountingAxis, Sizes, error, grid, part, process_group
+from tests.harness.mesh import MESH_SIZES, CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 
 ROWS, LENGTH, IN, OUT = 12, 12, 12, 24
@@ -70,7 +70,7 @@ def received() -> dict[str, int]:
 def traffic(grids: list[Sizes]) -> None:
     with process_group():
         for sizes in grids:
-            ranks = grid(sizes)
+            ranks = make_mesh(sizes)
             assert all((ranks.axis(name).group is None) == (size == 1) for name, size in zip("xyz", sizes, strict=True))
             for layout, axes in LAYOUTS.values():
                 for keep in ("gathered", "shards"):
@@ -81,7 +81,7 @@ def traffic(grids: list[Sizes]) -> None:
 
 @pytest.mark.parametrize(
     "grids",
-    [list(g) for _, g in groupby(sorted(GRIDS, key=prod), key=prod)],
+    [list(g) for _, g in groupby(sorted(MESH_SIZES, key=prod), key=prod)],
     ids=lambda grids: f"{prod(grids[0])} ranks",
 )
 def test_moves_and_keeps_what_the_formulas_say(pool: Pool, grids: list[Sizes]) -> None:
@@ -135,7 +135,7 @@ def equals_fsdp() -> None:
     from torch.distributed.fsdp import fully_shard
 
     with process_group():
-        ranks = grid((4, 1, 1))
+        ranks = make_mesh((4, 1, 1))
         other = Pair()
         mesh = init_device_mesh("cpu", (4,))
         for module in (other.up, other.down, other):
@@ -152,7 +152,7 @@ def equals_tensor_parallel() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     with process_group():
-        ranks = grid((1, 4, 1))
+        ranks = make_mesh((1, 4, 1))
         mesh = init_device_mesh("cpu", (4,))
         styles = {
             "up": ColwiseParallel(input_layouts=Shard(1)),

@@ -12,7 +12,7 @@ import torch
 from recipes.cube import volumes
 from recipes.cube.page import BLOCKS, DOCS, PAGE
 from recipes.paper.page import blocks_in
-from tests.harness.cube import error, grid, part, process_group
+from tests.harness.mesh import error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def played(snippet: str) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "readers_module"}
     exec(snippet, names)
     with process_group():
-        ranks = grid((1, 2, 2))
+        ranks = make_mesh((1, 2, 2))
         torch.manual_seed(0)
         whole = names["Block"]().double()
         block = names["Block"]().double()

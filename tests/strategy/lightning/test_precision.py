@@ -12,7 +12,7 @@ from lightning_hanayo.strategy.lightning.precision import check_precision, clip_
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from tests.harness import models
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, Recorder, data_rank, make_loader, make_trainer, merge
+from tests.harness.training import Layout, OutcomeCallback, data_rank, make_loader, make_trainer, merge
 
 PLUGINS = [
     Precision,
@@ -49,11 +49,11 @@ def test_fp16_is_refused() -> None:
 
 
 def train(layout: Layout, precision: str) -> Any:
-    recorder = Recorder()
-    trainer = make_trainer(layout, max_steps=2, precision=precision, gradient_clip_val=0.1, callbacks=[recorder])
+    callback = OutcomeCallback()
+    trainer = make_trainer(layout, max_steps=2, precision=precision, gradient_clip_val=0.1, callbacks=[callback])
     batches = [{k: v[data_rank(layout) :: layout.data] for k, v in b.items()} for b in models.vectors((8, 8))]
     trainer.fit(models.build(models.MLP), make_loader(batches))
-    return recorder.outcome
+    return callback.outcome
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-mixed", 2e-2), ("bf16-true", 4e-2), ("64-true", 1e-12)])

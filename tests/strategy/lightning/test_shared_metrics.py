@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_hanayo.runtime.comm.relay import Relay
 from tests.harness import models
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, make_loader, make_trainer
+from tests.harness.training import Layout, make_loader, make_trainer
 
 
 class Reader(Callback):

@@ -15,7 +15,7 @@ from lightning_hanayo.schedule import Action, simulate
 from lightning_hanayo.strategy.build.plan import plan_model
 from tests.harness import models
 from tests.harness.pool import Pool
-from tests.harness.running import Layout, make_loader, make_strategy, make_trainer
+from tests.harness.training import Layout, make_loader, make_strategy, make_trainer
 
 WAVE = Layout(2, 2, 1, schedule="hanayo-zb")
 STEPS = 5

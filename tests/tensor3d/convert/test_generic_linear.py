@@ -19,7 +19,7 @@ from lightning_hanayo.tensor3d.layers.product import Keep
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective, ParallelStyle
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from tests.harness.cube import CountingAxis, Sizes, error, grid, process_group
+from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, reduced, too_large
 
@@ -112,7 +112,7 @@ def everything(grids: list[Sizes]) -> dict[str, float]:
     errors: dict[str, float] = {}
     with process_group():
         for sizes in grids:
-            ranks = grid(sizes)
+            ranks = make_mesh(sizes)
             for tokens, keep in ((1, "gathered"), (10**6, "shards"), (1, "shards")):
                 case = mixed(ranks, tokens, keep)  # type: ignore[arg-type]
                 errors |= {f"{sizes} mixer {tokens} {keep} {what}": value for what, value in case.items()}
@@ -122,10 +122,10 @@ def everything(grids: list[Sizes]) -> dict[str, float]:
     return errors
 
 
-GRIDS: list[list[Sizes]] = [[(1, 2, 1)], [(1, 2, 2), (2, 1, 2)], [(2, 2, 2)]]
+MESH_SIZES: list[list[Sizes]] = [[(1, 2, 1)], [(1, 2, 2), (2, 1, 2)], [(2, 2, 2)]]
 
 
-@pytest.mark.parametrize("grids", GRIDS, ids=lambda grids: f"{prod(grids[0])} ranks")
+@pytest.mark.parametrize("grids", MESH_SIZES, ids=lambda grids: f"{prod(grids[0])} ranks")
 def test_unknown_blocks_equal_themselves_run_whole(pool: Pool, grids: list[Sizes]) -> None:
     assert too_large(pool.run(prod(grids[0]), everything, grids)) == []
 
@@ -133,7 +133,7 @@ def test_unknown_blocks_equal_themselves_run_whole(pool: Pool, grids: list[Sizes
 def own_rows_again(sizes: Sizes) -> tuple[bool, bool]:
     """Whether an identity gives each rank its rows back; and if its product gathered and scattered on one dimension."""
     with process_group():
-        ranks = grid(sizes)
+        ranks = make_mesh(sizes)
         own = torch.full((3, 4), float(ranks.index("xyz")), dtype=torch.float64)
         layer: Any = nn.Linear(4, 4, bias=False, dtype=torch.float64)
         nn.init.eye_(layer.weight)
@@ -157,7 +157,7 @@ def test_rows_in_another_order_would_be_noticed(pool: Pool) -> None:
 def received(sizes: Sizes, features: tuple[int, int], counts: list[int]) -> list[dict[Travel, int]]:
     """What this rank receives in a forward and a backward of so many rows per rank, as numbers of fp64."""
     with process_group():
-        ranks = grid(sizes)
+        ranks = make_mesh(sizes)
         return [{travel: moved(ranks, travel, features, rows) for travel in TRAVELS} for rows in counts]
 
 

@@ -28,7 +28,7 @@ from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from recipes.bert.module import Block as BERTBlock
 from recipes.gpt.module import Block as GPTBlock
-from tests.harness.cube import Sizes, error, grid, part, process_group
+from tests.harness.mesh import Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large
 
@@ -192,7 +192,7 @@ def families(cases: list[tuple[Sizes, int, Keep]]) -> dict[str, float]:
     errors: dict[str, float] = {}
     with process_group():
         for sizes, length, keep in cases:
-            ranks = grid(sizes)
+            ranks = make_mesh(sizes)
             for name, family in FAMILIES.items():
                 case = compared(family, length, ranks, keep)
                 errors |= {f"{sizes} {name} {length} {what}": value for what, value in case.items()}
@@ -214,7 +214,7 @@ def under_autocast(sizes: Sizes) -> dict[str, float]:
     """bf16 inside, and gradients as near to the dense ones as that is."""
     errors: dict[str, float] = {}
     with process_group():
-        ranks = grid(sizes)
+        ranks = make_mesh(sizes)
         for keep in ("gathered", "shards"):
             torch.manual_seed(0)
             dense = nn.ModuleList([BERTBlock(WIDTH, HEADS, 0.0)])
@@ -250,7 +250,7 @@ def drawn(sizes: Sizes) -> dict[str, list[float]]:
     with process_group():
         torch.manual_seed(0)
         noise = Noise()
-        wrap(noise, StageContext(grid(sizes)), None, None, "probability")
+        wrap(noise, StageContext(make_mesh(sizes)), None, None, "probability")
         training = noise(torch.zeros(1)).tolist()
         after = torch.rand(4).tolist()
         return {"training": training, "after": after, "evaluation": noise.eval()(torch.zeros(1)).tolist()}

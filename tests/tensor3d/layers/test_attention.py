@@ -17,7 +17,7 @@ from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from lightning_hanayo.topology import Topology
-from tests.harness.cube import CountingAxis, Sizes, error, grid, part, process_group
+from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large
 
@@ -138,7 +138,7 @@ def attentions(grids: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
         for sizes in grids:
-            ranks = grid(sizes)
+            ranks = make_mesh(sizes)
             cases = {"": all_attentions(ranks)}
             if ranks.size("yz") <= 2:
                 cases |= {"grouped": grouped(ranks), "grouped dims": grouped(ranks, kdim=8, vdim=12)}

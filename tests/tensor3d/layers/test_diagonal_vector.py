@@ -6,7 +6,7 @@ import torch
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.tensor3d.layers.diagonal_vector import Diagonal, diagonal_vector
 from lightning_hanayo.tensor3d.mesh import Mesh
-from tests.harness.cube import CountingAxis, Sizes, error, grid, part, process_group
+from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import too_large
 
@@ -38,7 +38,7 @@ def added_and_scaled(ranks: Mesh, features: str) -> dict[str, float]:
 
 def vectors(sizes: Sizes) -> dict[str, float]:
     with process_group():
-        ranks = grid(sizes)
+        ranks = make_mesh(sizes)
         cases = {features: added_and_scaled(ranks, features) for features in "yz"}
         with pytest.raises(HanayoError, match="9 entries doesn't divide by x"):
             Diagonal(ranks, 9)

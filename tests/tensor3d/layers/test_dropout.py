@@ -10,14 +10,14 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor3d.layers.dropout import Dropout3D, own_stream, spread_dropout
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from tests.harness.cube import grid, process_group
+from tests.harness.mesh import make_mesh, process_group
 from tests.harness.pool import Pool
 
 
 def dropped() -> dict[str, Any]:
     """One rank's masks, and the state of its default generator behind them."""
     with process_group():
-        setting = StageContext(grid((1, 2, 2)))
+        setting = StageContext(make_mesh((1, 2, 2)))
         torch.manual_seed(0)
         silent(setting)
         dropout = nn.Dropout(0.25)
@@ -68,7 +68,7 @@ def test_masks_differ_and_generators_dont(pool: Pool) -> None:
 
 def alone() -> None:
     with process_group():
-        setting = StageContext(grid((1, 1, 1)))
+        setting = StageContext(make_mesh((1, 1, 1)))
         torch.manual_seed(0)
         y = Dropout3D(0.5, setting=setting)(torch.ones(64))
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from lightning_hanayo.topology import Topology
-from tests.harness.cube import Sizes, error, grid, part, process_group
+from tests.harness.mesh import Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large
 
@@ -112,7 +112,7 @@ def embeddings(grids: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
         for sizes in grids:
-            ranks = grid(sizes)
+            ranks = make_mesh(sizes)
             cases = {f"{kind} {padding}": looked_up(ranks, kind, padding) for kind in LAYOUTS for padding in (None, 7)}
             cases["tied"] = tied(ranks)
             saved_and_loaded(ranks)

@@ -13,7 +13,7 @@ from lightning_hanayo.tensor3d.layers.linear import Linear3D, spread
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from tests.harness.cube import CountingAxis, Sizes, error, grid, part, process_group
+from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large
 
@@ -100,7 +100,7 @@ def feed_forwards(grids: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
         for sizes in grids:
-            ranks = grid(sizes)
+            ranks = make_mesh(sizes)
             for kind, layout, keep in product(("plain", "swiglu", "backwards"), LAYOUTS, ("gathered", "shards")):
                 lengths = (None, 5) if layout == "sequence" else (None,)
                 for length in lengths:

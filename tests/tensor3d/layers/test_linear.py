@@ -12,7 +12,7 @@ from lightning_hanayo.tensor3d.layers.product import Keep
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from tests.harness.cube import GRIDS, Sizes, error, grid, part, process_group
+from tests.harness.mesh import MESH_SIZES, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 
 LAYOUTS = {
@@ -59,7 +59,7 @@ def pairs(grids: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
         for sizes in grids:
-            ranks = grid(sizes)
+            ranks = make_mesh(sizes)
             for kind, keep, dtype in product(LAYOUTS, ("gathered", "shards"), (torch.float64, torch.float32)):
                 allowed = 1e-10 if dtype is torch.float64 else 1e-5
                 case = pair(ranks, kind, keep, dtype)
@@ -67,7 +67,7 @@ def pairs(grids: list[Sizes]) -> dict[str, float]:
     return errors
 
 
-BY_SIZE = [list(grids) for _, grids in groupby(sorted(GRIDS, key=prod), key=prod)]
+BY_SIZE = [list(grids) for _, grids in groupby(sorted(MESH_SIZES, key=prod), key=prod)]
 
 
 @pytest.mark.parametrize("grids", BY_SIZE, ids=lambda grids: f"{prod(grids[0])} ranks")

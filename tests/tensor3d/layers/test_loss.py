@@ -15,7 +15,7 @@ from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
 from lightning_hanayo.tensor3d.sharding import Cut
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from tests.harness.cube import CountingAxis, Sizes, error, grid, part, process_group
+from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large
 
@@ -90,7 +90,7 @@ def losses(grids: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
         for sizes in grids:
-            ranks = grid(sizes)
+            ranks = make_mesh(sizes)
             cases = {"by itself": by_itself(ranks)}
             for kind in KINDS:
                 for i, options in enumerate(OPTIONS):

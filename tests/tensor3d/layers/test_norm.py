@@ -10,7 +10,7 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor3d.layers.norm import LayerNorm3D, RMSNorm3D, spread_norm, spread_rms_norm
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from tests.harness.cube import CountingAxis, Sizes, error, grid, part, process_group
+from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import ALLOWED, gradient_errors, too_large
 
@@ -71,7 +71,7 @@ def all_norms(grids: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
         for sizes in grids:
-            ranks = grid(sizes)
+            ranks = make_mesh(sizes)
             for kind in NORMS:
                 for dtype in (torch.float64, torch.float32, torch.bfloat16):
                     torch.manual_seed(0)
@@ -88,14 +88,14 @@ def test_equals_the_dense_norms(pool: Pool, grids: list[Sizes]) -> None:
 def alone() -> None:
     """Two ranks, of which z has one, and then both."""
     with process_group():
-        ranks = grid((1, 2, 1))
+        ranks = make_mesh((1, 2, 1))
         CountingAxis.received.clear()
         for kind in NORMS:
             norm, dense, x = made(kind, torch.float32), made(kind, torch.float32), torch.randn(3, 12)
             spread_rms_norm(norm, StageContext(ranks)) if "llama" in kind else spread_norm(norm, StageContext(ranks))
             assert torch.equal(norm(x), dense(x)) and type(norm) is not type(dense)
         assert not CountingAxis.received
-        ranks = grid((1, 1, 2))
+        ranks = make_mesh((1, 1, 2))
         x = 1e3 + 0.1 * torch.randn(64, 12, dtype=torch.float64)
         y = LayerNorm3D(12, setting=StageContext(ranks))(part(x.float(), ranks, "", "z"))
         exact = nn.functional.layer_norm(x.float().double(), (12,))

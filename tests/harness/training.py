@@ -79,7 +79,7 @@ class Outcome:
     losses: list[float] = field(default_factory=list)  # one per batch, on pipeline rank 0
 
 
-class Recorder(Callback):
+class OutcomeCallback(Callback):
     """Keeps copies of what this rank owns: the parameters of other ranks are on `meta`."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def data_rank(layout: Layout) -> int:
 def fit(training: Training, layout: Layout) -> Outcome:
     """One rank's part of a run."""
     warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model could validate
-    recorder = Recorder()
+    callback = OutcomeCallback()
     trainer = make_trainer(
         layout,
         training.loss_weight,
@@ -167,11 +167,11 @@ def fit(training: Training, layout: Layout) -> Outcome:
         max_steps=training.steps,
         accumulate_grad_batches=training.accumulate,
         gradient_clip_val=training.clip,
-        callbacks=[recorder],
+        callbacks=[callback],
     )
     module = build(training.model, training.dtype)
     trainer.fit(module, make_loader(training.share(data_rank(layout), layout.data)))
-    return recorder.outcome
+    return callback.outcome
 
 
 def run(pool: Pool, training: Training, layout: Layout) -> Outcome:

@@ -15,7 +15,7 @@ import socket
 import sys
 from functools import cache
 
-from tests.harness.meeting import come_in_time
+from tests.harness.rendezvous import come_in_time
 from tests.harness.worker import die_with_parent, serve
 
 FORK, REAP = b"fork", b"reap"

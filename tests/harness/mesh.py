@@ -12,7 +12,7 @@ from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis, Pending
 
 Sizes = tuple[int, int, int]
 
-GRIDS: tuple[Sizes, ...] = ((2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1), (1, 4, 1), (2, 3, 1))
+MESH_SIZES: tuple[Sizes, ...] = ((2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1), (1, 4, 1), (2, 3, 1))
 
 
 class CountingAxis(MeshAxis):
@@ -54,7 +54,7 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def grid(sizes: Sizes) -> Mesh:
+def make_mesh(sizes: Sizes) -> Mesh:
     """A grid of all ranks, whose traffic is counted: seven groups, so one for many cases."""
     return Mesh.create(sizes, CountingAxis)
 

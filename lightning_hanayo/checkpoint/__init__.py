@@ -1,1 +1,1 @@
-"""The checkpoint: single-process names and values, whatever the layout."""
+"""Saves and loads checkpoints in the single-process format (same names, full values), whatever the layout."""

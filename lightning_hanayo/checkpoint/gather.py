@@ -1,4 +1,4 @@
-"""The gathering: trees of tensors that lie on several pipeline ranks, brought together on rank 0, on the CPU."""
+"""Gathers trees of tensors from all pipeline ranks onto rank 0, in CPU memory."""
 
 from typing import Any
 
@@ -18,42 +18,43 @@ def gather(transport: Transport, tree: Any) -> list[Any] | None:
 
     Args:
         transport: among the ranks of the pipeline.
-        tree: tensors and plain values in dicts, lists and tuples. Tensors travel one at a time.
+        tree: tensors and plain values in dicts, lists and tuples. Tensors are sent one at a time.
     """
     if transport.rank > 0:
         _send(transport, tree)
         return None
-    return [_on_cpu(tree), *(_receive(transport, rank) for rank in range(1, transport.num_ranks))]
+    return [_to_cpu(tree), *(_receive(transport, rank) for rank in range(1, transport.num_ranks))]
 
 
 def _send(transport: Transport, tree: Any) -> None:
+    """Send the length of the encoded spec, the spec, and each tensor's bytes, to rank 0."""
     flattener = Flattener()
     skeleton = flattener.flatten(tree, "state")
     tensors = [tensor.detach().cpu() for tensor in flattener.tensors]
-    text = torch.frombuffer(bytearray(spec_of(Message(skeleton, tuple(tensors))).to_bytes()), dtype=torch.uint8)
-    for buffer in (torch.tensor([text.numel()]), text, *tensors):
+    spec = torch.frombuffer(bytearray(spec_of(Message(skeleton, tuple(tensors))).to_bytes()), dtype=torch.uint8)
+    for buffer in (torch.tensor([spec.numel()]), spec, *tensors):
         if buffer.numel():
-            transport.send(0, _TAG, _bytes(buffer)).wait()
+            transport.send(0, _TAG, _as_bytes(buffer)).wait()
 
 
 def _receive(transport: Transport, rank: int) -> Any:
     length = torch.empty(1, dtype=torch.int64)
-    transport.receive(rank, _TAG, _bytes(length)).wait()
-    text = torch.empty(int(length), dtype=torch.uint8)
-    transport.receive(rank, _TAG, text).wait()
-    spec = Spec.from_bytes(text.numpy().tobytes())
+    transport.receive(rank, _TAG, _as_bytes(length)).wait()
+    encoded = torch.empty(int(length), dtype=torch.uint8)
+    transport.receive(rank, _TAG, encoded).wait()
+    spec = Spec.from_bytes(encoded.numpy().tobytes())
     tensors = spec.empty()
     for tensor in tensors:
         if tensor.numel():
-            transport.receive(rank, _TAG, _bytes(tensor)).wait()
+            transport.receive(rank, _TAG, _as_bytes(tensor)).wait()
     return unflatten(spec.skeleton, tensors)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _on_cpu(tree: Any) -> Any:
+def _to_cpu(tree: Any) -> Any:
     flattener = Flattener()
     skeleton = flattener.flatten(tree, "state")
     return unflatten(skeleton, [tensor.detach().cpu() for tensor in flattener.tensors])

@@ -1,1 +1,1 @@
-"""The partition: finds a model's stack of blocks, cuts it into stages, and leaves out what other ranks own."""
+"""Finds a model's stack of blocks, cuts it into stages, and gives each rank the parameters of its own stages only."""

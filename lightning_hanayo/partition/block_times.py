@@ -1,4 +1,4 @@
-"""The profile: how long each block of a stack takes, measured on an example."""
+"""Measures how long each block of a stack takes on an example batch."""
 
 import time
 from collections.abc import Callable
@@ -9,27 +9,28 @@ from torch import nn
 from lightning_hanayo.partition.stack import Stack
 
 
-def profile(
+def measure_block_times(
     model: nn.Module, stack: Stack, forward: Callable[[], object], repeats: int = 3
 ) -> tuple[list[float], float]:
-    """Time each block, and everything else, in `forward`, which runs the whole `model` once.
+    """Time each block, and all other code, in `forward`, which runs the whole `model` once.
 
-    Buffers (BatchNorm counts its calls) and the state of the random numbers are as before afterwards.
+    Buffers (BatchNorm counts its calls) and the state of the random generators are restored afterwards.
 
     Returns:
-        Seconds of each block's forward, and seconds of all code outside the stack: the least of `repeats` runs.
-        (A backward is taken to be in proportion.)
+        Seconds of each block's forward, and seconds of all code outside the stack: the minimum of `repeats` runs.
+        (The backward is assumed to be proportional.)
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    saved_buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng():
-        runs = [_run(stack, forward) for _ in range(repeats + 1)][1:]  # the first one warms up
-    for buffer, before in buffers:
-        buffer.copy_(before)
+        runs = [_time_run(stack, forward) for _ in range(repeats + 1)][1:]  # the first run is a warm-up
+    for buffer, saved in saved_buffers:
+        buffer.copy_(saved)
     blocks = [min(run[0][i] for run in runs) for i in range(len(stack))]
     return blocks, max(0.0, min(run[1] for run in runs))
 
 
-def _run(stack: Stack, forward: Callable[[], object]) -> tuple[list[float], float]:
+def _time_run(stack: Stack, forward: Callable[[], object]) -> tuple[list[float], float]:
+    """Seconds of each block in one run of `forward`, and seconds of the rest."""
     starts: dict[nn.Module, float] = {}
     seconds: dict[nn.Module, float] = dict.fromkeys(stack.blocks, 0.0)
 

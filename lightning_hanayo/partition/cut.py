@@ -1,21 +1,22 @@
-"""The cut: how many blocks each stage gets, so that the costliest stage has as little to do as possible."""
+"""Cuts the stack into stages: how many blocks each stage gets, so that the costliest stage is as cheap as possible."""
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from lightning_hanayo.errors import HanayoError
 
 
 def cut(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Cut blocks of `costs` into `num_stages` runs, none empty; the costliest stage as cheap as can be.
+    """Cut blocks with the given costs into `num_stages` contiguous stages, none empty, with the least maximum cost.
 
     Args:
         costs: one per block, in any unit (parameters, seconds).
-        num_stages: at most as many as blocks.
-        first, last: what the first and the last stage have to do besides their blocks, in the same unit.
+        num_stages: at most the number of blocks.
+        first, last: the cost of what the first and the last stage do besides their blocks, in the same unit.
 
     Returns:
-        The blocks of each stage.
+        The indices of each stage's blocks.
 
     Raises:
         HanayoError: there are fewer blocks than stages.
@@ -27,26 +28,32 @@ def cut(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: fl
     if len(costs) < num_stages:
         raise HanayoError(f"{len(costs)} blocks can't fill {num_stages} stages")
     sums = [0.0, *accumulate(map(float, costs))]
-    count = len(costs)
-    # best[i]: (the costliest of the stages so far, squares for even ties, where they begin), over the first i blocks
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ()), *[None] * count]
+    num_blocks = len(costs)
+    best: list[_Cut | None] = [_Cut(), *[None] * num_blocks]  # best[i] cuts the first i blocks; None: impossible
     for stage in range(num_stages):
         extra = first * (stage == 0) + last * (stage == num_stages - 1)
-        best = [_extend(best, sums, stop, extra) for stop in range(count + 1)]
-    found = best[count]
+        best = [_add_stage(best, sums, stop, extra) for stop in range(num_blocks + 1)]
+    found = best[num_blocks]
     assert found is not None
-    starts = [*found[2], count]
+    starts = [*found.starts, num_blocks]
     return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
 
 
-def _extend(
-    best: Sequence[tuple[float, float, tuple[int, ...]] | None], sums: Sequence[float], stop: int, extra: float
-) -> tuple[float, float, tuple[int, ...]] | None:
-    """The best way to end one more stage before block `stop`."""
+class _Cut(NamedTuple):
+    """The stages so far. A lower maximum cost is better; of equal ones, the more even cut."""
+
+    max_cost: float = 0.0
+    sum_of_squares: float = 0.0
+    starts: tuple[int, ...] = ()
+
+
+def _add_stage(best: Sequence[_Cut | None], sums: Sequence[float], stop: int, extra: float) -> _Cut | None:
+    """The best cut of the first `stop` blocks that has one more stage than those in `best`."""
     options = []
     for start in range(stop):
         before = best[start]
         if before is not None:
             cost = sums[stop] - sums[start] + extra
-            options.append((max(before[0], cost), before[1] + cost * cost, (*before[2], start)))
+            squares = before.sum_of_squares + cost * cost
+            options.append(_Cut(max(before.max_cost, cost), squares, (*before.starts, start)))
     return min(options, default=None)

@@ -1,6 +1,6 @@
-"""The stack: the list of like blocks in a model that the pipeline is made of."""
+"""Finds the stack: the list of repeated blocks that the pipeline's stages are made of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -26,12 +26,12 @@ class Stack:
 
     @property
     def parameters(self) -> set[nn.Parameter]:
-        """Those of all blocks."""
+        """The parameters of all blocks."""
         return {parameter for block in self.blocks for parameter in block.parameters()}
 
 
 def find_stack(model: nn.Module, name: str | None = None) -> Stack:
-    """The stack called `name`; without a name, the outermost list of like blocks that holds the most parameters.
+    """The stack called `name`; without a name, the outermost list of blocks of one class that has the most parameters.
 
     Args:
         model: a module with at least one `ModuleList` or `Sequential` of at least two blocks of one class.
@@ -39,14 +39,26 @@ def find_stack(model: nn.Module, name: str | None = None) -> Stack:
 
     Raises:
         HanayoError: there is none, or the named module is no list of blocks.
-        UnsupportedError: one module stands in the stack twice, or a block has hooks.
+        UnsupportedError: the stack contains one module twice, or a block has hooks.
     """
-    stack = _named(model, name) if name is not None else _largest(model)
+    stack = _named_stack(model, name) if name is not None else _largest_stack(model)
     _check(stack)
     return stack
 
 
-def _named(model: nn.Module, name: str) -> Stack:
+def modules_outside(model: nn.Module, stack: Stack) -> Sequence[nn.Module]:
+    """The modules that are neither blocks nor inside one."""
+    inside = {part for block in stack.blocks for part in block.modules()}
+    return [module for module in model.modules() if module not in inside]
+
+
+def num_parameters_outside(model: nn.Module, stack: Stack) -> int:
+    """The number of parameter elements outside the stack."""
+    inside = stack.parameters
+    return sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
+
+
+def _named_stack(model: nn.Module, name: str) -> Stack:
     lists = {
         known: module for known, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
     }
@@ -57,8 +69,8 @@ def _named(model: nn.Module, name: str) -> Stack:
     return Stack(name, tuple(lists[name]))
 
 
-def _largest(model: nn.Module) -> Stack:
-    candidates = list(_outermost(model, ""))
+def _largest_stack(model: nn.Module) -> Stack:
+    candidates = list(_outermost_stacks(model, ""))
     if not candidates:
         raise HanayoError(
             f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
@@ -67,14 +79,14 @@ def _largest(model: nn.Module) -> Stack:
     return max(candidates, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters))
 
 
-def _outermost(module: nn.Module, name: str) -> Iterator[Stack]:
-    """The lists of like blocks in `module` that don't lie inside another one."""
+def _outermost_stacks(module: nn.Module, name: str) -> Iterator[Stack]:
+    """The lists of blocks of one class in `module` that aren't inside another such list."""
     children = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
     if len(children) > 1 and len({type(child) for child in children}) == 1 and _has_parameters(children):
         yield Stack(name, tuple(children))
         return
     for child_name, child in module.named_children():
-        yield from _outermost(child, f"{name}.{child_name}" if name else child_name)
+        yield from _outermost_stacks(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _has_parameters(modules: list[nn.Module]) -> bool:
@@ -86,23 +98,20 @@ def _check(stack: Stack) -> None:
         first = stack.blocks.index(block)
         if first < i:
             raise UnsupportedError(
-                f"{stack.name}[{first}] and {stack.name}[{i}] are one module, used twice; a pipeline can't place it on "
-                f"two ranks. Give each block its own module, or name another stack with HanayoStrategy(blocks=...)."
+                f"{stack.name}[{first}] and {stack.name}[{i}] are the same module; a pipeline can't place it on two "
+                f"ranks. Use a separate module for each block, or name another stack with HanayoStrategy(blocks=...)."
             )
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        if any(not _is_idle(hook) for kind in kinds for hook in getattr(block, kind).values()):
+        if any(not _does_nothing(hook) for hooks in _hooks(block) for hook in hooks.values()):
             raise UnsupportedError(
-                f"{stack.name}[{i}] has hooks; on other pipeline ranks they would never run. Remove them, or put what "
-                f"they do into the block's forward."
+                f"{stack.name}[{i}] has hooks; on other pipeline ranks they would never run. Remove them, or do their "
+                f"work in the block's forward."
             )
 
 
-def _is_idle(hook: object) -> bool:
-    """Transformers leaves these on a model once asked for its hidden states; without a request they do nothing."""
+def _hooks(block: nn.Module) -> tuple[dict[int, object], ...]:
+    return (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks)  # type: ignore[return-value]
+
+
+def _does_nothing(hook: object) -> bool:
+    """Transformers keeps these on a model that was once asked for hidden states; without a request they do nothing."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
-
-
-def num_outside(model: nn.Module, stack: Stack) -> int:
-    """How many numbers the parameters outside the stack hold."""
-    inside = stack.parameters
-    return sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)

@@ -79,7 +79,7 @@ class Failures:
         first = self.publish(error)
         if first.rank != self._rank:
             first.follow()
-        error.first_of_all = True  # type: ignore[attr-defined]
+        error.failed_first = True  # type: ignore[attr-defined]
 
     def stop(self) -> None:
         """Stop watching: the run has ended on this rank."""

@@ -14,9 +14,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
+from lightning_hanayo.checkpoint.state_dict import (
+    gather_module_state,
+    gather_optimizer_state,
+    load_module_state,
+    load_optimizer_state,
+)
 from lightning_hanayo.errors import available
-from lightning_hanayo.partition.deferred_init import is_unbuilt
+from lightning_hanayo.partition.deferred_init import is_deferred
 from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import steps
@@ -196,7 +201,7 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether the model was built on the meta device: it can't take values before. Asked before and after setup."""
-        return self._restores_late or (self.lightning_module is not None and is_unbuilt(self.lightning_module))
+        return self._restores_late or (self.lightning_module is not None and is_deferred(self.lightning_module))
 
     @contextmanager
     @override
@@ -265,8 +270,8 @@ class HanayoStrategy(MeshParallelStrategy):
         module, session = self.module, self._session
         if session is None or not session.has_pipeline or self.data_rank > 0:  # one pipeline writes the checkpoint
             return module.state_dict()
-        ranks = session.pipeline.ownership.rank_of_names(module)
-        return module_state(module, ranks, session.pipe_relay.transport, self._prepared_module.cube)
+        ranks = session.pipeline.ownership.rank_by_name(module)
+        return gather_module_state(module, ranks, session.pipe_relay.transport, self._prepared_module.cube)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -274,16 +279,16 @@ class HanayoStrategy(MeshParallelStrategy):
         if self.data_rank > 0:
             state: dict[str, Any] = optimizer.state_dict()
             return state
-        return optimizer_state(optimizer, self.session.pipe_relay.transport, self._prepared_module.cube)
+        return gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self._prepared_module.cube)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_module(self.module, checkpoint["state_dict"], self._prepared_module.cube, strict=strict)
+        load_module_state(self.module, checkpoint["state_dict"], self._prepared_module.cube, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, state, self._prepared_module.cube)
+            load_optimizer_state(optimizer, state, self._prepared_module.cube)
         move_optimizers(self.optimizers, self.root_device)
 
     # end

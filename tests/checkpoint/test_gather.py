@@ -1,4 +1,4 @@
-"""Trees of tensors from all ranks come together on rank 0, bit for bit."""
+"""Trees of tensors from all ranks are gathered on rank 0, bit for bit."""
 
 from threading import Thread
 from typing import Any
@@ -11,7 +11,7 @@ from tests.harness.limits import real_seconds
 
 
 def gathered(trees: list[Any]) -> list[Any]:
-    """What each rank gets."""
+    """The result on each rank."""
     results: list[Any] = [None] * len(trees)
     transports = Hub(len(trees), timeout=real_seconds(30)).transports()
 

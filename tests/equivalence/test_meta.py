@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_hanayo.partition.deferred_init import DeferredInit, UnbuiltModule
+from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
 from lightning_hanayo.strategy.build import pipeline
 from tests.harness import models
 from tests.harness.models import Batch
@@ -228,11 +228,11 @@ class Live(TorchDispatchMode):
 def peaks(layout: Layout) -> dict[str, Any]:
     """While a rank gets its values: which modules it builds, whether whole ones pile up, and its memory."""
     live, names, held, whole = Live(), [], [], []
-    build, give = DeferredInit.build, pipeline.fill_initial_values
+    build, give = DeferredInit.initial_values, pipeline.fill_initial_values
 
-    def noted(blueprint: DeferredInit, module: UnbuiltModule) -> list[Tensor]:
+    def noted(deferred_init: DeferredInit, module: DeferredModule) -> list[Tensor]:
         held.append(sum(value() is not None for value in whole))
-        values = build(blueprint, module)
+        values = build(deferred_init, module)
         names.append(module.name)
         whole[:] = [weakref.ref(value) for value in values]
         sizes.append(sum(value.nbytes for value in values))
@@ -243,11 +243,11 @@ def peaks(layout: Layout) -> dict[str, Any]:
             give(*arguments)
 
     sizes: list[int] = []
-    DeferredInit.build, pipeline.fill_initial_values = noted, measured  # type: ignore[method-assign]
+    DeferredInit.initial_values, pipeline.fill_initial_values = noted, measured  # type: ignore[method-assign]
     try:
         begin(late("GPT-2"), layout)
     finally:
-        DeferredInit.build, pipeline.fill_initial_values = build, give  # type: ignore[method-assign]
+        DeferredInit.initial_values, pipeline.fill_initial_values = build, give  # type: ignore[method-assign]
     return {"names": names, "held": held, "sizes": sizes, "peak": live.peak, "kept": live.bytes}
 
 

@@ -111,7 +111,7 @@ def whole(trainer: Trainer | None, part: Tensor, parameter: Tensor) -> Tensor:
     """A copy of a value or a gradient, put together from the ranks of a cube if there is one."""
     session = getattr(trainer.strategy, "session", None) if trainer is not None else None
     cube = session.cube if session is not None else None
-    return (part if cube is None else cube.whole(part, parameter)).clone()
+    return (part if cube is None else cube.unshard(part, parameter)).clone()
 
 
 def make_trainer(layout: Layout, loss_weight: Any = "samples", **options: Any) -> Trainer:

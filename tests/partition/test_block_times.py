@@ -1,14 +1,14 @@
-"""The profile times blocks and the rest, and leaves the model as it was."""
+"""Block times are measured for each block and the rest, and the model is unchanged afterwards."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.partition import block_times as module
+from lightning_hanayo.partition import block_times
 from lightning_hanayo.partition.stack import find_stack
 
 
-class Clock:
+class FakeClock:
     now = 0.0
 
 
@@ -18,7 +18,7 @@ class Slow(nn.Module):
         self.seconds, self.norm = seconds, nn.BatchNorm1d(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        Clock.now += self.seconds
+        FakeClock.now += self.seconds
         return nn.functional.dropout(self.norm(x))
 
 
@@ -29,19 +29,19 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Slow(seconds) for seconds in (1.0, 4.0, 2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        Clock.now += 3.0
+        FakeClock.now += 3.0
         x = self.norm(x)
         for block in self.blocks:
             x = block(x)
         return x
 
 
-def test_seconds_and_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_clock", lambda: Clock.now)
+def test_seconds_are_measured_and_the_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_times, "_clock", lambda: FakeClock.now)
     model = Model()
     before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     stack = find_stack(model)
-    assert module.profile(model, stack, lambda: model(torch.randn(4, 3))) == ([1.0, 4.0, 2.0], 3.0)
+    assert block_times.measure_block_times(model, stack, lambda: model(torch.randn(4, 3))) == ([1.0, 4.0, 2.0], 3.0)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in stack.blocks)

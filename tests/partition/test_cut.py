@@ -1,4 +1,4 @@
-"""The cut makes the costliest stage as cheap as any cut can.
+"""The cut has the lowest possible maximum cost of a stage.
 
 costs 1 1 1 1 1, last stage + 1:   | 1 1 1 | 1 1 +1 |
 """
@@ -17,7 +17,7 @@ def cost(costs: list[int], stages: list[range], last: int) -> int:
     return max(sum(costs[i] for i in run) + (last if run is stages[-1] else 0) for run in stages)
 
 
-def every_cut(count: int, num_stages: int) -> list[list[range]]:
+def all_cuts(count: int, num_stages: int) -> list[list[range]]:
     borders = ((0, *inner, count) for inner in combinations(range(1, count), num_stages - 1))
     return [[range(a, b) for a, b in pairwise(border)] for border in borders]
 
@@ -27,7 +27,7 @@ def test_no_cut_is_better(costs: list[int], data: some.DataObject, last: int) ->
     num_stages = data.draw(some.integers(1, len(costs)))
     found = cut(costs, num_stages, last=last)
     assert [i for run in found for i in run] == list(range(len(costs))) and all(found)
-    assert cost(costs, found, last) == min(cost(costs, each, last) for each in every_cut(len(costs), num_stages))
+    assert cost(costs, found, last) == min(cost(costs, each, last) for each in all_cuts(len(costs), num_stages))
 
 
 @pytest.mark.parametrize(
@@ -38,15 +38,15 @@ def test_equal_blocks_are_cut_evenly(num_blocks: int, num_stages: int, lengths: 
     assert found == lengths if lengths else sorted(found) == [1] * 4 + [2] * 4
 
 
-def test_a_huge_head_leaves_the_last_stage_one_block() -> None:
+def test_with_a_huge_head_the_last_stage_has_one_block() -> None:
     assert [len(run) for run in cut([1] * 8, 4, last=1000)][-1] == 1
 
 
-def test_too_few_blocks() -> None:
+def test_fewer_blocks_than_stages_are_refused() -> None:
     with pytest.raises(HanayoError, match="3 blocks can't fill 4 stages"):
         cut([1, 1, 1], 4)
 
 
-def test_what_lies_outside_counts_where_it_runs() -> None:
+def test_costs_outside_the_stack_count_for_the_first_and_last_stage() -> None:
     assert cut([1.0] * 8, 2, last=4.0) == [range(6), range(6, 8)]
     assert cut([1.0] * 8, 2, first=4.0) == [range(2), range(2, 8)]

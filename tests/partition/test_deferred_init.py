@@ -1,7 +1,7 @@
-"""Values of a model that was built on the meta device, module by module: those of one that was really built.
+"""A model that was built on the meta device gets the same kind of values as one that was built on the CPU.
 
-real      with no context              Linear.weight ~ U(-1/4, 1/4), GPT-2's c_proj ~ N(0, 0.02 / 2 sqrt(layers)), ...
-built     with torch.device("meta")    the same of each, seeded by name
+cpu       no device context            Linear.weight ~ U(-1/4, 1/4), GPT-2's c_proj ~ N(0, 0.02 / 2 sqrt(layers)), ...
+meta      with torch.device("meta")    the same for each, seeded by module name
 """
 
 import copy
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.deferred_init import DeferredInit, is_unbuilt
-from lightning_hanayo.partition.ownership import Placeholder, leave_out
+from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
+from lightning_hanayo.partition.placeholder import Placeholder, replace_with_placeholders
 
 
 def gpt2() -> nn.Module:
@@ -44,7 +44,7 @@ def torch_transformer() -> nn.Module:
 
 
 class Layers(nn.Module):
-    """Such as reset themselves, in ways of their own."""
+    """Layers of torch with different `reset_parameters`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layers(nn.Module):
 
 
 class Recipe(nn.Module):
-    """The recipes' models, whose initial values are given by a method that goes over all parameters."""
+    """A recipe's model, whose initial values are set by one method that loops over all parameters."""
 
     def __init__(self, model: Callable[[], Any]) -> None:
         super().__init__()
@@ -84,17 +84,17 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """Made on meta, and filled module by module."""
+def initialized(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Built on meta, then initialized module by module."""
     model = on_meta(make)
-    blueprint = DeferredInit(model, seed)
-    for module in blueprint.unbuilt(model.modules()):
-        blueprint.fill(module, blueprint.build(module))
+    deferred_init = DeferredInit(model, seed)
+    for module in deferred_init.deferred_modules(model.modules()):
+        deferred_init.assign(module, deferred_init.initial_values(module))
     return model
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """With what several modules share, and with buffers that no state dict has."""
+    """All names, also those that share a tensor, and buffers that no state dict contains."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -102,10 +102,10 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("make", [gpt2, bert, llama, torch_transformer, Layers, recipes_gpt, recipes_bert])
-def test_values_are_those_of_a_model_that_was_really_built(make: Callable[[], nn.Module]) -> None:
-    """Constants to the last bit; random ones by their mean and deviation, which each parameter's size allows."""
+def test_values_match_a_model_built_on_the_cpu(make: Callable[[], nn.Module]) -> None:
+    """Constants are bit-equal; of random values, mean and standard deviation agree within their standard error."""
     torch.manual_seed(1)
-    real, model = tensors_of(make()), tensors_of(built(make))
+    real, model = tensors_of(make()), tensors_of(initialized(make))
     assert list(model) == list(real)
     for name, value in model.items():
         wanted = real[name]
@@ -121,8 +121,8 @@ def test_values_are_those_of_a_model_that_was_really_built(make: Callable[[], nn
             assert not torch.equal(value, wanted), name
 
 
-def test_gpt2_writes_less_into_the_residual_sum_and_stays_tied() -> None:
-    model: Any = built(gpt2)
+def test_gpt2_has_scaled_residual_projections_and_tied_weights() -> None:
+    model: Any = initialized(gpt2)
     assert model.lm_head.weight is model.transformer.wte.weight
     for block in model.transformer.h:
         assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -130,36 +130,39 @@ def test_gpt2_writes_less_into_the_residual_sum_and_stays_tied() -> None:
             assert last.weight.std().item() == pytest.approx(0.02 / 6**0.5, rel=0.05)
 
 
-def test_a_module_is_built_alone_and_alike_whatever_else_is_built() -> None:
+def test_values_of_a_module_do_not_depend_on_which_others_are_initialized() -> None:
     model = on_meta(gpt2)
-    blueprint, whole = DeferredInit(model, 0), tensors_of(built(gpt2))
+    deferred_init, whole = DeferredInit(model, 0), tensors_of(initialized(gpt2))
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    for module in reversed(blueprint.unbuilt(model.modules())):
-        own = {id(tensor): value for tensor, value in zip(module.tensors, blueprint.build(module), strict=True)}
+    for module in reversed(deferred_init.deferred_modules(model.modules())):
+        own = {
+            id(tensor): value
+            for tensor, value in zip(module.tensors, deferred_init.initial_values(module), strict=True)
+        }
         for name, tensor in tensors_of(model).items():
             assert tensor.is_meta and (id(tensor) not in own or torch.equal(own[id(tensor)], whole[name])), name
     assert torch.equal(torch.get_rng_state(), state)
     first, second = (whole[f"transformer.h.{i}.mlp.c_fc.weight"] for i in (0, 1))
     assert not torch.equal(first, second)
-    assert not torch.equal(first, tensors_of(built(gpt2, seed=1))["transformer.h.0.mlp.c_fc.weight"])
+    assert not torch.equal(first, tensors_of(initialized(gpt2, seed=1))["transformer.h.0.mlp.c_fc.weight"])
 
 
-def test_what_the_model_becomes_meanwhile_does_not_matter() -> None:
-    """A cube cuts parameters, and exchanges classes and attributes, before values are made."""
+def test_later_changes_to_the_model_do_not_change_its_values() -> None:
+    """A cube shards parameters and replaces classes and attributes before values are computed."""
     model: Any = on_meta(gpt2)
-    blueprint = DeferredInit(model, 0)
+    deferred_init = DeferredInit(model, 0)
     layer = model.transformer.h[0].mlp.c_proj
     layer.weight.data = layer.weight.data[:3]
     layer.__class__, layer.nf = nn.Identity, None
-    (module,) = blueprint.unbuilt([layer])
-    wanted = tensors_of(built(gpt2))
-    weight, bias = blueprint.build(module)
+    (module,) = deferred_init.deferred_modules([layer])
+    wanted = tensors_of(initialized(gpt2))
+    weight, bias = deferred_init.initial_values(module)
     assert torch.equal(weight, wanted["transformer.h.0.mlp.c_proj.weight"]) and not bias.any()
 
 
-def test_what_was_really_built_stays() -> None:
-    """A model may be built on meta in part; a module that gives values to all doesn't give them twice."""
+def test_parts_that_were_not_built_on_meta_keep_their_values() -> None:
+    """Even if a module around them sets the values of all parameters."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -173,20 +176,20 @@ def test_what_was_really_built_stays() -> None:
 
     model = Mixed()
     before = model.real.weight.clone()
-    blueprint = DeferredInit(model, 0)
-    (module,) = blueprint.unbuilt(model.modules())
-    assert module.name == "late" and all((value == 3).all() for value in blueprint.build(module))
+    deferred_init = DeferredInit(model, 0)
+    (module,) = deferred_init.deferred_modules(model.modules())
+    assert module.name == "late" and all((value == 3).all() for value in deferred_init.initial_values(module))
     assert torch.equal(model.real.weight, before)
 
 
-def test_placeholders_are_no_unbuilt_parameters() -> None:
-    """Nor are copies of them: a model that was trained on other ranks must not begin anew."""
+def test_placeholders_are_not_deferred() -> None:
+    """Nor are copies of them: a model that was trained must not be initialized again."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight.mark = "kept"  # type: ignore[assignment]
-    assert is_unbuilt(on_meta(lambda: nn.Linear(3, 3))) and not is_unbuilt(model)
-    leave_out(model, set(model[0].parameters()))
-    for placed in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(placed[1].weight, Placeholder) and placed[1].weight.is_meta and not is_unbuilt(placed)
+    assert is_deferred(on_meta(lambda: nn.Linear(3, 3))) and not is_deferred(model)
+    replace_with_placeholders(model, set(model[0].parameters()))
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(copied[1].weight, Placeholder) and copied[1].weight.is_meta and not is_deferred(copied)
     assert pickle.loads(pickle.dumps(model))[1].weight.mark == "kept"
 
 
@@ -211,7 +214,7 @@ class Partly(Bare):
 
 
 class Special(nn.Module):
-    """Something more than each module's own way, in the constructor."""
+    """Sets values in its constructor, in addition to `reset_parameters`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,11 +253,11 @@ class Hooked(nn.Module):
         (Table, r"positions of a Table was built on the meta device, and nothing gives it values"),
         (Partly, r"inner\.scale of a Module .* nothing gives it values"),
         (Special, r"up\.weight of a Linear was given values 2 times .* 1 times by"),
-        (Reader, r"b can't be built by itself: reset_parameters of the whole model failed"),
+        (Reader, r"b can't be initialized by itself: reset_parameters of the whole model failed"),
         (Attribute, r"total of a Attribute .* neither a parameter nor a buffer"),
         (Hooked, r"linear\.weight was built on the meta device, and would lose its hooks"),
     ],
 )
-def test_what_nothing_gives_values_to_is_refused_by_name(make: Callable[[], nn.Module], message: str) -> None:
+def test_error_names_what_cannot_be_initialized(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        built(make)
+        initialized(make)

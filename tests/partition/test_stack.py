@@ -1,8 +1,8 @@
-"""The stack is the outermost list of like blocks that holds the most parameters.
+"""The stack is the outermost list of blocks of one class that has the most parameters.
 
 model.layers.0 .. 7            found
-model.layers.0.experts.0 .. 3  inside another one: never
-classifier (unlike layers)     no like blocks: never, unless named
+model.layers.0.experts.0 .. 3  inside another list: never
+classifier (different layers)  blocks of several classes: only if named
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.partition.stack import find_stack, num_outside
+from lightning_hanayo.partition.stack import find_stack, num_parameters_outside
 from tests.harness import models
 
 
@@ -29,31 +29,31 @@ class Holder(nn.Module):
             self.add_module(name, child)
 
 
-def like(count: int, width: int = 4) -> nn.ModuleList:
+def linears(count: int, width: int = 4) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
 
-UNLIKE = nn.Sequential(nn.Linear(99, 99), nn.ReLU(), nn.Linear(99, 99))
+DIFFERENT = nn.Sequential(nn.Linear(99, 99), nn.ReLU(), nn.Linear(99, 99))
 FOUND: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
-    "the larger one": (lambda: Holder(encoder=like(3), decoder=like(3, 5)), "decoder", 3),
-    "by parameters, not by length": (lambda: Holder(long=like(9, 2), wide=like(2, 50)), "wide", 2),
-    "nested": (lambda: Holder(model=Holder(inner=Holder(layers=like(4)))), "model.inner.layers", 4),
+    "the larger list": (lambda: Holder(encoder=linears(3), decoder=linears(3, 5)), "decoder", 3),
+    "the one with more parameters, not more blocks": (lambda: Holder(long=linears(9, 2), wide=linears(2, 50)), "wide", 2),
+    "nested": (lambda: Holder(model=Holder(inner=Holder(layers=linears(4)))), "model.inner.layers", 4),
     "experts inside blocks": (lambda: Holder(layers=nn.ModuleList(Expert() for _ in range(2))), "layers", 2),
     "blocks that are lists": (
         lambda: Holder(h=nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3))), "h", 3,
     ),
-    "a Sequential": (lambda: Holder(body=nn.Sequential(*like(3))), "body", 3),
-    "an unlike list is passed over": (lambda: Holder(head=UNLIKE, layers=like(2)), "layers", 2),
-    "a list without parameters too": (
-        lambda: Holder(acts=nn.ModuleList(nn.ReLU() for _ in range(20)), layers=like(2)), "layers", 2,
+    "a Sequential": (lambda: Holder(body=nn.Sequential(*linears(3))), "body", 3),
+    "a list of different layers is skipped": (lambda: Holder(head=DIFFERENT, layers=linears(2)), "layers", 2),
+    "a list without parameters is skipped": (
+        lambda: Holder(acts=nn.ModuleList(nn.ReLU() for _ in range(20)), layers=linears(2)), "layers", 2,
     ),
     "stages of an unlike list": (
-        lambda: nn.Sequential(nn.Flatten(), Holder(layers=like(2)), nn.Linear(2, 2)), "1.layers", 2,
+        lambda: nn.Sequential(nn.Flatten(), Holder(layers=linears(2)), nn.Linear(2, 2)), "1.layers", 2,
     ),
     "gpt2": (models.gpt2, "model.transformer.h", 8),
     "llama": (models.llama, "model.model.layers", 8),
     "bert": (models.bert, "model.bert.encoder.layer", 8),
-    "the recipe's": (models.gpt, "blocks", 8),
+    "the GPT recipe": (models.gpt, "blocks", 8),
     "nn.TransformerEncoder": (
         lambda: Holder(enc=nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)),
         "enc.layers", 3,
@@ -62,36 +62,36 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
 
 
 @pytest.mark.parametrize("kind", FOUND)
-def test_found(kind: str) -> None:
+def test_stack_is_found(kind: str) -> None:
     factory, name, count = FOUND[kind]
     model = factory()
     stack = find_stack(model)
     assert (stack.name, len(stack)) == (name, count)
     assert stack.blocks == tuple(model.get_submodule(name))
     inside = sum(p.numel() for p in stack.parameters)
-    assert num_outside(model, stack) == sum(p.numel() for p in model.parameters()) - inside
+    assert num_parameters_outside(model, stack) == sum(p.numel() for p in model.parameters()) - inside
 
 
-def test_named() -> None:
-    model = Holder(head=UNLIKE, layers=like(4))
+def test_stack_by_name() -> None:
+    model = Holder(head=DIFFERENT, layers=linears(4))
     assert [len(find_stack(model, name)) for name in ("layers", "head")] == [4, 3]
 
 
 @pytest.mark.parametrize("name", ["layer", "layers.0", ""])
-def test_a_wrong_name_names_the_lists(name: str) -> None:
+def test_error_for_a_wrong_name_lists_the_candidates(name: str) -> None:
     with pytest.raises(HanayoError, match=r"is no ModuleList or Sequential of Holder; .*Known: .*layers"):
-        find_stack(Holder(layers=like(2), head=nn.Linear(2, 2)), name)
+        find_stack(Holder(layers=linears(2), head=nn.Linear(2, 2)), name)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), Holder(layers=like(1)), Holder(head=UNLIKE)])
-def test_no_stack(model: nn.Module) -> None:
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), Holder(layers=linears(1)), Holder(head=DIFFERENT)])
+def test_model_without_a_stack_is_refused(model: nn.Module) -> None:
     with pytest.raises(HanayoError, match="has no stack of blocks"):
         find_stack(model)
 
 
-def test_one_module_twice() -> None:
+def test_one_module_used_twice_is_refused() -> None:
     block = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedError, match=r"h\[1\] and h\[3\] are one module"):
+    with pytest.raises(UnsupportedError, match=r"h\[1\] and h\[3\] are the same module"):
         find_stack(Holder(h=nn.ModuleList([nn.Linear(2, 2), block, nn.Linear(2, 2), block])))
 
 
@@ -99,14 +99,14 @@ HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_ba
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_on_a_block(kind: str) -> None:
-    layers = like(3)
+def test_hooks_on_a_block_are_refused(kind: str) -> None:
+    layers = linears(3)
     getattr(layers[1], kind)(lambda *_: None)
     with pytest.raises(UnsupportedError, match=r"h\[1\] has hooks"):
         find_stack(Holder(h=layers))
 
 
-def test_what_transformers_leaves_on_a_model_that_ran_is_no_hook() -> None:
+def test_hooks_that_transformers_leaves_after_a_run_are_allowed() -> None:
     model = models.gpt2()
     model.model(input_ids=torch.ones(1, 2, dtype=torch.long), output_hidden_states=True)
     assert model.model.transformer.h[0]._forward_hooks

@@ -93,7 +93,7 @@ class Cube:
         """How many ranks of the cube hold the same shard of it."""
         return self._shards[parameter].replicas(self.mesh)
 
-    def whole(self, part: Tensor, parameter: Tensor) -> Tensor:
+    def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Gather the ranks' shards of something shaped as `parameter`, on the CPU. Called by all of them."""
         shard = self._shards[parameter]
         if tuple(part.shape) != shard.local_shape(self.mesh) or not shard.axes:
@@ -107,7 +107,7 @@ class Cube:
             shard.put(whole, own[: shape.numel()].view(shape), self.mesh, place)
         return whole
 
-    def part(self, whole: Tensor, parameter: Tensor, place: tuple[int, int, int] | None = None) -> Tensor:
+    def shard(self, whole: Tensor, parameter: Tensor, place: tuple[int, int, int] | None = None) -> Tensor:
         """The shard at mesh coordinates (this rank's if None) of something shaped as the whole parameter; else all."""
         shard = self._shards.get(parameter)
         if shard is None or tuple(whole.shape) != shard.shape or not shard.axes:

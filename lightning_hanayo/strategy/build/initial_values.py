@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.partition.deferred_init import DeferredInit, UnbuiltModule
+from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
 from lightning_hanayo.strategy.build.cube import Cube
 
 
@@ -21,10 +21,10 @@ def fill_initial_values(
 
     A rank of a cube never holds more than one whole module, and what it is sending of it.
     """
-    unbuilt = deferred.unbuilt(modules)
+    unbuilt = deferred.deferred_modules(modules)
     if cube is None:
         for module in unbuilt:
-            deferred.fill(module, (value.to(device) for value in deferred.build(module)))
+            deferred.assign(module, (value.to(device) for value in deferred.initial_values(module)))
         return
     count = cube.mesh.num_ranks
     for first in range(0, len(unbuilt), count):
@@ -32,7 +32,7 @@ def fill_initial_values(
 
 
 def _build_and_distribute(
-    deferred: DeferredInit, modules: Sequence[UnbuiltModule], device: torch.device, cube: Cube
+    deferred: DeferredInit, modules: Sequence[DeferredModule], device: torch.device, cube: Cube
 ) -> None:
     """Each rank builds one of `modules`; there may be fewer modules than ranks."""
     axis = cube.mesh.axis("xyz")
@@ -47,14 +47,14 @@ def _build_and_distribute(
     received = sent.new_empty(sum(sizes))
     axis.group.alltoall_base(received, sent, sizes, counts).wait()
     for module, own in zip(modules, received.split(sizes), strict=False):
-        deferred.fill(module, _values(own, module.tensors))
+        deferred.assign(module, _values(own, module.tensors))
 
 
-def _shards_as_bytes(deferred: DeferredInit, module: UnbuiltModule, cube: Cube) -> list[Tensor]:
+def _shards_as_bytes(deferred: DeferredInit, module: DeferredModule, cube: Cube) -> list[Tensor]:
     """Build a module here; return each rank's shards of it, as bytes: gloo knows few dtypes."""
-    values = list(zip(module.tensors, deferred.build(module), strict=True))
+    values = list(zip(module.tensors, deferred.initial_values(module), strict=True))
     return [
-        torch.cat([cube.part(value, tensor, place).reshape(-1).view(torch.uint8) for tensor, value in values])
+        torch.cat([cube.shard(value, tensor, place).reshape(-1).view(torch.uint8) for tensor, value in values])
         for place in cube.coordinates
     ]
 

@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.partition.block_times import profile
+from lightning_hanayo.partition.block_times import measure_block_times
 from lightning_hanayo.partition.cut import cut
-from lightning_hanayo.partition.deferred_init import DeferredInit, is_unbuilt
-from lightning_hanayo.partition.ownership import Ownership, Placeholder, leave_out, outside_modules
-from lightning_hanayo.partition.stack import Stack, num_outside
+from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
+from lightning_hanayo.partition.ownership import Ownership
+from lightning_hanayo.partition.placeholder import Placeholder, replace_with_placeholders
+from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
@@ -54,12 +55,12 @@ def build_pipeline(
     ownership = Ownership(plan.stack, (*prepared.stage_blocks, *loss_stage), table.stage_ranks)
     transport = context.transport()
     rank = transport.rank
-    deferred = DeferredInit(model, context.seed) if is_unbuilt(model) else None
+    deferred = DeferredInit(model, context.seed) if is_deferred(model) else None
     parameters = _keep_own(model, ownership, rank)
     _move(model, context.device)
     if cube is not None:
         blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
-        cube.parallelize(blocks, parameters, outside_modules(model, plan.stack))
+        cube.parallelize(blocks, parameters, modules_outside(model, plan.stack))
     if deferred is not None:
         fill_initial_values(deferred, _own_modules(model, ownership, rank), context.device, cube)
 
@@ -105,7 +106,7 @@ def _cut_stack(
     layout, stack = plan.layout, plan.stack
     if options.balance == "parameters":
         sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
-        return _cut_with_outside(sizes, layout, num_outside(model, stack))
+        return _cut_with_outside(sizes, layout, num_parameters_outside(model, stack))
     if options.balance != "time":
         return cut([float(cost) for cost in options.balance], layout.num_stages)
     times, outside = _measured_times(model, stack, example)
@@ -116,11 +117,11 @@ def _measured_times(
     model: nn.Module, stack: Stack, example: Callable[[], object] | None
 ) -> tuple[Sequence[float], float]:
     """Seconds of each block, and of everything outside the stack, as rank 0 measured them."""
-    if is_unbuilt(model):
+    if is_deferred(model):
         raise HanayoError("balance='time' runs the model once, but it was built on the meta device; use 'parameters'")
     if example is None:
         raise HanayoError("balance='time' runs the model once on `example_input_array`; the LightningModule has none")
-    times, outside = profile(model, stack, example)
+    times, outside = measure_block_times(model, stack, example)
     measured = torch.tensor([*times, outside], dtype=torch.float64)
     if dist.is_initialized():
         dist.broadcast(measured, src=0)
@@ -138,7 +139,7 @@ def _cut_with_outside(costs: Sequence[float], layout: Layout, outside: float) ->
 def _own_modules(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Module]:
     """The modules of this rank's blocks, and those outside the stack on the rank that has stage 0."""
     stages = ownership.stages_of(rank)
-    outside = outside_modules(model, ownership.stack) if 0 in stages else []
+    outside = modules_outside(model, ownership.stack) if 0 in stages else []
     return [*outside, *(part for stage in stages for block in ownership.blocks(stage) for part in block.modules())]
 
 
@@ -148,7 +149,7 @@ def _keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Para
     kept = {p for stage in ownership.stages_of(rank) for p in ownership.stage_parameters(model, stage)}
     own = set(_own_modules(model, ownership, rank))  # blocks may share a module without parameters
     others = (part for block in ownership.stack.blocks for part in block.modules())
-    leave_out(model, kept, elsewhere=[part for part in others if part not in own])
+    replace_with_placeholders(model, kept, buffers_of=[part for part in others if part not in own])
     parameters = model.named_parameters()
     missing = [name for name, parameter in parameters if parameter in kept and isinstance(parameter, Placeholder)]
     if missing:

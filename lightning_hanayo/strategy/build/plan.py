@@ -6,8 +6,7 @@ from math import prod
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.partition.ownership import outside_modules
-from lightning_hanayo.partition.stack import Stack, find_stack
+from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.strategy.build.checks import check_not_converted
 from lightning_hanayo.strategy.options import Options
@@ -63,5 +62,5 @@ def plan_model(
 def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology: Topology) -> ParallelizePlan | None:
     if prod(topology.cube) == 1:
         return None
-    outside = {p for module in outside_modules(model, stack) for p in module.parameters(recurse=False)}
+    outside = {p for module in modules_outside(model, stack) for p in module.parameters(recurse=False)}
     return plan_swap(stack.blocks, stack.name, topology.cube, tokens=options.cube_tokens, outside=outside)

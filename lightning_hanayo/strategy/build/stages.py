@@ -42,7 +42,7 @@ def build_stages(
     numbers = ownership.stages_of(rank)
     queues = {stage: WeightGradientQueue() for stage in numbers} | (cube.queues if cube is not None else {})
     if _splits_backward(layout):
-        keep = ownership.parameters_of_several(model)
+        keep = ownership.tied_parameters(model)
         for stage in numbers:
             linear_patch.install(ownership.blocks(stage), queues[stage], keep=keep)
     stack, streams = ownership.stack, context.random_streams

@@ -1,6 +1,6 @@
-"""States of two ranks that hold half of the blocks each are, together, one process's.
+"""State dicts of two ranks, each with half of the blocks, make up that of a single process.
 
-rank 0   embedding  block 0    .          .: placeholder
+rank 0   embedding  block 0    .          .: placeholders
 rank 1       .         .     block 1
 """
 
@@ -13,8 +13,13 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from lightning_hanayo.checkpoint.state import load_module, load_optimizer, module_state, optimizer_state
-from lightning_hanayo.partition.ownership import leave_out
+from lightning_hanayo.checkpoint.state_dict import (
+    gather_module_state,
+    gather_optimizer_state,
+    load_module_state,
+    load_optimizer_state,
+)
+from lightning_hanayo.partition.placeholder import replace_with_placeholders
 from lightning_hanayo.runtime.comm.loopback import Hub
 from tests.harness.limits import real_seconds
 
@@ -30,14 +35,16 @@ def owner(name: str) -> int:
     return 1 if name.startswith("blocks.1") else 0
 
 
-def part(model: nn.Module, rank: int) -> nn.Module:
+def model_of_rank(model: nn.Module, rank: int) -> nn.Module:
     own = copy.deepcopy(model)
     keep = {parameter for name, parameter in own.named_parameters() if owner(name) == rank}
-    leave_out(own, keep, elsewhere=[m for name, m in own.named_modules() if owner(name) != rank or name == ""])
+    replace_with_placeholders(
+        own, keep, buffers_of=[m for name, m in own.named_modules() if owner(name) != rank or name == ""]
+    )
     return own
 
 
-def together(call: Any) -> list[Any]:
+def on_both_ranks(call: Any) -> list[Any]:
     results: list[Any] = [None, None]
     transports = Hub(2, timeout=real_seconds(30)).transports()
     threads = [Thread(target=lambda r=r: results.__setitem__(r, call(r, transports[r]))) for r in range(2)]
@@ -48,24 +55,24 @@ def together(call: Any) -> list[Any]:
     return results
 
 
-def test_module() -> None:
+def test_module_state_is_gathered_on_rank_0() -> None:
     torch.manual_seed(0)
     model = Model()
-    expected, parts = model.state_dict(), [part(model, rank) for rank in range(2)]
+    expected, parts = model.state_dict(), [model_of_rank(model, rank) for rank in range(2)]
     owners = {name: owner(name) for name in expected}
-    whole, other = together(lambda rank, transport: module_state(parts[rank], owners, transport))
+    whole, other = on_both_ranks(lambda rank, transport: gather_module_state(parts[rank], owners, transport))
     assert list(whole) == list(expected) and all(torch.equal(whole[name], expected[name]) for name in expected)
     assert set(other) == {name for name, rank in owners.items() if rank == 1}
 
 
-def test_every_rank_takes_its_own_of_a_whole_module_state() -> None:
+def test_each_rank_loads_its_own_entries_of_a_full_module_state() -> None:
     model = Model()
-    other = part(Model(), 1)
-    load_module(other, model.state_dict(), strict=True)
+    other = model_of_rank(Model(), 1)
+    load_module_state(other, model.state_dict(), strict=True)
     found = {name: value for name, value in other.state_dict().items() if not value.is_meta}
     assert found and all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
     with pytest.raises(RuntimeError, match="Unexpected"):
-        load_module(other, model.state_dict() | {"more": torch.ones(1)}, strict=True)
+        load_module_state(other, model.state_dict() | {"more": torch.ones(1)}, strict=True)
 
 
 OPTIMIZERS = [
@@ -84,21 +91,21 @@ def step(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=["adamw", "momentum", "sgd", "adagrad"])
-def test_optimizer(make: Any) -> None:
+def test_optimizer_state_is_gathered_and_loaded(make: Any) -> None:
     torch.manual_seed(0)
     model = Model()
-    parts = [part(model, rank) for rank in range(2)]
+    parts = [model_of_rank(model, rank) for rank in range(2)]
     optimizers = [make(p.parameters()) for p in parts]
     alone = make(model.parameters())
     for m, optimizer in ((model, alone), *zip(parts, optimizers, strict=True)):
         step(m, optimizer)
-    whole, _ = together(lambda rank, transport: optimizer_state(optimizers[rank], transport))
+    whole, _ = on_both_ranks(lambda rank, transport: gather_optimizer_state(optimizers[rank], transport))
     expected = alone.state_dict()
     assert whole["param_groups"] == expected["param_groups"] and list(whole["state"]) == list(expected["state"])
     for index, values in expected["state"].items():
         for name, value in values.items():
             assert torch.equal(torch.as_tensor(whole["state"][index][name]), torch.as_tensor(value)), (index, name)
-    fresh = make(part(model, 1).parameters())
-    load_optimizer(fresh, whole)
+    fresh = make(model_of_rank(model, 1).parameters())
+    load_optimizer_state(fresh, whole)
     step(parts[1], optimizers[1])
     assert set(fresh.state_dict()["state"]) <= set(expected["state"])

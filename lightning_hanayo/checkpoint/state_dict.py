@@ -1,0 +1,122 @@
+"""Gathers the state dicts of a module and its optimizers from all ranks of a pipeline, and loads them back."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hanayo.checkpoint.gather import gather
+from lightning_hanayo.runtime.comm.transport import Transport
+
+
+class ParameterSharding(Protocol):
+    """How parameters are sharded over the ranks of a cube."""
+
+    def unshard(self, shard: Tensor, parameter: Tensor) -> Tensor:
+        """All-gather the full tensor from shards that are laid out as `parameter`. Called by all ranks of the cube."""
+
+    def shard(self, full: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's shard of a tensor that has the shape of the full `parameter`; any other tensor unchanged."""
+
+
+def gather_module_state(
+    module: nn.Module, ranks: Mapping[str, int], transport: Transport, sharding: ParameterSharding | None = None
+) -> dict[str, Any]:
+    """The module's full state dict on pipeline rank 0, as a single process has it; elsewhere this rank's own entries.
+
+    Args:
+        module: with placeholders for the parameters of other ranks.
+        ranks: the pipeline rank that owns each entry.
+        transport: among the ranks of the pipeline, which all call this.
+        sharding: given if parameters are sharded over a cube; then all ranks of the cube call this.
+    """
+    state = module.state_dict()
+    own = {name: value for name, value in state.items() if ranks[name] == transport.rank}
+    if sharding is not None:
+        own |= _map_parameters(module, own, sharding.unshard)
+    gathered = gather(transport, {name: value for name, value in own.items() if isinstance(value, Tensor)})
+    if gathered is None:
+        return own
+    for entries in gathered:
+        state.update(entries)
+    return state
+
+
+def load_module_state(
+    module: nn.Module, state: Mapping[str, Any], sharding: ParameterSharding | None = None, *, strict: bool
+) -> None:
+    """Load a full state dict into the parameters and buffers that this rank owns."""
+    current = module.state_dict()
+    loaded = {name: current[name] if _is_meta(current.get(name)) else value for name, value in state.items()}
+    if sharding is not None:
+        loaded |= _map_parameters(module, loaded, sharding.shard)
+    module.load_state_dict(loaded, strict=strict)
+
+
+def gather_optimizer_state(
+    optimizer: Optimizer, transport: Transport, sharding: ParameterSharding | None = None
+) -> dict[str, Any]:
+    """The optimizer's full state dict on pipeline rank 0; elsewhere this rank's own. Called by all ranks."""
+    state = optimizer.state_dict()
+    if _is_mock(optimizer):
+        return state
+    own = _own_entries(optimizer, state["state"])
+    gathered = gather(transport, own if sharding is None else _map_entries(optimizer, own, sharding.unshard))
+    if gathered is not None:
+        entries = {index: value for part in gathered for index, value in part.items()}
+        state["state"] = dict(sorted(entries.items()))
+    return state
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], sharding: ParameterSharding | None = None
+) -> None:
+    """Load those entries of a full state dict that belong to parameters of this rank."""
+    if _is_mock(optimizer):
+        optimizer.load_state_dict(dict(state))
+        return
+    own = _own_entries(optimizer, state["state"])
+    own = own if sharding is None else _map_entries(optimizer, own, sharding.shard)
+    optimizer.load_state_dict({**state, "state": own})
+
+
+def _is_mock(optimizer: Optimizer) -> bool:
+    """Whether it is Lightning's for `configure_optimizers` that returns None: without parameters and state."""
+    return not optimizer.param_groups
+
+
+def _map_parameters(
+    module: nn.Module, state: Mapping[str, Any], function: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Any]:
+    """`function(value, parameter)` for those entries of the module's state that are parameters."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {name: function(state[name], parameters[name]) for name in state if name in parameters}
+
+
+def _map_entries(
+    optimizer: Optimizer, state: Mapping[int, Any], function: Callable[[Tensor, Tensor], Tensor]
+) -> dict[int, dict[str, Any]]:
+    """The optimizer's state with each tensor replaced by `function(tensor, parameter)`."""
+    parameters = _parameters(optimizer)
+    return {
+        index: {
+            name: function(value, parameters[index]) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        for index, values in state.items()
+    }
+
+
+def _own_entries(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
+    """`state` without entries of placeholders, which some optimizers, such as Adagrad, create in their constructor."""
+    parameters = _parameters(optimizer)
+    return {index: value for index, value in state.items() if not parameters[index].is_meta}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta

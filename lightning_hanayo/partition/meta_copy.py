@@ -1,0 +1,88 @@
+"""Copies a model's modules with all tensors on the meta device, so that a few tensors at a time can get real memory."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class MetaCopy:
+    """A copy of a model as it is now; later changes to the model don't affect it.
+
+    Tensors of the model are the keys: of each, the copy has a meta tensor in the same modules, shared in the same way.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        originals = dict(model.named_modules())
+        self.modules = {name: _shallow_copy(module) for name, module in originals.items()}
+        self._names: dict[Tensor, str] = {}
+        self._num_writes: dict[Tensor, int] = {}
+        self._slots: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+        copies = {module: self.modules[name] for name, module in originals.items()}
+        for name, module in originals.items():
+            self._copy_children(module, copies)
+            self._copy_tensors(name, module)
+        for tensor in self._slots:
+            self._set(tensor, like(tensor, torch.empty_like(tensor, device="meta")))
+
+    def name(self, tensor: Tensor) -> str:
+        """The tensor's qualified name; if modules share it, the first one."""
+        return self._names[tensor].removeprefix(".")
+
+    def module_name(self, tensor: Tensor) -> str:
+        """The name of the module that has the tensor; if several share it, of the first one."""
+        return self._names[tensor].rpartition(".")[0]
+
+    def num_writes(self, tensor: Tensor) -> int:
+        """How many in-place operations had written to the model's tensor when the copy was made."""
+        return self._num_writes[tensor]
+
+    def get(self, tensor: Tensor) -> Tensor:
+        """The copy's tensor that corresponds to the model's `tensor`."""
+        tensors, key = self._slots[tensor][0]
+        value: Tensor = tensors[key]
+        return value
+
+    @contextmanager
+    def replaced(self, replacements: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """While the context is active, the copy has `replacements[t]` in place of the model's tensor `t`."""
+        saved = {tensor: self.get(tensor) for tensor in replacements}
+        for tensor, replacement in replacements.items():
+            self._set(tensor, replacement)
+        try:
+            yield
+        finally:
+            for tensor, original in saved.items():
+                self._set(tensor, original)
+
+    def _copy_children(self, module: nn.Module, copies: Mapping[nn.Module, nn.Module]) -> None:
+        children = {key: None if child is None else copies[child] for key, child in module._modules.items()}
+        vars(copies[module])["_modules"] = children
+
+    def _copy_tensors(self, name: str, module: nn.Module) -> None:
+        for attribute in ("_parameters", "_buffers"):
+            tensors = vars(self.modules[name])[attribute] = dict(vars(module)[attribute])
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    self._names.setdefault(tensor, f"{name}.{key}")
+                    self._num_writes.setdefault(tensor, tensor._version)
+                    self._slots.setdefault(tensor, []).append((tensors, key))
+
+    def _set(self, tensor: Tensor, replacement: Tensor) -> None:
+        for tensors, key in self._slots[tensor]:
+            tensors[key] = replacement
+
+
+def like(tensor: Tensor, data: Tensor) -> Tensor:
+    """`data` as a parameter if `tensor` is one, with the Python attributes of `tensor`."""
+    made = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    vars(made).update(vars(tensor))
+    return made
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    copy: nn.Module = object.__new__(type(module))
+    vars(copy).update(vars(module))
+    return copy

@@ -9,7 +9,7 @@ __all__ = ["HanayoStrategy", "WaveReport"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the strategy on first use: `lightning_hanayo.schedule` must load neither torch nor Lightning."""
+    """Import the strategy on first use, so that `lightning_hanayo.schedule` loads neither torch nor Lightning."""
     if name in __all__:
         from lightning_hanayo import strategy
 

@@ -1,4 +1,4 @@
-"""The entry of `python -m lightning_hanayo`, the same as the console script `hanayo`."""
+"""Runs the command line: `python -m lightning_hanayo` is the same as the console script `hanayo`."""
 
 import sys
 

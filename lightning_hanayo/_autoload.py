@@ -1,12 +1,12 @@
-"""The registration: makes `Trainer(strategy="hanayo")` known to Lightning without an import of `lightning_hanayo`.
+"""Registers `Trainer(strategy="hanayo")` with Lightning, so that users need no import of `lightning_hanayo`.
 
 Installed a second time as the top-level module `lightning_hanayo_autoload`, whose `activate` torch calls at the end of
-`import torch` (the entry-point group `torch.backends`). So it must never fail and never be slow: it imports the
-standard library only, and nothing else of this package until a user asks for the strategy.
+`import torch` (the entry-point group `torch.backends`). So it must never fail and never be slow: it imports only the
+standard library, and the rest of this package only when a user asks for the strategy.
 
-    import torch --> activate() --> a finder on sys.meta_path, waiting
-    import lightning.pytorch.strategies --> the finder lets the others load it, and calls register()
-    Trainer(strategy="hanayo") --> the registry calls the factory --> import lightning_hanayo.strategy
+    import torch                        --> activate() puts a finder on sys.meta_path
+    import lightning.pytorch.strategies --> the finder lets the other finders load it, then calls register()
+    Trainer(strategy="hanayo")          --> the registry calls the factory, which imports lightning_hanayo.strategy
 """
 
 import contextlib
@@ -23,7 +23,7 @@ DESCRIPTION = "Wave pipelines and 3-D tensor parallelism, in `lightning.pytorch`
 
 
 def activate() -> None:
-    """Register where Lightning is loaded already, and elsewhere as soon as it is. Never raises."""
+    """Register now if Lightning is loaded, otherwise as soon as it is. Never raises."""
     with contextlib.suppress(Exception):
         register()
         if not any(getattr(finder, "registers", None) == NAME for finder in sys.meta_path):
@@ -31,7 +31,7 @@ def activate() -> None:
 
 
 def register() -> None:
-    """Put the strategy into Lightning's registry, once: a second call, by whichever copy of this module, is idle."""
+    """Add the strategy to Lightning's registry. A second call, by either copy of this module, does nothing."""
     for host, factory in _FACTORIES.items():
         registry: Any = getattr(sys.modules.get(host), "StrategyRegistry", None)
         if registry is not None and NAME not in registry:
@@ -39,16 +39,16 @@ def register() -> None:
 
 
 def _create(**options: Any) -> Any:
-    """The factory in the registry. Importing the strategy is left to the moment in which someone wants one."""
+    """The factory in the registry. It imports the strategy only when it is called."""
     from lightning_hanayo import HanayoStrategy
 
     return HanayoStrategy(**options)
 
 
 def _refuse(**options: Any) -> Any:
-    """The factory in the other Lightning's registry, whose strategies and modules are other classes than ours."""
+    """The factory in the registry of `pytorch_lightning`, whose base classes are not those of `lightning.pytorch`."""
     raise ValueError(
-        "strategy='hanayo' plays in `lightning.pytorch`, and this Trainer comes from `pytorch_lightning`: the two are "
+        "strategy='hanayo' works with `lightning.pytorch`, but this Trainer comes from `pytorch_lightning`. These are "
         "separate packages with separate classes. Import Trainer, LightningModule and callbacks from "
         "`lightning.pytorch` (`import lightning as L`)."
     )
@@ -61,7 +61,7 @@ _FACTORIES: dict[str, Callable[..., Any]] = {
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing by itself: has the other finders find Lightning's strategies, and watches them load, once each."""
+    """Waits for Lightning's strategies to be imported, once each, and wraps the loader that other finders find."""
 
     registers = NAME
 
@@ -71,7 +71,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the others find for an awaited module, its loader wrapped; None for every other module."""
+        """The spec of an awaited module with its loader wrapped; None for every other module."""
         if fullname not in self._awaited:
             return None
         self._awaited.discard(fullname)
@@ -82,7 +82,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads a module as `inner` does, then registers, and leaves no trace on the module."""
+    """Loads a module with `inner`, then registers the strategy and removes itself from the module."""
 
     def __init__(self, inner: Loader) -> None:
         self._inner = inner
@@ -91,11 +91,11 @@ class _Loader(Loader):
         return getattr(self._inner, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As `inner`."""
+        """Create the module with `inner`."""
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As `inner`, and then the registration; a failure of ours is not the user's."""
+        """Execute the module with `inner`, then register. An error in the registration must not reach the user."""
         self._inner.exec_module(module)
         with contextlib.suppress(Exception):
             module.__loader__ = self._inner

@@ -1,4 +1,4 @@
-"""The errors this package raises: a user's mistake is a `HanayoError`, always a `ValueError`."""
+"""Defines the errors of this package: a user's mistake is a `HanayoError`, which is always a `ValueError`."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -8,20 +8,20 @@ _T = TypeVar("_T")
 
 
 class HanayoError(ValueError):
-    """A mistake the user can mend. Its message says what, where, expected, got, and what to try."""
+    """A mistake that the user can fix. Its message says what, where, expected, got, and what to try."""
 
-    first_of_all = False
-    """whether this rank failed with it before all others, so that it is the one to show it"""
+    failed_first = False
+    """whether this rank failed before all others, so that it is the one that shows the error"""
     cell: tuple[int, int] | None = None
-    """the rank and the place in its row, where it is about an action of a schedule's table"""
+    """the rank and the position in its row, if the error is about an action of a schedule's table"""
 
 
 class UnsupportedError(HanayoError):
-    """Something a pipeline can't play (manual optimization, a second pass through the stack, ...), refused by name."""
+    """The model or the options use a feature that a pipeline doesn't support, such as manual optimization."""
 
 
 class PeerFailed(SystemExit):
-    """Another rank failed first and has shown why; this rank ends quietly, with the other's exit code."""
+    """Another rank failed first and has shown the cause; this rank exits quietly with the same exit code."""
 
     def __init__(self, cause: str, code: int = 1) -> None:
         super().__init__(code)
@@ -52,7 +52,7 @@ def available(value: _T | None, condition: str) -> _T:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt `name`: the nearest of `known` first, then all of them.
+    """A hint for a misspelt `name`: the most similar of the `known` names, then all of them.
 
     Example:
         >>> nearest("hanyo", ["gpipe", "hanayo"])

@@ -1,4 +1,4 @@
-"""Topology: where each rank of the world lies on the (data, pipe, x, y, z) axes, and which ranks form a group.
+"""Maps ranks to coordinates on the axes (data, pipe, x, y, z), and lists the groups of ranks along each axis.
 
 world = data x pipe x (x y z)          rank = (data * P + pipe) * xyz + cube
 
@@ -18,7 +18,7 @@ AXES = ("data", "pipe", "x", "y", "z")
 
 @dataclass(frozen=True)
 class Topology:
-    """The sizes of the five axes. Values only: no process group, no rank of its own.
+    """The sizes of the five axes. It holds no process group and no rank.
 
     Example:
         >>> Topology(data=2, pipe=2).group_of(3, "pipe")
@@ -41,27 +41,27 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are in all."""
+        """The number of all ranks."""
         return prod(self.sizes)
 
     @property
     def replica_size(self) -> int:
-        """How many ranks train one copy of the model together."""
+        """The number of ranks that train one copy of the model together."""
         return self.world_size // self.data
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` lies, one coordinate per axis in the order of `AXES`."""
-        places = []
+        """The coordinates of `rank`, one per axis in the order of `AXES`."""
+        coordinates = []
         for size in reversed(self.sizes):
-            rank, place = divmod(rank, size)
-            places.append(place)
-        return tuple(reversed(places))
+            rank, coordinate = divmod(rank, size)
+            coordinates.append(coordinate)
+        return tuple(reversed(coordinates))
 
     def rank(self, coordinates: tuple[int, ...]) -> int:
-        """The rank that lies at `coordinates`."""
+        """The rank at `coordinates`."""
         rank = 0
-        for size, place in zip(self.sizes, coordinates, strict=True):
-            rank = rank * size + place
+        for size, coordinate in zip(self.sizes, coordinates, strict=True):
+            rank = rank * size + coordinate
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
@@ -74,7 +74,7 @@ class Topology:
         )
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group among `groups(*axes)` that holds `rank`."""
+        """The group among `groups(*axes)` that contains `rank`."""
         return next(group for group in self.groups(*axes) if rank in group)
 
 
@@ -85,16 +85,16 @@ def resolve(
     data_parallel_size: int | str = 1,
     cube: int | tuple[int, int, int] = 1,
 ) -> Topology:
-    """The topology of a world, with at most one of the two sizes left to `"auto"`: what the others leave over.
+    """The topology of `world_size` ranks. A size of `"auto"` is what the others leave; if both are, `data` is 1.
 
     Raises:
-        HanayoError: the sizes don't multiply to `world_size`; the message names the nearest that do.
+        HanayoError: the product of the sizes isn't `world_size`; the message names the nearest sizes that fit.
     """
-    grid = (cube,) * 3 if isinstance(cube, int) else tuple(cube)
+    cube_sizes = (cube,) * 3 if isinstance(cube, int) else tuple(cube)
     pipe, data = pipeline_parallel_size, data_parallel_size
     if pipe == "auto" and data == "auto":
         data = 1
-    known = prod(size for size in (pipe, data, *grid) if isinstance(size, int))
+    known = prod(size for size in (pipe, data, *cube_sizes) if isinstance(size, int))
     left, rest = divmod(world_size, known) if known > 0 else (0, 1)
     if pipe == "auto":
         pipe = left
@@ -103,20 +103,20 @@ def resolve(
     elif left != 1:
         rest = 1
     if rest or left < 1:
-        raise HanayoError(_mismatch(world_size, pipeline_parallel_size, data_parallel_size, grid))
-    return Topology(int(data), int(pipe), (grid[0], grid[1], grid[2]))
+        raise HanayoError(_mismatch(world_size, pipeline_parallel_size, data_parallel_size, cube_sizes))
+    return Topology(int(data), int(pipe), (cube_sizes[0], cube_sizes[1], cube_sizes[2]))
 
 
-def _mismatch(world_size: int, pipe: int | str, data: int | str, grid: tuple[int, ...]) -> str:
-    cube = prod(grid)
+def _mismatch(world_size: int, pipe: int | str, data: int | str, cube_sizes: tuple[int, ...]) -> str:
+    cube = prod(cube_sizes)
     valid = [
         (p, world_size // (cube * p)) for p in range(1, world_size + 1) if cube > 0 and world_size % (cube * p) == 0
     ]
     wanted = pipe if isinstance(pipe, int) else 1
     valid.sort(key=lambda sizes: (abs(sizes[0] - wanted), sizes[0]))
     choices = ", ".join(f"pipeline_parallel_size={p} with data_parallel_size={d}" for p, d in valid[:3])
+    advice = f"Nearest that do: {choices}." if choices else f"The cube alone needs a multiple of {cube} processes."
     return (
-        f"pipeline_parallel_size={pipe} x data_parallel_size={data} x cube={grid[0]}x{grid[1]}x{grid[2]} doesn't "
-        f"multiply to the {world_size} processes there are (devices x num_nodes). "
-        + (f"Nearest that do: {choices}." if choices else f"The cube alone needs a multiple of {cube} processes.")
+        f"pipeline_parallel_size={pipe} x data_parallel_size={data} x cube={'x'.join(map(str, cube_sizes))} doesn't "
+        f"multiply to the {world_size} processes that are started (devices x num_nodes). {advice}"
     )

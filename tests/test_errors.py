@@ -1,4 +1,4 @@
-"""A user's mistake is a `ValueError` that names the way out; a peer's failure ends a rank quietly."""
+"""A user's mistake is a `ValueError`; another rank's failure ends this one without a message."""
 
 import doctest
 import pickle
@@ -17,13 +17,13 @@ def test_mistakes_are_value_errors(kind: type[HanayoError]) -> None:
         raise kind("what to try")
 
 
-def test_peer_failed_exits_with_1_and_remembers_why() -> None:
+def test_peer_failed_exits_with_1_and_keeps_the_cause() -> None:
     error = PeerFailed("rank 3: out of memory")
     assert isinstance(error, SystemExit) and error.code == 1
     assert str(error) == error.cause == "rank 3: out of memory"
 
 
-def test_peer_failed_prints_nothing_of_its_own() -> None:
+def test_peer_failed_prints_nothing() -> None:
     command = "from lightning_hanayo.errors import PeerFailed; raise PeerFailed('rank 3 did it')"
     ended = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
@@ -37,11 +37,11 @@ def test_peer_failed_prints_nothing_of_its_own() -> None:
         ("quite else", "Known: gpipe, 1f1b, hanayo"),
     ],
 )
-def test_nearest_name_comes_first(name: str, hint: str) -> None:
+def test_hint_suggests_the_nearest_name(name: str, hint: str) -> None:
     assert nearest(name, iter(["gpipe", "1f1b", "hanayo"])) == hint
 
 
-def test_errors_travel_between_processes() -> None:
+def test_errors_can_be_pickled() -> None:
     assert str(pickle.loads(pickle.dumps(UnsupportedError("no")))) == "no"
 
 

@@ -1,4 +1,4 @@
-"""The commands that run a Trainer: `fit`, `validate`, `test` and `predict`, from YAML and options."""
+"""Runs the commands `fit`, `validate`, `test` and `predict`: a Trainer that is configured by YAML and options."""
 
 import os
 import sys
@@ -9,8 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_hanayo.cli.parser import Parser
-from lightning_hanayo.cli.readable import condense
+from lightning_hanayo.cli.error_messages import OneLineErrors, condense
 from lightning_hanayo.cli.wandb_mode import default_to_offline
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
@@ -18,30 +17,34 @@ from lightning_hanayo.strategy.report.wave_report import WaveReport
 
 
 def run(argv: list[str]) -> int:
-    """Play one of the four commands; a class path may name anything that lies in the current directory."""
+    """Run one of the four commands. A class path may name a module in the current directory."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     default_to_offline(os.environ)
-    # Lightning 2.6.6 itself calls what torch 2.13 deprecates: nothing that a user could change.
+    # Lightning 2.6.6 itself calls what torch 2.13 deprecates; the user can't change that.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated", category=FutureWarning)
     try:
         WaveCLI(argv)
     except MisconfigurationException as error:
         mistake = HanayoError(str(error))
-        mistake.first_of_all = getattr(error, "first_of_all", False)
+        mistake.failed_first = getattr(error, "failed_first", False)
         raise mistake from error
     return 0
 
 
-class WaveCLI(LightningCLI):
-    """A LightningCLI for any model and data, whose pipeline runs log how they run and end with a report: `--report.*`.
+class TrainerParser(OneLineErrors, LightningArgumentParser):
+    """Parses YAML files and options, as LightningCLI does."""
 
-    A rerun overwrites the saved configuration of the last one in the same place.
+
+class WaveCLI(LightningCLI):
+    """A LightningCLI for any model and data. Pipeline runs log their timings and end with a report: `--report.*`.
+
+    A new run overwrites the configuration that the last one saved in the same directory.
     """
 
     def __init__(self, args: list[str]) -> None:
         super().__init__(
-            parser_class=Parser,
+            parser_class=TrainerParser,
             parser_kwargs={"prog": "hanayo"},
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
@@ -49,26 +52,26 @@ class WaveCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The report's options."""
+        """Add the report's options."""
         parser.add_lightning_class_args(WaveReport, "report")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse `args` alone: the parent warns of a command line beside them, which here is the same one."""
+        """Parse `args`, without the parent's warning that `sys.argv` is ignored: here both are the same."""
         assert isinstance(args, list)
         self.config = parser.parse_args(args)
 
     def instantiate_classes(self) -> None:
-        """Build data, model and Trainer. A value that one of them refuses is a mistake in the configuration."""
+        """Build data, model and Trainer. A ValueError from one of them is a mistake in the configuration."""
         try:
             super().instantiate_classes()
         except ValueError as error:
             raise HanayoError(condense(str(error))) from error
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """With a report where there is something to report, unless the configuration lists one itself."""
+        """Add a report to pipeline runs of `fit`, unless the configuration lists one."""
         given = config.get("callbacks") or []
-        listed = any(isinstance(one, WaveReport) for one in (given if isinstance(given, list) else [given]))
-        if listed or self.subcommand != "fit" or not _is_hanayo(config.get("strategy")):
+        is_listed = any(isinstance(one, WaveReport) for one in (given if isinstance(given, list) else [given]))
+        if is_listed or self.subcommand != "fit" or not _is_hanayo(config.get("strategy")):
             callbacks = [callback for callback in callbacks if not isinstance(callback, WaveReport)]
         return super()._instantiate_trainer(config, callbacks)
 

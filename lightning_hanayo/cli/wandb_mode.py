@@ -1,4 +1,4 @@
-"""Weights & Biases without an account: a run is kept offline, quietly, instead of asking for a key."""
+"""Sets Weights & Biases to offline mode if the user has no account, so that a run doesn't ask for a key."""
 
 from collections.abc import MutableMapping
 from netrc import NetrcParseError, netrc
@@ -9,7 +9,7 @@ SERVER = "https://api.wandb.ai"
 
 
 def default_to_offline(environment: MutableMapping[str, str]) -> None:
-    """Set `WANDB_MODE=offline` where the user has chosen no mode and there is no key to be found."""
+    """Set `WANDB_MODE=offline` if the user has chosen no mode and has no API key."""
     if "WANDB_MODE" in environment or environment.get("WANDB_API_KEY") or _has_login(environment):
         return
     environment["WANDB_MODE"] = "offline"
@@ -17,13 +17,13 @@ def default_to_offline(environment: MutableMapping[str, str]) -> None:
 
 
 def _has_login(environment: MutableMapping[str, str]) -> bool:
-    """Whether the user's netrc file has an entry for the server, which is where `wandb login` puts the key."""
+    """Whether the user's netrc file has a key for the server; `wandb login` stores it there."""
     server = urlsplit(environment.get("WANDB_BASE_URL", SERVER)).hostname or ""
     home = Path(environment.get("HOME", "~")).expanduser()
-    for place in (environment.get("NETRC"), home / ".netrc", home / "_netrc"):
-        if place is not None and Path(place).is_file():
+    for path in (environment.get("NETRC"), home / ".netrc", home / "_netrc"):
+        if path is not None and Path(path).is_file():
             try:
-                return netrc(str(place)).authenticators(server) is not None
+                return netrc(str(path)).authenticators(server) is not None
             except (NetrcParseError, OSError):
                 return False
     return False

@@ -98,8 +98,9 @@ def _check(stack: Stack) -> None:
         first = stack.blocks.index(block)
         if first < i:
             raise UnsupportedError(
-                f"{stack.name}[{first}] and {stack.name}[{i}] are the same module; a pipeline can't place it on two "
-                f"ranks. Use a separate module for each block, or name another stack with HanayoStrategy(blocks=...)."
+                f"{stack.name}[{first}] and {stack.name}[{i}] are the same module, used twice; a pipeline can't place "
+                f"it on two ranks. Use a separate module for each block, or name another stack with "
+                f"HanayoStrategy(blocks=...)."
             )
         if any(not _does_nothing(hook) for hooks in _hooks(block) for hook in hooks.values()):
             raise UnsupportedError(

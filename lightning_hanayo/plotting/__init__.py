@@ -1,11 +1,11 @@
-"""Pictures of timelines, schedules and cubes. matplotlib is loaded by the first picture, torch never."""
+"""Draws timelines, schedules and cubes. matplotlib is imported when the first image is drawn, torch never."""
 
+from lightning_hanayo.plotting.chrome_trace import chrome_trace, save_trace
 from lightning_hanayo.plotting.cube import save_cube
-from lightning_hanayo.plotting.page import save_page
-from lightning_hanayo.plotting.picture import save_comparison, save_schedule, save_timeline
+from lightning_hanayo.plotting.html_page import save_page
+from lightning_hanayo.plotting.image import save_comparison, save_schedule, save_timeline
 from lightning_hanayo.plotting.ranking import save_ranking
-from lightning_hanayo.plotting.rows import draw_timeline
-from lightning_hanayo.plotting.trace import chrome_trace, save_trace
+from lightning_hanayo.plotting.timeline_axes import draw_timeline
 
 __all__ = [
     "chrome_trace",

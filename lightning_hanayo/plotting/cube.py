@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.plotting.image import FORMATS, check_suffix, new_figure, save_figure
 from lightning_hanayo.plotting.palette import DARK
-from lightning_hanayo.plotting.picture import FORMATS, check_suffix, new_figure, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ def save_cube(path: str | Path, sizes: Sizes = (2, 2, 2), rank: int = 0) -> None
         "along y, dW summed along x.\nThe next linear layer exchanges y and z: its output lies where X lay."
     )
     axes.text(0.4, _HEIGHT - 0.32, text, fontsize=8.5, va="center", linespacing=1.5)
-    write(figure, path)
+    save_figure(figure, path)
 
 
 @dataclass(frozen=True)

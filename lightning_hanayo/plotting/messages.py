@@ -1,4 +1,4 @@
-"""Messages: which spans of a timeline hand something to a span on another rank, and what each span waits for."""
+"""Finds the messages between ranks, and the idle time before each action, in a timeline."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from lightning_hanayo.schedule.dependency import waits_in
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """What `consumer` waits for arrives from `producer`, on another rank."""
+class TimelineMessage:
+    """`consumer` waits for a tensor that `producer` computed on another rank."""
 
     producer: Span
     consumer: Span
 
 
-def messages(timeline: Timeline) -> Iterator[Message]:
-    """Every message of every step. Those of chimera's copies stay apart, since a micro-batch visits one of them."""
+def timeline_messages(timeline: Timeline) -> Iterator[TimelineMessage]:
+    """The messages of all steps. In chimera no message joins the two copies: a micro-batch visits only one of them."""
     for step in timeline.steps:
         compute = [span for span in step.spans if span.action.kind.is_compute]
         span_of = {span.action: span for span in compute}
@@ -24,20 +24,21 @@ def messages(timeline: Timeline) -> Iterator[Message]:
         for span in compute:
             for other in waits[span.action]:
                 if span_of[other].rank != span.rank:
-                    yield Message(span_of[other], span)
+                    yield TimelineMessage(span_of[other], span)
 
 
 def idle_before(timeline: Timeline) -> dict[Span, float]:
-    """How long each compute span's rank had been idle when it started."""
+    """For each compute span: how long its rank had been idle when it started."""
     idle: dict[Span, float] = {}
-    free = [timeline.begin] * timeline.num_ranks
+    free_since = [timeline.begin] * timeline.num_ranks
     for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
         if span.action.kind.is_compute:
-            idle[span] = max(0.0, span.start - free[span.rank])
-            free[span.rank] = max(free[span.rank], span.end)
+            idle[span] = max(0.0, span.start - free_since[span.rank])
+            free_since[span.rank] = max(free_since[span.rank], span.end)
     return idle
 
 
 def _sizes(actions: dict[Action, Span]) -> tuple[int, int]:
-    stages = 1 + max((action.stage for action in actions), default=0)
-    return stages, 1 + max((action.microbatch or 0 for action in actions), default=0)
+    """The number of stages and of micro-batches."""
+    num_stages = 1 + max((action.stage for action in actions), default=0)
+    return num_stages, 1 + max((action.microbatch or 0 for action in actions), default=0)

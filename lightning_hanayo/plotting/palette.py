@@ -1,60 +1,121 @@
-"""Palette: the colour of an action, by kind and leg, so that a zig-zag can be seen.
+"""Chooses the colour of each action, by its kind and its wave leg, so that the zig-zag of a wave can be seen.
+
+A leg is one pass of the micro-batches over the ranks. The legs of a rank's stages are numbered in the order of stages:
+
+wave, W = 1                          chimera: two copies of the model
+
+rank 0   0           7               rank 0   0           7
+rank 1     1       6                 rank 1     1       6
+rank 2       2   5                   rank 2       2   5        stages 4 to 7 are copies of 0 to 3;
+rank 3         3 4                   rank 3         3 4        their micro-batches run up the ranks
+          leg 0   leg 1                       leg 0   leg 1
 
 Forward is blue, backward in one piece orange, input gradient red, weight gradient grey; legs 0, 2, ... (down the ranks
-in a wave) are darker than 1, 3, ... (up). Head and loss are nearly black, gradient reductions green. Chosen so that
-kinds and legs stay apart for colour-blind readers too, which the tests check.
+in a wave) are darker than 1, 3, ... (up). Head and loss are nearly black, gradient reductions green. All colours can be
+told apart with any kind of colour blindness, which the tests check.
 """
 
-from lightning_hanayo.plotting.legs import Legs
-from lightning_hanayo.schedule import Action, Kind
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-SHADES = {
+from lightning_hanayo.schedule import Action, Kind, Timeline
+
+KIND_COLOURS = {
     Kind.F: ("#4484c6", "#a3c9ee"),
     Kind.B: ("#e69a2e", "#f8d595"),
     Kind.I: ("#b8483c", "#e2a096"),
     Kind.W: ("#6f6b7a", "#b3afbc"),
 }
-NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
-REDUCE = "#2a9d7c"
-LOSS = "#33264d"
+"""for even and for odd legs"""
+KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+REDUCE_COLOUR = "#2a9d7c"
+LOSS_COLOUR = "#33264d"
 
-IDLE = "#f4f1ea"
-HELD = "#8fa9a0"
-"""activations"""
+IDLE_COLOUR = "#f4f1ea"
+ACTIVATION_COLOUR = "#8fa9a0"
 DARK, LIGHT = "#1c1c1c", "#ffffff"
 """text on light and on dark boxes"""
 
 
-def colour(action: Action, legs: Legs) -> str:
-    """The colour of `action`."""
+@dataclass(frozen=True)
+class WaveLegs:
+    """The leg of each stage of a timeline."""
+
+    leg_of_stage: Mapping[int, int | None]
+    """None for a stage that holds only head and loss"""
+    are_copies: bool = False
+    """whether the legs are copies of the model, so that each micro-batch visits only one of them"""
+
+    @property
+    def num_legs(self) -> int:
+        """The number of different legs."""
+        return len({leg for leg in self.leg_of_stage.values() if leg is not None})
+
+
+def wave_legs(timeline: Timeline) -> WaveLegs:
+    """The legs of a timeline's stages, derived from the rank and the micro-batches of each stage's actions."""
+    rank_of = {span.action.stage: span.rank for span in timeline.spans}
+    num_stages = [0] * timeline.num_ranks
+    leg_of_stage: dict[int, int | None] = {}
+    for stage, rank in sorted(rank_of.items()):
+        is_loss = bool(timeline.shares) and timeline.shares[stage] == 0
+        leg_of_stage[stage] = None if is_loss else num_stages[rank]
+        num_stages[rank] += not is_loss
+    return WaveLegs(leg_of_stage, _num_copies(timeline) > 1)
+
+
+def _num_copies(timeline: Timeline) -> int:
+    """The number of copies of the model: each micro-batch starts at the first stage of one of them."""
+    first: dict[int, int] = {}
+    for span in timeline.spans:
+        if span.action.microbatch is not None and span.action.kind.is_compute:
+            microbatch, stage = span.action.microbatch, span.action.stage
+            first[microbatch] = min(stage, first.get(microbatch, stage))
+    return len(set(first.values()))
+
+
+def action_colour(action: Action, legs: WaveLegs) -> str:
+    """The colour of the action's box."""
     if action.kind is Kind.REDUCE_GRAD:
-        return REDUCE
-    leg = legs.of[action.stage]
-    return LOSS if leg is None else SHADES[action.kind][leg % 2]
+        return REDUCE_COLOUR
+    leg = legs.leg_of_stage[action.stage]
+    return LOSS_COLOUR if leg is None else KIND_COLOURS[action.kind][leg % 2]
 
 
-def ink(shade: str) -> str:
-    """The colour of text that can be read on `shade`.
+def text_colour(background: str) -> str:
+    """The colour of text that can be read on `background`.
 
     Example:
-        >>> ink("#ffffff"), ink("#33264d")
+        >>> text_colour("#ffffff"), text_colour("#33264d")
         ('#1c1c1c', '#ffffff')
     """
-    red, green, blue = (int(shade[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(background[at : at + 2], 16) for at in (1, 3, 5))
     return DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 115 else LIGHT
 
 
-def name(action: Action, legs: Legs) -> str:
-    """What the legend says about that colour."""
+def legend_label(action: Action, legs: WaveLegs) -> str:
+    """The legend's text for the action's colour."""
     if action.kind is Kind.REDUCE_GRAD:
         return "gradient reduction"
-    leg = legs.of[action.stage]
+    leg = legs.leg_of_stage[action.stage]
     if leg is None:
         return "head and loss"
-    if legs.count == 1:
-        return NAMES[action.kind]
-    if legs.directions:
-        return f"{NAMES[action.kind]}, {('down', 'up')[leg % 2]} the ranks"
-    numbers = [number for number in range(legs.count) if number % 2 == leg % 2]
+    if legs.num_legs == 1:
+        return KIND_NAMES[action.kind]
+    if legs.are_copies:
+        return f"{KIND_NAMES[action.kind]}, {('down', 'up')[leg % 2]} the ranks"
+    numbers = [number for number in range(legs.num_legs) if number % 2 == leg % 2]
     shown = ", ".join(map(str, numbers if action.kind is Kind.F else numbers[::-1]))
-    return f"{NAMES[action.kind]}, leg {shown}"
+    return f"{KIND_NAMES[action.kind]}, leg {shown}"
+
+
+def legend_entries(timelines: Iterable[Timeline]) -> dict[str, str]:
+    """The meaning of each colour in these timelines, as label -> colour, forwards first."""
+    entries: dict[str, str] = {}
+    order = list(Kind)
+    for timeline in timelines:
+        legs = wave_legs(timeline)
+        drawn = {span.action for span in timeline.spans if span.end > span.start and not span.action.kind.is_message}
+        for action in sorted(drawn, key=lambda action: (order.index(action.kind), action.stage)):
+            entries.setdefault(legend_label(action, legs), action_colour(action, legs))
+    return entries

@@ -1,4 +1,4 @@
-"""The outermost command line: help without heavy imports, exit codes, one message for a mistake."""
+"""`hanayo`: --help imports nothing large, and a mistake gives one message and exit code 2."""
 
 import sys
 from pathlib import Path
@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from lightning_hanayo import cli
-from lightning_hanayo.cli import failure
+from lightning_hanayo.cli import error_messages
 from lightning_hanayo.errors import HanayoError
 from tests.harness import limits
 
-HEAVY = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]
+LARGE = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_large() -> None:
     code = f"""
 import sys
 from lightning_hanayo.cli import run
 assert run(["--help"]) == 0
-print(sorted(set({HEAVY}) & set(sys.modules)))
+print(sorted(set({LARGE}) & set(sys.modules)))
 """
     done = limits.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
@@ -26,7 +26,7 @@ print(sorted(set({HEAVY}) & set(sys.modules)))
     assert all(name in done.stdout for name in cli.COMMANDS)
 
 
-def test_the_module_is_the_console_script() -> None:
+def test_python_m_runs_the_command_line() -> None:
     done = limits.run([sys.executable, "-m", "lightning_hanayo", "fti"])
     assert done.returncode == 2
     assert done.stderr == (
@@ -35,13 +35,13 @@ def test_the_module_is_the_console_script() -> None:
     )
 
 
-def test_no_command_is_a_mistake_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([]) == 2
     assert "a command is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "environment, first",
+    "environment, expected",
     [
         ({}, True),
         ({"LOCAL_RANK": "0", "NODE_RANK": "0"}, True),
@@ -52,13 +52,13 @@ def test_no_command_is_a_mistake_too(capsys: pytest.CaptureFixture[str]) -> None
         ({"SLURM_PROCID": "3"}, False),
     ],
 )
-def test_one_rank_speaks(environment: dict[str, str], first: bool) -> None:
-    assert failure.is_rank_zero(environment) is first
+def test_global_rank_0_is_found_by_the_launchers_variables(environment: dict[str, str], expected: bool) -> None:
+    assert error_messages.is_rank_zero(environment) is expected
 
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A command `fail` that ends with a mistake of the user's."""
+    """A command `fail` that raises a HanayoError."""
     (tmp_path / "failing_command.py").write_text(
         "from lightning_hanayo.errors import HanayoError\n\ndef run(argv):\n    raise HanayoError('3 of 2')\n"
     )
@@ -73,14 +73,14 @@ def test_a_mistake_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.usefixtures("failing")
-def test_the_other_ranks_end_quietly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert cli.run(["fail"]) == 2
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("failing")
-def test_who_looks_for_the_cause_gets_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanayo_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANAYO_DEBUG", "1")
     with pytest.raises(HanayoError, match="3 of 2"):
         cli.run(["fail"])

@@ -1,4 +1,4 @@
-"""`hanayo schedule`: what it prints and writes, exit codes, one message for a mistake."""
+"""`hanayo schedule`: what it prints and writes, its exit codes, and one message for a mistake."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from lightning_hanayo.schedule import Schedule, build, schedule_names, simulate
 from tests.harness import limits
 
 Captured = pytest.CaptureFixture[str]
-HEAVY = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]
+LARGE = ["torch", "lightning", "jsonargparse", "wandb", "matplotlib", "numpy", "rich"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +25,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def play(line: str) -> int:
-    """One command line's exit code."""
+def run(line: str) -> int:
+    """Run one command line and return its exit code."""
     try:
         return cli.run(["schedule", *line.split()])
     except SystemExit as end:
@@ -35,22 +35,22 @@ def play(line: str) -> int:
 
 
 def refused(line: str, capsys: Captured) -> str:
-    """The one message with which it is refused."""
-    assert play(line) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("hanayo: error: ")
-    assert "Traceback" not in said.err
-    return said.err.removeprefix("hanayo: error: ").rstrip("\n")
+    """The error message of a command line that fails."""
+    assert run(line) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("hanayo: error: ")
+    assert "Traceback" not in output.err
+    return output.err.removeprefix("hanayo: error: ").rstrip("\n")
 
 
 def printed(line: str, capsys: Captured) -> Any:
-    """The JSON that it prints."""
-    assert play(line) == 0
+    """The JSON that a command line prints."""
+    assert run(line) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("line", ["--help", *(f"{name} --help" for name in SUBCOMMANDS)])
-def test_help_imports_nothing_heavy(line: str) -> None:
+def test_help_imports_nothing_large(line: str) -> None:
     code = f"""
 import sys
 from lightning_hanayo.cli import run
@@ -58,7 +58,7 @@ try:
     run({["schedule", *line.split()]!r})
 except SystemExit as end:
     assert end.code == 0
-print(sorted(set({HEAVY}) & set(sys.modules)))
+print(sorted(set({LARGE}) & set(sys.modules)))
 """
     done = limits.run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ print([name for name in ("torch", "lightning") if name in sys.modules])
 
 
 def test_show_draws_in_the_terminal(capsys: Captured) -> None:
-    assert play("show 1f1b -P 2 -B 2") == 0
+    assert run("show 1f1b -P 2 -B 2") == 0
     assert capsys.readouterr().out.splitlines() == [
         "1f1b: 2 ranks, 1 stage per rank, 2 micro-batches",
         "makespan 9; bubble 33.3%; peak activations 2 M_a (rank 0); 2 messages per micro-batch",
@@ -92,8 +92,8 @@ def test_show_draws_in_the_terminal(capsys: Captured) -> None:
     ]
 
 
-def test_show_keeps_to_the_columns_given(capsys: Captured) -> None:
-    assert play("show hanayo -P 4 -B 8 -W 2 --columns 60") == 0
+def test_show_breaks_lines_at_the_columns_given(capsys: Captured) -> None:
+    assert run("show hanayo -P 4 -B 8 -W 2 --columns 60") == 0
     drawn = capsys.readouterr().out.partition("\n\n")[2]
     assert max(map(len, drawn.splitlines())) <= 60
     assert len(drawn.split("\n\n")) > 1
@@ -107,12 +107,12 @@ def test_show_has_colours_in_a_terminal() -> None:
     environment.pop("NO_COLOR", None)
     with subprocess.Popen(command, stdout=inner, env=environment) as process:
         os.close(inner)
-        said = b""
+        output = b""
         while piece := _read(outer):
-            said += piece
+            output += piece
     assert process.returncode == 0
-    assert b"\x1b[38;2;28;28;28;48;2;68;132;198mF0 " in said
-    assert b"backward, leg 1" in said
+    assert b"\x1b[38;2;28;28;28;48;2;68;132;198mF0 " in output
+    assert b"backward, leg 1" in output
 
 
 def _read(end: int) -> bytes:
@@ -122,9 +122,9 @@ def _read(end: int) -> bytes:
         return b""
 
 
-def test_show_writes_what_the_suffix_says(capsys: Captured) -> None:
+def test_the_suffix_chooses_the_format(capsys: Captured) -> None:
     files = ["a.png", "a.svg", "a.pdf", "a.html", "a.json"]
-    assert play("show hanayo -P 2 --message 0.1 --unit ms --follow 0 " + " ".join(f"-o {file}" for file in files)) == 0
+    assert run("show hanayo -P 2 --message 0.1 --unit ms --follow 0 " + " ".join(f"-o {file}" for file in files)) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [f"wrote {file}" for file in files]
     begins = {"a.png": b"\x89PNG", "a.svg": b"<?xml", "a.pdf": b"%PDF", "a.html": b"<!DOCTYPE html>", "a.json": b"{"}
     for file, begin in begins.items():
@@ -132,13 +132,13 @@ def test_show_writes_what_the_suffix_says(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize("unit, factor", [("ms", 1e3), ("s", 1e6), ("", 1e3), ("us", 1.0)])
-def test_a_trace_has_the_units_time(unit: str, factor: float) -> None:
-    assert play(f"show gpipe -P 1 -B 1 -o a.json{f' --unit {unit}' if unit else ''}") == 0
+def test_a_trace_converts_the_unit_of_time(unit: str, factor: float) -> None:
+    assert run(f"show gpipe -P 1 -B 1 -o a.json{f' --unit {unit}' if unit else ''}") == 0
     slices = [event for event in json.loads(Path("a.json").read_text())["traceEvents"] if event["ph"] == "X"]
     assert slices[-1]["ts"] + slices[-1]["dur"] == 3 * factor
 
 
-def test_measured_costs_come_with_their_sizes(capsys: Captured) -> None:
+def test_a_profile_gives_costs_and_sizes(capsys: Captured) -> None:
     measured = options.CostModel((0.001,) * 8, (0.002,) * 8, (0.001,) * 8, message=0.0005)
     Profile("hanayo", 2, 2, 6, (1,) * 8, measured).save("profile.json")
     shown = printed("show hanayo --costs profile.json --json", capsys)
@@ -146,7 +146,7 @@ def test_measured_costs_come_with_their_sizes(capsys: Captured) -> None:
     assert shown["makespan"] == pytest.approx(1e3 * simulate(wave, measured).makespan)
     free = printed("compare hanayo --costs profile.json -B 2 --message 0 --json", capsys)["schedules"][0]
     assert (free["num_microbatches"], free["makespan"]) == (2, pytest.approx(38.0))
-    assert play("show hanayo --costs profile.json") == 0
+    assert run("show hanayo --costs profile.json") == 0
     assert " ms; bubble" in capsys.readouterr().out
     assert "nowhere.json can't be read" in refused("show hanayo --costs nowhere.json", capsys)
 
@@ -164,12 +164,12 @@ def test_show_as_json(capsys: Captured) -> None:
     assert [(s["action"], s["start"]) for s in shown["spans"]] == [(str(s.action), s.start) for s in timeline.spans]
 
 
-def test_costs_arrive(capsys: Captured) -> None:
+def test_costs_are_used(capsys: Captured) -> None:
     line = "show gpipe -P 2 -B 1 --forward 1,2 --backward-input 0.5 --backward-weight 0.25 --message 0.125 --json"
     assert printed(line, capsys)["makespan"] == 3 + 2 * 0.75 + 2 * 0.125
 
 
-def test_hops_by_node_arrive(capsys: Captured) -> None:
+def test_message_costs_between_nodes_are_used(capsys: Captured) -> None:
     line = "show gpipe -P 4 -B 1 --message 0 --message-between-nodes 5 --ranks-per-node 2 --json"
     assert printed(line, capsys)["makespan"] == 12 + 2 * 5
 
@@ -210,7 +210,7 @@ def test_show_reads_a_table(capsys: Captured) -> None:
         ("show gpipe --activation-budget 1", "more than activation_budget=1"),
         ("show hanayo -P 1000 -B 100000", "more than 5,000,000; ask for fewer"),
         ("show interleaved -P 1000 -V 100000", "more than 5,000,000; ask for fewer"),
-        ("show hanayo -o a.gif", "--output a.gif: the suffix '.gif' isn't known; "),
+        ("show hanayo -o a.gif", "--output a.gif: the suffix '.gif' is unknown; "),
         ("show hanayo -o a.pgn", "did you mean '.png'?"),
         ("show hanayo -o nowhere/a.png", "there is no folder nowhere"),
         ("show nothing.csv", "nothing.csv can't be read"),
@@ -223,22 +223,22 @@ def test_show_reads_a_table(capsys: Captured) -> None:
         ("compare --steps 0", "steps=0, expected at least 1"),
         ("compare --activation-budget 0", "--activation-budget: expected a number above 0, got '0'"),
         ("compare zbv -W 2", "'zbv' has two stages per rank"),
-        ("export gpipe a.txt", "a.txt: a table's file ends in .csv"),
+        ("export gpipe a.txt", "a.txt: the name of a table must end in .csv"),
         ("export gpipe", "missing: OUT.csv"),
     ],
 )
 def test_mistakes_are_one_message(line: str, message: str, capsys: Captured) -> None:
-    said = refused(line, capsys)
-    assert message in said
-    assert "\n" not in said
-    assert said.count("expected") < 2
-    assert said.count("must be") < 2
+    output = refused(line, capsys)
+    assert message in output
+    assert "\n" not in output
+    assert output.count("expected") < 2
+    assert output.count("must be") < 2
 
 
 @pytest.mark.parametrize(
     "line", [*(f"show hanayo -o a.{kind}" for kind in ("png", "html", "json")), "export gpipe a.csv"]
 )
-def test_a_file_that_cannot_be_written_is_one_message_too(line: str, capsys: Captured) -> None:
+def test_a_file_that_cannot_be_written_is_one_message(line: str, capsys: Captured) -> None:
     name = line.split()[-1]
     Path(name).mkdir()
     assert refused(line, capsys) == f"{name} can't be written: Is a directory"
@@ -247,16 +247,16 @@ def test_a_file_that_cannot_be_written_is_one_message_too(line: str, capsys: Cap
 # compare
 
 
-def test_compare_is_a_table_of_everyone(capsys: Captured) -> None:
-    assert play("compare -P 4 -B 8 -W 2 --activation-budget 4") == 0
-    said = capsys.readouterr().out
-    assert said.startswith("P = 4, W = 2, B = 8, activation budget 4 M_a\n")
-    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.split()}
+def test_compare_prints_a_table_of_all_schedules(capsys: Captured) -> None:
+    assert run("compare -P 4 -B 8 -W 2 --activation-budget 4") == 0
+    output = capsys.readouterr().out
+    assert output.startswith("P = 4, W = 2, B = 8, activation budget 4 M_a\n")
+    rows = {line.split()[0]: line.split() for line in output.splitlines() if line.split()}
     assert set(schedule_names()) - {"zbv", "v-half", "v-min"} <= rows.keys()
     assert rows["hanayo"] == ["hanayo", "27", "11.1%", "4", "1", "M_w", "24", "yes"]
     assert rows["hanayo-zb"] == ["hanayo-zb", "24.75", "3.0%", "4", "1", "M_w", "24", "yes"]
     assert rows["gpipe"] == ["gpipe", "33", "27.3%", "8", "1", "M_w", "6", "no"]
-    assert "without zbv: 'zbv' has two stages per rank" in said
+    assert "zbv is left out: 'zbv' has two stages per rank" in output
 
 
 def test_compare_as_json(capsys: Captured) -> None:
@@ -268,12 +268,12 @@ def test_compare_as_json(capsys: Captured) -> None:
 
 
 def test_compare_over_several_steps(capsys: Captured) -> None:
-    assert play("compare -P 2 --steps 3 hanayo") == 0
+    assert run("compare -P 2 --steps 3 hanayo") == 0
     assert "last step's bubble" in capsys.readouterr().out
 
 
-def test_compare_draws_all(capsys: Captured) -> None:
-    assert play("compare -P 2 gpipe hanayo -o a.svg -o a.html -o a.json") == 0
+def test_compare_writes_an_image_a_page_and_a_trace(capsys: Captured) -> None:
+    assert run("compare -P 2 gpipe hanayo -o a.svg -o a.html -o a.json") == 0
     assert "<!-- hanayo -->" in Path("a.svg").read_text()
     events = json.loads(Path("a.json").read_text())["traceEvents"]
     assert {"gpipe", "hanayo"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -285,15 +285,15 @@ def test_compare_draws_all(capsys: Captured) -> None:
 
 @pytest.mark.parametrize("more", ["", " --communication"])
 @pytest.mark.parametrize("name", schedule_names())
-def test_what_is_exported_checks(name: str, more: str, capsys: Captured) -> None:
-    assert play(f"export {name} mine.csv -P 4 -B 4{more}") == 0
+def test_an_exported_table_is_valid(name: str, more: str, capsys: Captured) -> None:
+    assert run(f"export {name} mine.csv -P 4 -B 4{more}") == 0
     assert Schedule.from_csv("mine.csv").actions == build(name, num_ranks=4, num_microbatches=4).actions
     capsys.readouterr()
-    assert play("check mine.csv") == 0
+    assert run("check mine.csv") == 0
     assert capsys.readouterr().out.startswith("mine.csv is a schedule: 4 ranks, ")
 
 
-def test_a_table_can_be_completed(capsys: Captured) -> None:
+def test_export_adds_communication_to_a_table(capsys: Captured) -> None:
     Path("bare.csv").write_text("0F0,0B0\n1F0,1B0\n")
     assert printed("export bare.csv whole.csv --communication --json", capsys)["communication"] is True
     assert Path("whole.csv").read_text().splitlines()[0] == "0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD"
@@ -304,19 +304,19 @@ def test_check_as_json(capsys: Captured) -> None:
     shown = printed("check good.csv --json", capsys)
     assert (shown["valid"], shown["backward"], shown["bubble_ratio"]) == (True, "split", 0.0)
     Path("bad.csv").write_text("0F0\n1F0,1B0\n")
-    assert play("check bad.csv --json") == 2
-    said = capsys.readouterr()
-    assert json.loads(said.out)["valid"] is False
-    assert json.loads(said.out)["error"] in said.err
+    assert run("check bad.csv --json") == 2
+    output = capsys.readouterr()
+    assert json.loads(output.out)["valid"] is False
+    assert json.loads(output.out)["error"] in output.err
 
 
-def test_check_holds_a_table_to_a_budget(capsys: Captured) -> None:
-    play("export gpipe mine.csv -P 2 -B 4")
+def test_check_compares_activations_with_the_budget(capsys: Captured) -> None:
+    run("export gpipe mine.csv -P 2 -B 4")
     assert "holds 4 M_a of activations, more than --activation-budget 2" in refused(
         "check mine.csv --activation-budget 2", capsys
     )
     assert printed("check mine.csv --activation-budget 4 --json", capsys)["inside_budget"] is True
-    assert play("check mine.csv --activation-budget 2 --json") == 2
+    assert run("check mine.csv --activation-budget 2 --json") == 2
     shown = json.loads(capsys.readouterr().out)
     assert (shown["valid"], shown["inside_budget"]) == (True, False)
 
@@ -337,23 +337,23 @@ def test_check_holds_a_table_to_a_budget(capsys: Captured) -> None:
         ("\x00\x01\x02", "no action"),
     ],
 )
-def test_a_broken_table_is_refused_with_its_cell(text: str, message: str, capsys: Captured) -> None:
+def test_the_error_of_an_invalid_table_names_the_cell(text: str, message: str, capsys: Captured) -> None:
     Path("bad.csv").write_text(text)
     assert message in refused("check bad.csv", capsys)
 
 
-def test_a_huge_file_is_refused_at_once(capsys: Captured) -> None:
+def test_a_huge_file_is_refused(capsys: Captured) -> None:
     with open("huge.csv", "wb") as file:
         file.truncate(100_000_000)
     assert "huge.csv has more than 64 MiB" in refused("check huge.csv", capsys)
 
 
-def test_what_is_no_file_is_refused(capsys: Captured) -> None:
+def test_a_folder_is_refused(capsys: Captured) -> None:
     Path("folder.csv").mkdir()
     assert "folder.csv can't be read" in refused("check folder.csv", capsys)
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     line = f"{sys.executable} -m lightning_hanayo schedule show hanayo -P 8 -B 64 -W 4 | head -n 1"
     done = limits.run(line, shell=True)
     assert done.stdout.startswith("hanayo: 8 ranks")

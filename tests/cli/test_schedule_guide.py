@@ -1,4 +1,4 @@
-"""The guide's commands and its Python do what it says."""
+"""The commands and the Python code of docs/guides/schedule.md run, and write the files that it names."""
 
 import re
 import shlex
@@ -21,7 +21,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_its_commands_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [shlex.split(line) for block in blocks("bash") for line in block.splitlines()]
     assert len(lines) == 7
     for program, *arguments in lines:
@@ -31,15 +31,15 @@ def test_its_commands_run_one_after_another(capsys: pytest.CaptureFixture[str]) 
     assert {path.name for path in Path().iterdir()} == written
 
 
-def test_its_python_runs() -> None:
+def test_python_runs() -> None:
     (code,) = blocks("python")
     names: dict[str, object] = {}
     exec(code, names)
     assert {path.name for path in Path().iterdir()} == {"wave.png", "wave.html", "wave.json"}
 
 
-def test_its_pictures_are_there_and_small() -> None:
-    pictures = re.findall(r"!\[.+?\]\((.+?)\)", GUIDE)
-    assert len(pictures) == 3
-    for picture in pictures:
-        assert 10_000 < (ROOT / "docs" / "guides" / picture).stat().st_size < 200_000
+def test_images_exist_and_are_small() -> None:
+    images = re.findall(r"!\[.+?\]\((.+?)\)", GUIDE)
+    assert len(images) == 3
+    for image in images:
+        assert 10_000 < (ROOT / "docs" / "guides" / image).stat().st_size < 200_000

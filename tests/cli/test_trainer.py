@@ -1,4 +1,4 @@
-"""`fit` and its siblings: configurations, the current directory, and what a mistake in them looks like."""
+"""`fit`, `validate`, `test` and `predict`: configurations, the current directory, and errors for mistakes in them."""
 
 import os
 import sys
@@ -38,12 +38,12 @@ class Model(LightningModule):
         return DataLoader(torch.ones(4, self.width), batch_size=2)
 
 
-class Late(Model):
+class LateError(Model):
     def on_fit_start(self):
         raise HanayoError("found out late")
 
 
-class Picky(SingleDeviceStrategy):
+class Strict(SingleDeviceStrategy):
     def __init__(self, num_waves: Literal["auto"] | int = "auto", pipeline_parallel_size: int = 1):
         super().__init__("cpu")
         if pipeline_parallel_size == 3:
@@ -62,7 +62,7 @@ QUIET = [
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current directory that holds a user's module, found only through the command line's own `sys.path` entry."""
+    """The current directory, with a user's module that only the command line's own `sys.path` entry finds."""
     (tmp_path / "plain_model.py").write_text(PLAIN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
@@ -71,31 +71,31 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def play(*argv: str) -> int:
-    """The exit code of a command line, however it is given."""
+def run(*argv: str) -> int:
+    """Run a command line and return its exit code."""
     try:
         return cli.run(list(argv))
     except SystemExit as end:
         return int(end.code or 0)
 
 
-def test_a_model_in_the_current_directory_trains_twice_over_the_same_files(here: Path) -> None:
+def test_a_model_in_the_current_directory_trains_twice(here: Path) -> None:
     for _ in range(2):
-        assert play("fit", "--model=plain_model.Model", *QUIET) == 0
-    assert (here / "config.yaml").is_file(), "the configuration is kept beside the run"
+        assert run("fit", "--model=plain_model.Model", *QUIET) == 0
+    assert (here / "config.yaml").is_file(), "the configuration is saved"
 
 
-def test_help_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert play("fit", "--help") == 0
-    said = capsys.readouterr().out
+def test_help_lists_lightnings_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fit", "--help") == 0
+    output = capsys.readouterr().out
     for option in ("usage: hanayo", "--trainer.max_steps", "--config", "--report.every_n_steps"):
-        assert option in said
+        assert option in output
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
-        (["--trainer.strategy=plain_model.Picky", "--trainer.strategy.num_wave=2"], "did you mean 'num_waves'?"),
+        (["--trainer.strategy=plain_model.Strict", "--trainer.strategy.num_wave=2"], "did you mean 'num_waves'?"),
         (
             ["--trainer.strategy=lightning_hanayo.HanayoStrategy", "--trainer.strategy.num_wave=2"],
             "did you mean 'num_waves'?",
@@ -103,47 +103,47 @@ def test_help_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
         (["--trainer.acceleratr=cpu"], "'trainer.acceleratr'; did you mean 'trainer.accelerator'?"),
         (["--model.widht=2"], "unknown option 'widht'; did you mean 'width'? Known: width"),
         (["--trainer.max_steps=three"], "trainer.max_steps: expected int, got three"),
-        (["--trainer.strategy=plain_model.Picky", "--trainer.strategy.num_waves=x"], "expected 'auto' or int, got x"),
+        (["--trainer.strategy=plain_model.Strict", "--trainer.strategy.num_waves=x"], "expected 'auto' or int, got x"),
         (["--model=plain_model.Modle"], "module 'plain_model' has no attribute 'Modle'"),
         (["--model.width=0"], "width=0 is no width"),
         (["--config=nowhere.yaml"], "File does not exist: "),
         (
-            ["--trainer.strategy=plain_model.Picky", "--trainer.strategy.pipeline_parallel_size=3"],
+            ["--trainer.strategy=plain_model.Strict", "--trainer.strategy.pipeline_parallel_size=3"],
             "pipeline_parallel_size=3 doesn't fit. Nearest: 2",
         ),
         (["--trainer.strategy=hanyo"], "invalid strategy name: `strategy='hanyo'`"),
-        (["--model=plain_model.Late"], "found out late"),
+        (["--model=plain_model.LateError"], "found out late"),
     ],
 )
-def test_a_mistake_is_one_readable_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_mistake_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert play("fit", "--model=plain_model.Model", *QUIET, *arguments) == 2
+    assert run("fit", "--model=plain_model.Model", *QUIET, *arguments) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Seed set")]
     mistakes = [line for line in errors if line.startswith("hanayo: error: ")]
-    assert len(mistakes) == 1 and said in mistakes[0]
+    assert len(mistakes) == 1 and message in mistakes[0]
     assert not any("Traceback" in line or "Subtypes" in line for line in errors)
 
 
-def test_a_wrong_key_in_a_file_is_named_with_the_nearest(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_an_unknown_key_suggests_the_nearest(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "wrong.yaml").write_text(
-        "trainer:\n  strategy:\n    class_path: plain_model.Picky\n    init_args:\n      num_wave: 2\n"
+        "trainer:\n  strategy:\n    class_path: plain_model.Strict\n    init_args:\n      num_wave: 2\n"
     )
-    assert play("fit", "--model=plain_model.Model", "--config=wrong.yaml") == 2
+    assert run("fit", "--model=plain_model.Model", "--config=wrong.yaml") == 2
     assert "unknown option 'num_wave'; did you mean 'num_waves'?" in capsys.readouterr().err
     (here / "wrong.yaml").write_text("trainer:\n  max_step: 2\n")
-    assert play("fit", "--model=plain_model.Model", "--config=wrong.yaml") == 2
+    assert run("fit", "--model=plain_model.Model", "--config=wrong.yaml") == 2
     assert "unknown option 'trainer.max_step'; did you mean 'trainer.max_steps'?" in capsys.readouterr().err
 
 
-def test_the_cause_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanayo_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANAYO_DEBUG", "1")
     with pytest.raises(HanayoError, match="found out late"):
-        play("fit", "--model=plain_model.Late", *QUIET)
+        run("fit", "--model=plain_model.LateError", *QUIET)
 
 
-def test_without_a_key_runs_stay_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_api_key_wandb_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    assert play("fit", "--model=plain_model.Model", *QUIET) == 0
+    assert run("fit", "--model=plain_model.Model", *QUIET) == 0
     assert os.environ["WANDB_MODE"] == "offline"

@@ -1,4 +1,4 @@
-"""Whether a run stays offline: only where nobody has said otherwise and no key is to be found."""
+"""wandb is set to offline only if the user has chosen no mode and has no API key."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from lightning_hanayo.cli.wandb_mode import default_to_offline
         ({"WANDB_MODE": "disabled"}, "disabled"),
     ],
 )
-def test_mode(given: dict[str, str], mode: str | None, tmp_path: Path) -> None:
+def test_mode_by_environment(given: dict[str, str], mode: str | None, tmp_path: Path) -> None:
     environment = {"HOME": str(tmp_path), **given}
     default_to_offline(environment)
     assert environment.get("WANDB_MODE") == mode
@@ -32,7 +32,7 @@ def test_mode(given: dict[str, str], mode: str | None, tmp_path: Path) -> None:
         ("not a netrc file", None, "offline"),
     ],
 )
-def test_a_login_counts_for_its_own_server(entry: str, server: str | None, mode: str | None, tmp_path: Path) -> None:
+def test_a_login_counts_only_for_its_server(entry: str, server: str | None, mode: str | None, tmp_path: Path) -> None:
     (tmp_path / ".netrc").write_text(entry)
     (tmp_path / ".netrc").chmod(0o600)
     environment = {"HOME": str(tmp_path)} | ({"WANDB_BASE_URL": server} if server else {})

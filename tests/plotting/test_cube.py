@@ -1,4 +1,4 @@
-"""The picture of a cube: where each rank's part of W lies, as it is drawn on paper, and what is written beside it."""
+"""The image of a cube shows each rank's shard of W where the paper draws it, with labels that match."""
 
 from pathlib import Path
 

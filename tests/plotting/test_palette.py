@@ -1,21 +1,34 @@
-"""Colours: kinds and legs can be told apart, by colour-blind readers too."""
+"""The colours of kinds and legs can be told apart, with any kind of colour blindness."""
 
 from itertools import combinations
 
 import pytest
 
-from lightning_hanayo.plotting.legs import legs
-from lightning_hanayo.plotting.palette import DARK, IDLE, LIGHT, LOSS, REDUCE, SHADES, colour, ink, name
+from lightning_hanayo.plotting.palette import (
+    DARK,
+    IDLE_COLOUR,
+    KIND_COLOURS,
+    LIGHT,
+    LOSS_COLOUR,
+    REDUCE_COLOUR,
+    action_colour,
+    legend_label,
+    text_colour,
+    wave_legs,
+)
 from lightning_hanayo.schedule import Action, build, simulate, with_loss_stage
 
-SEEN_BY = {
-    "most": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
-    "protanopes": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "deuteranopes": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
-    "tritanopes": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
+VISION = {
+    "normal": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
 }
-"""what becomes of linear red, green and blue (Machado, Oliveira, Fernandes 2009, severity 1)"""
-ALL = {**{f"{kind}{leg}": shade for kind, pair in SHADES.items() for leg, shade in enumerate(pair)}, "idle": IDLE}
+"""how linear red, green and blue are seen (Machado, Oliveira, Fernandes 2009, severity 1)"""
+ALL = {
+    **{f"{kind}{leg}": shade for kind, pair in KIND_COLOURS.items() for leg, shade in enumerate(pair)},
+    "idle": IDLE_COLOUR,
+}
 
 
 def linear(shade: str) -> list[float]:
@@ -23,9 +36,9 @@ def linear(shade: str) -> list[float]:
     return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
 
 
-def lab(shade: str, eyes: str) -> tuple[float, float, float]:
+def lab(shade: str, vision: str) -> tuple[float, float, float]:
     """CIE L*a*b*, in which a distance of about 2 can just be seen."""
-    mixed = [sum(k * part for k, part in zip(row, linear(shade), strict=True)) for row in SEEN_BY[eyes]]
+    mixed = [sum(k * part for k, part in zip(row, linear(shade), strict=True)) for row in VISION[vision]]
     r, g, b = (min(1.0, max(0.0, part)) for part in mixed)
     x, y, z = (
         (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
@@ -36,43 +49,43 @@ def lab(shade: str, eyes: str) -> tuple[float, float, float]:
     return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
 
 
-@pytest.mark.parametrize("eyes", SEEN_BY)
-def test_every_two_colours_stay_apart(eyes: str) -> None:
+@pytest.mark.parametrize("vision", VISION)
+def test_any_two_colours_can_be_told_apart(vision: str) -> None:
     for (one, first), (other, second) in combinations(ALL.items(), 2):
-        distance = sum((a - b) ** 2 for a, b in zip(lab(first, eyes), lab(second, eyes), strict=True)) ** 0.5
-        assert distance > 14, f"{one} and {other}, as {eyes} see them"
+        distance = sum((a - b) ** 2 for a, b in zip(lab(first, vision), lab(second, vision), strict=True)) ** 0.5
+        assert distance > 14, f"{one} and {other}, with {vision} vision"
 
 
-@pytest.mark.parametrize("shade", [*ALL.values(), LOSS, REDUCE])
+@pytest.mark.parametrize("shade", [*ALL.values(), LOSS_COLOUR, REDUCE_COLOUR])
 def test_numbers_can_be_read_on_their_boxes(shade: str) -> None:
     def luminance(text: str) -> float:
         r, g, b = linear(text)
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
-    bright, dark = sorted((luminance(ink(shade)), luminance(shade)), reverse=True)
-    assert ink(shade) in (DARK, LIGHT)
+    bright, dark = sorted((luminance(text_colour(shade)), luminance(shade)), reverse=True)
+    assert text_colour(shade) in (DARK, LIGHT)
     assert (bright + 0.05) / (dark + 0.05) > 4, "the contrast ratio of the accessibility guidelines"
 
 
 def test_legs_of_a_wave_alternate() -> None:
-    shading = legs(simulate(build("hanayo", num_ranks=2, num_microbatches=1, num_waves=2)))
-    assert shading.of == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3, 7: 3}
-    assert [colour(Action.parse(f"{stage}F0"), shading) for stage in (0, 3, 4, 7)] == [*ALL.values()][:2] * 2
-    assert name(Action.parse("6B0"), shading) == "backward, leg 3, 1"
+    legs = wave_legs(simulate(build("hanayo", num_ranks=2, num_microbatches=1, num_waves=2)))
+    assert legs.leg_of_stage == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3, 7: 3}
+    assert [action_colour(Action.parse(f"{stage}F0"), legs) for stage in (0, 3, 4, 7)] == [*ALL.values()][:2] * 2
+    assert legend_label(Action.parse("6B0"), legs) == "backward, leg 3, 1"
 
 
-def test_both_directions_of_chimera_have_a_name_and_a_shade() -> None:
-    shading = legs(simulate(build("chimera", num_ranks=4, num_microbatches=4)))
-    assert shading.directions
+def test_both_directions_of_chimera_have_a_label_and_a_colour() -> None:
+    legs = wave_legs(simulate(build("chimera", num_ranks=4, num_microbatches=4)))
+    assert legs.are_copies
     down, up = Action.parse("1F0"), Action.parse("5F2")
-    assert (name(down, shading), name(up, shading)) == ("forward, down the ranks", "forward, up the ranks")
-    assert colour(down, shading) != colour(up, shading)
+    assert (legend_label(down, legs), legend_label(up, legs)) == ("forward, down the ranks", "forward, up the ranks")
+    assert action_colour(down, legs) != action_colour(up, legs)
 
 
-def test_head_and_loss_are_no_leg() -> None:
-    shading = legs(simulate(with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))))
-    assert shading.of == {0: 0, 1: 0, 2: None}
-    assert shading.count == 1
-    assert colour(Action.parse("2F0"), shading) == LOSS
-    assert name(Action.parse("2F0"), shading) == "head and loss"
-    assert name(Action.parse("1REDUCE_GRAD"), shading) == "gradient reduction"
+def test_a_stage_with_only_head_and_loss_has_no_leg() -> None:
+    legs = wave_legs(simulate(with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))))
+    assert legs.leg_of_stage == {0: 0, 1: 0, 2: None}
+    assert legs.num_legs == 1
+    assert action_colour(Action.parse("2F0"), legs) == LOSS_COLOUR
+    assert legend_label(Action.parse("2F0"), legs) == "head and loss"
+    assert legend_label(Action.parse("1REDUCE_GRAD"), legs) == "gradient reduction"

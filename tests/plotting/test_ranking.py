@@ -1,4 +1,4 @@
-"""The picture of a comparison."""
+"""The image of a comparison shows all schedules, and those that were left out."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from lightning_hanayo.plotting import save_ranking
 from lightning_hanayo.schedule.simulation.comparison import compare
 
 
-def test_it_shows_everyone_with_their_figures_and_who_is_missing(tmp_path: Path) -> None:
+def test_image_shows_each_schedule_with_its_numbers_and_those_left_out(tmp_path: Path) -> None:
     names = ["gpipe", "1f1b", "hanayo", "zbv"]
     comparison = compare(num_ranks=4, num_microbatches=8, num_waves=2, activation_budget=4, names=names)
     save_ranking(tmp_path / "all.svg", comparison, title="P = 4", budget=4, unit="ms")
@@ -20,14 +20,14 @@ def test_it_shows_everyone_with_their_figures_and_who_is_missing(tmp_path: Path)
         "33, bubble 27.3%",
         "budget",
         "time [ms]",
-        "zbv isn't here: 'zbv' has two",
+        "zbv is left out: 'zbv' has two",
     ):
         assert f"<!-- {text}" in picture
     order = [picture.index(f"<!-- {name} -->") for name in ("hanayo", "1f1b", "gpipe")]
     assert order == sorted(order), "the fastest on top"
 
 
-def test_it_is_a_picture_or_nothing(tmp_path: Path) -> None:
+def test_only_image_formats_are_written(tmp_path: Path) -> None:
     comparison = compare(num_ranks=2, num_microbatches=2, names=["gpipe"])
     save_ranking(tmp_path / "all.png", comparison, title="P = 2")
     assert (tmp_path / "all.png").stat().st_size > 5000

@@ -1,16 +1,16 @@
 """Compare all schedules for the same ranks, micro-batches, stages per rank and costs, the fastest first.
 
-Schedules in waves have W of them, interleaved ones 2W stages per rank; those with two stages per rank take part at
-W = 1, those with one always. Whatever can't be had is listed with the reason. Costs per stage are those of the
-schedule with the most stages; others add them up.
+Wave schedules have W waves, interleaved ones 2W stages per rank. Schedules with two stages per rank are compared if
+W = 1, those with one stage always. A schedule that doesn't exist in these sizes is listed with the reason. Costs per
+stage are those of the schedule with the most stages; the stages of the others have sums of them.
 """
 
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.cli.schedule.figures import figures
-from lightning_hanayo.cli.schedule.options import Options, Parser, add_costs, add_json, add_sizes
-from lightning_hanayo.cli.schedule.show import SECONDS, check_output
+from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_json, add_sizes
+from lightning_hanayo.cli.schedule.show import check_output, unit_seconds
+from lightning_hanayo.cli.schedule.summary import summary_dict
 from lightning_hanayo.cli.schedule.terminal import print_json, print_table
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_ranking, save_trace
@@ -18,19 +18,19 @@ from lightning_hanayo.schedule import schedule_names
 from lightning_hanayo.schedule.simulation.comparison import Candidate, Comparison, compare, messages_per_microbatch
 
 
-def add_options(parser: Parser) -> None:
-    """Sizes, costs, and where to draw the comparison."""
-    parser.add_argument("schedules", nargs="*", default=[], metavar="NAME", help="those to compare (default all)")
+def add_options(parser: ScheduleParser) -> None:
+    """Add sizes, costs and output files."""
+    parser.add_argument("schedules", nargs="*", default=[], metavar="NAME", help="schedules to compare (default: all)")
     add_sizes(parser)
     add_costs(parser)
     parser.add_argument(
-        "-o", "--output", action="append", metavar="FILE", help="a picture, page or trace of all; may be given again"
+        "-o", "--output", action="append", metavar="FILE", help="an image, HTML page or trace to write; can be repeated"
     )
     add_json(parser)
 
 
 def run(options: Options) -> int:
-    """Compare."""
+    """Compare the schedules: print a table, and write the output files."""
     files, names = options.output or [], options.schedules or None
     for path in files:
         check_output(path)
@@ -49,30 +49,30 @@ def run(options: Options) -> int:
                     "refused": comparison.refused, "files": files})  # fmt: skip
         return 0
     print(title + (f", activation budget {budget:g} M_a" if budget is not None else ""))
-    _print(comparison, budget)
+    _print_comparison(comparison, budget)
     for path in files:
         print(f"wrote {path}")
     return 0
 
 
 def _result(one: Candidate, budget: float | None) -> dict[str, Any]:
-    result = figures(one.schedule, one.timeline)
+    result = summary_dict(one.schedule, one.timeline)
     return result if budget is None else {**result, "inside_budget": one.inside}
 
 
-def _print(comparison: Comparison, budget: float | None) -> None:
+def _print_comparison(comparison: Comparison, budget: float | None) -> None:
     columns = ["schedule", "makespan", "bubble", "activations [M_a]", "weights", "messages / micro-batch"]
-    several = comparison.candidates[0].timeline.num_steps > 1
-    columns += ["last step's bubble"] * several + ["in budget"] * (budget is not None)
+    has_steps = comparison.candidates[0].timeline.num_steps > 1
+    columns += ["last step's bubble"] * has_steps + ["in budget"] * (budget is not None)
     rows = []
     for one in comparison.candidates:
         row = [one.name, f"{one.timeline.makespan:.5g}", f"{one.timeline.bubble_ratio:.1%}", f"{one.peak:.4g}"]
         row += [f"{one.schedule.num_chains} M_w", f"{messages_per_microbatch(one.schedule):g}"]
-        row += [f"{one.timeline.step_bubbles[-1]:.1%}"] * several
+        row += [f"{one.timeline.step_bubbles[-1]:.1%}"] * has_steps
         rows.append(row + ["yes" if one.inside else "no"] * (budget is not None))
     print_table(columns, rows, [not one.inside for one in comparison.candidates])
     for name, reason in comparison.refused.items():
-        print(f"without {name}: {reason}")
+        print(f"{name} is left out: {reason}")
 
 
 def _save(path: str, title: str, comparison: Comparison, options: Options) -> None:
@@ -81,6 +81,6 @@ def _save(path: str, title: str, comparison: Comparison, options: Options) -> No
         case ".html":
             save_page(path, title, timelines, unit=options.unit)
         case ".json":
-            save_trace(path, timelines, seconds=SECONDS.get(options.unit, 1e-3))
+            save_trace(path, timelines, seconds=unit_seconds(options.unit))
         case _:
             save_ranking(path, comparison, title=title, budget=options.activation_budget, unit=options.unit)

@@ -1,34 +1,35 @@
 """Write a schedule as the CSV table that torch.distributed.pipelining reads: a row per rank, cells like 0F0, 3I2, 3W2.
 
-With --communication the sends, receives and gradient reductions are in it (torch's format compute_comms); without, the
-compute alone (compute_only).
+With --communication the table includes sends, receives and gradient reductions (torch's format compute_comms);
+without, only compute actions (compute_only).
 """
 
 from pathlib import Path
 
-from lightning_hanayo.cli.schedule.options import Options, Parser, add_costs, add_json, add_schedule, describe
+from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_json, add_schedule
+from lightning_hanayo.cli.schedule.summary import sizes_text
 from lightning_hanayo.cli.schedule.terminal import print_json
 from lightning_hanayo.errors import HanayoError
 
 
-def add_options(parser: Parser) -> None:
-    """A schedule, the costs it is made for, and the file."""
+def add_options(parser: ScheduleParser) -> None:
+    """Add the schedule, the costs to build it for, and the file."""
     add_schedule(parser)
     parser.add_argument("file", metavar="OUT.csv", help="the file to write")
-    parser.add_argument("--communication", action="store_true", help="with sends, receives and gradient reductions")
+    parser.add_argument("--communication", action="store_true", help="include sends, receives and gradient reductions")
     add_costs(parser)
     add_json(parser)
 
 
 def run(options: Options) -> int:
-    """Write."""
+    """Write the table."""
     path = Path(options.file)
     if path.suffix.lower() != ".csv":
-        raise HanayoError(f"{path}: a table's file ends in .csv")
+        raise HanayoError(f"{path}: the name of a table must end in .csv")
     schedule = options.make_schedule()
     schedule.to_csv(path, communication=options.communication)
     if options.json:
         print_json({"schedule": schedule.name, "file": str(path), "communication": options.communication})
     else:
-        print(f"wrote {path}: {schedule.name}, {describe(schedule)}")
+        print(f"wrote {path}: {schedule.name}, {sizes_text(schedule)}")
     return 0

@@ -1,45 +1,46 @@
-"""Draw one schedule as it runs under given costs.
+"""Draw the timeline of one schedule, simulated with the given costs.
 
-Without --output the terminal shows it. Else its suffix says what is written: .png, .svg or .pdf (a picture),
-.html (a page to look around in, one file that loads nothing), .json (a trace for ui.perfetto.dev).
+Without --output it is drawn in the terminal. The suffix of an output file chooses its format: .png, .svg or .pdf (an
+image), .html (an interactive page in one file), .json (a trace for ui.perfetto.dev).
 """
 
 import json
 from pathlib import Path
 
-from lightning_hanayo.cli.schedule.figures import figures, sentence
-from lightning_hanayo.cli.schedule.options import Options, Parser, add_costs, add_json, add_schedule, title, whole
+from lightning_hanayo.cli.schedule.argument_types import integer
+from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_json, add_schedule
+from lightning_hanayo.cli.schedule.summary import summary_dict, summary_line, title
 from lightning_hanayo.cli.schedule.terminal import print_json, print_timeline
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_timeline, save_trace
-from lightning_hanayo.plotting.picture import FORMATS
+from lightning_hanayo.plotting.image import FORMATS
 from lightning_hanayo.schedule import Schedule, Timeline
 
 
-def add_options(parser: Parser) -> None:
-    """A schedule, its costs, and where to draw it."""
+def add_options(parser: ScheduleParser) -> None:
+    """Add the schedule, its costs, and how to draw it."""
     add_schedule(parser)
     add_costs(parser)
     parser.add_argument(
         "--loss-stage",
         action="store_true",
-        help="head and loss on rank 0, as training plays schedules that end elsewhere",
+        help="add a stage for head and loss on rank 0, as training does for schedules that end on another rank",
     )
-    parser.add_argument("-o", "--output", action="append", metavar="FILE", help="a file to write; may be given again")
+    parser.add_argument("-o", "--output", action="append", metavar="FILE", help="a file to write; can be repeated")
     parser.add_argument(
         "--follow",
-        type=whole,
+        type=integer,
         action="append",
         metavar="M",
-        help="draw micro-batch M's way as a line; may be given again",
+        help="draw the path of micro-batch M as a line; can be repeated",
     )
-    parser.add_argument("--activations", action="store_true", help="draw what each rank holds below a picture")
-    parser.add_argument("--columns", type=whole, metavar="N", help="characters per line in the terminal")
+    parser.add_argument("--activations", action="store_true", help="also draw each rank's activations in an image")
+    parser.add_argument("--columns", type=integer, metavar="N", help="characters per line in the terminal")
     add_json(parser)
 
 
 def run(options: Options) -> int:
-    """Draw."""
+    """Draw the schedule in the terminal, or write the output files."""
     files = options.output or []
     for path in files:
         check_output(path)
@@ -55,10 +56,10 @@ def run(options: Options) -> int:
         _save(path, schedule, timeline, options)
     if options.json:
         spans = json.loads(timeline.to_json())["spans"]
-        print_json({**figures(schedule, timeline), "files": files, "spans": spans})
+        print_json({**summary_dict(schedule, timeline), "files": files, "spans": spans})
         return 0
     print(title(schedule))
-    print(sentence(schedule, timeline, options.unit))
+    print(summary_line(schedule, timeline, options.unit))
     if not files:
         print()
         print_timeline(timeline, options.columns)
@@ -67,15 +68,15 @@ def run(options: Options) -> int:
     return 0
 
 
-def check_output(path: str, others: tuple[str, ...] = ("html", "json")) -> None:
-    """Refuse a file that can't be written before anything is computed.
+def check_output(path: str) -> None:
+    """Reject an output file that can't be written, before anything is computed.
 
     Raises:
-        HanayoError: its suffix says nothing to us, or its folder isn't there.
+        HanayoError: its suffix is unknown, or its folder doesn't exist.
     """
-    suffix, known = Path(path).suffix, [f".{one}" for one in (*FORMATS, *others)]
+    suffix, known = Path(path).suffix, [f".{suffix}" for suffix in (*FORMATS, "html", "json")]
     if suffix.lower() not in known:
-        raise HanayoError(f"--output {path}: the suffix {suffix!r} isn't known; {nearest(suffix, known)}")
+        raise HanayoError(f"--output {path}: the suffix {suffix!r} is unknown; {nearest(suffix, known)}")
     if not Path(path).parent.is_dir():
         raise HanayoError(f"--output {path}: there is no folder {Path(path).parent}")
 
@@ -85,7 +86,7 @@ def _save(path: str, schedule: Schedule, timeline: Timeline, options: Options) -
         case ".html":
             save_page(path, title(schedule), {schedule.name: timeline}, unit=options.unit)
         case ".json":
-            save_trace(path, {title(schedule): timeline}, seconds=SECONDS.get(options.unit, 1e-3))
+            save_trace(path, {title(schedule): timeline}, seconds=unit_seconds(options.unit))
         case _:
             save_timeline(
                 path,
@@ -97,5 +98,6 @@ def _save(path: str, schedule: Schedule, timeline: Timeline, options: Options) -
             )
 
 
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}
-"""the units that a trace shows as they are; of another, one is shown as a millisecond"""
+def unit_seconds(unit: str) -> float:
+    """The length of a unit of time in seconds. Traces show an unknown unit as a millisecond."""
+    return {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6}.get(unit, 1e-3)

@@ -1,4 +1,4 @@
-"""Trace: timelines in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
+"""Writes timelines in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
 
 process "hanayo"          thread "rank 0"  |0F0|0F1|...           a slice per action; arrows are messages
                           thread "rank 1"      |1F0|...
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting.messages import idle_before, messages
-from lightning_hanayo.plotting.palette import NAMES
+from lightning_hanayo.plotting.messages import idle_before, timeline_messages
+from lightning_hanayo.plotting.palette import KIND_NAMES
 from lightning_hanayo.schedule import Kind, Span, Timeline
 
 Event = dict[str, Any]
@@ -24,7 +24,7 @@ _COLOURS = {
     Kind.W: "grey",
     Kind.REDUCE_GRAD: "rail_load",
 }
-"""chrome://tracing knows colours by these names only: blue, orange, red, grey, green; Perfetto takes a kind's own"""
+"""chrome://tracing accepts only named colours: here blue, orange, red, grey, green. Perfetto chooses its own."""
 
 
 def save_trace(
@@ -52,13 +52,13 @@ def chrome_trace(
     seconds: float = 1e-3,
     waits: Mapping[str, Sequence[Span]] | None = None,
 ) -> dict[str, Any]:
-    """The trace as the object that JSON files of this format hold: a process per timeline, a thread per rank.
+    """The trace as a JSON object: one process per timeline, one thread per rank.
 
     Args:
-        timelines: simulated or measured, by the name each gets.
-        seconds: how long one unit of the timelines' time is; 1.0 for what was measured in seconds, by default a unit is
-            shown as a millisecond.
-        waits: by the same names, spans in which a rank waited for the action named; drawn between the actions.
+        timelines: simulated or measured, by name.
+        seconds: the length of the timelines' unit of time; 1.0 if they were measured in seconds. By default one unit
+            is shown as a millisecond.
+        waits: by the same names, spans in which a rank waited for the inputs of an action; drawn between the actions.
 
     Example:
         >>> chrome_trace({"gpipe": simulate(build("gpipe", num_ranks=2, num_microbatches=2))})["traceEvents"][0]
@@ -66,13 +66,13 @@ def chrome_trace(
     """
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items()):
-        waited = (waits or {}).get(name, ())
-        events += _Process(process, timeline, 1e6 * seconds).events(name, waited, first_flow=len(events))
+        own_waits = (waits or {}).get(name, ())
+        events += _TimelineEvents(process, timeline, 1e6 * seconds).events(name, own_waits, first_flow=len(events))
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-class _Process:
-    """One timeline's events."""
+class _TimelineEvents:
+    """The events of one timeline."""
 
     def __init__(self, number: int, timeline: Timeline, microseconds: float) -> None:
         self._number = number
@@ -95,35 +95,35 @@ class _Process:
         yield from self._counters()
 
     def _threads(self) -> Iterator[Event]:
-        beside = {span.rank for span in self._timeline.spans if not span.action.kind.is_compute}
+        with_communication = {span.rank for span in self._timeline.spans if not span.action.kind.is_compute}
         for rank in range(self._timeline.num_ranks):
             yield self._meta("thread_name", 2 * rank, f"rank {rank}")
             yield self._meta("thread_sort_index", 2 * rank, 2 * rank)
-            if rank in beside:
+            if rank in with_communication:
                 yield self._meta("thread_name", 2 * rank + 1, f"rank {rank}, communication")
                 yield self._meta("thread_sort_index", 2 * rank + 1, 2 * rank + 1)
 
-    def _meta(self, what: str, thread: int | None, value: str | int) -> Event:
-        argument = "sort_index" if what.endswith("sort_index") else "name"
-        where = {"pid": self._number} if thread is None else {"pid": self._number, "tid": thread}
-        return {"ph": "M", **where, "name": what, "args": {argument: value}}
+    def _meta(self, event_name: str, thread: int | None, value: str | int) -> Event:
+        argument = "sort_index" if event_name.endswith("sort_index") else "name"
+        target = {"pid": self._number} if thread is None else {"pid": self._number, "tid": thread}
+        return {"ph": "M", **target, "name": event_name, "args": {argument: value}}
 
     def _slice(self, span: Span, name: str, category: str, details: Mapping[str, Any]) -> Event:
-        event = {"ph": "X", **self._place(span), "name": name, "cat": category, "ts": self._time(span.start)}
+        event = {"ph": "X", **self._thread(span), "name": name, "cat": category, "ts": self._time(span.start)}
         event |= {"dur": self._length(span.end - span.start), "args": dict(details)}
         if category != "wait" and span.action.kind in _COLOURS:
             event["cname"] = _COLOURS[span.action.kind]
         return event
 
     def _flows(self, first: int) -> Iterator[Event]:
-        """Arrows bind to the slice around their time: just before the producer's end, and the consumer's start."""
-        for number, message in enumerate(messages(self._timeline), first):
+        """The arrows of messages. An arrow's end belongs to the slice that contains its time."""
+        for number, message in enumerate(timeline_messages(self._timeline), first):
             producer, consumer = message.producer, message.consumer
             forward = consumer.action.kind is Kind.F
             common = {"cat": "message", "name": "activation" if forward else "gradient", "id": number}
-            leaves = producer.start + 0.999 * (producer.end - producer.start)
-            yield {"ph": "s", **self._place(producer), **common, "ts": self._time(leaves)}
-            yield {"ph": "f", "bp": "e", **self._place(consumer), **common, "ts": self._time(consumer.start)}
+            sent = producer.start + 0.999 * (producer.end - producer.start)
+            yield {"ph": "s", **self._thread(producer), **common, "ts": self._time(sent)}
+            yield {"ph": "f", "bp": "e", **self._thread(consumer), **common, "ts": self._time(consumer.start)}
 
     def _counters(self) -> Iterator[Event]:
         for rank in range(self._timeline.num_ranks):
@@ -131,7 +131,7 @@ class _Process:
                 event = {"ph": "C", "pid": self._number, "tid": 2 * rank, "name": f"activations, rank {rank}"}
                 yield {**event, "ts": self._time(time), "args": {"M_a": held}}
 
-    def _place(self, span: Span) -> Event:
+    def _thread(self, span: Span) -> Event:
         return {"pid": self._number, "tid": 2 * span.rank + (not span.action.kind.is_compute)}
 
     def _time(self, time: float) -> float:
@@ -145,4 +145,4 @@ def _category(span: Span) -> str:
     kind = span.action.kind
     if kind.is_message:
         return "message"
-    return NAMES.get(kind, "gradient reduction")
+    return KIND_NAMES.get(kind, "gradient reduction")

@@ -1,4 +1,4 @@
-"""The page: one file that loads nothing, whose data is the timeline."""
+"""The HTML page is self-contained, and its data is the timeline."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting import page, save_page
+from lightning_hanayo.plotting import html_page, save_page
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, simulate
 from tests.schedule.samples import schedules, unhurried
 
@@ -20,7 +20,7 @@ EMPTY = {"meta", "br", "hr", "img", "input", "link"}
 
 
 class Reader(HTMLParser):
-    """Takes a page apart; every tag must be closed."""
+    """Parses a page; every tag must be closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,26 +62,26 @@ def wave(tmp_path: Path) -> Path:
     return tmp_path / "wave.html"
 
 
-def test_it_refers_to_nothing_outside(wave: Path) -> None:
+def test_page_refers_to_nothing_outside(wave: Path) -> None:
     reader = read(wave)
     assert reader.references == []
     assert not reader.tags & {"link", "img", "iframe", "object", "embed"}
-    text = wave.read_text().replace("http://www.w3.org/2000/svg", "", 1)  # a name, not an address
+    text = wave.read_text().replace("http://www.w3.org/2000/svg", "", 1)  # an XML name, which is never fetched
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|fetch\(|XMLHttpRequest|import\(", text)
 
 
-def test_its_title_is_escaped(wave: Path) -> None:
+def test_title_is_escaped(wave: Path) -> None:
     assert "<h1>a wave &amp; more</h1>" in wave.read_text()
 
 
-def test_its_data_cannot_end_its_script(tmp_path: Path) -> None:
+def test_data_cannot_end_the_script_element(tmp_path: Path) -> None:
     save_page(tmp_path / "odd.html", "odd", {"</script><b>": simulate(build("gpipe", num_ranks=1, num_microbatches=1))})
     assert data(tmp_path / "odd.html")["timelines"][0]["name"] == "</script><b>"
 
 
 @unhurried
 @given(schedule=schedules(max_ranks=3, max_microbatches=4))
-def test_its_data_is_the_timeline(schedule: Schedule, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_data_is_the_timeline(schedule: Schedule, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "page.html"
     timeline = simulate(schedule, CostModel(message=0.25), steps=2)
     save_page(path, "it", {"it": timeline})
@@ -90,12 +90,12 @@ def test_its_data_is_the_timeline(schedule: Schedule, tmp_path_factory: pytest.T
     drawn = [s for s in timeline.spans if s.end > s.start]
     assert spans == [(s.rank, str(s.action), round(s.start, 9), round(s.end, 9)) for s in drawn]
     curves = [timeline.activations(rank) for rank in range(timeline.num_ranks)]
-    assert shown["held"] == [[[round(time, 9), held] for time, held in curve] for curve in curves]
+    assert shown["activations"] == [[[round(time, 9), held] for time, held in curve] for curve in curves]
     assert shown["makespan"] == timeline.makespan
     assert [s[9] for s in shown["spans"]] == sorted(s[9] for s in shown["spans"])
 
 
-def test_a_span_tells_how_long_its_rank_waited_and_for_what(wave: Path) -> None:
+def test_a_span_says_how_long_its_rank_was_idle_and_which_message_it_waited_for(wave: Path) -> None:
     spans = {f"{s[1]}{s[2]}{s[3]}": s for s in data(wave)["timelines"][0]["spans"]}
     assert spans["0F0"][7:9] == [0.0, None]
     assert spans["1F0"][7:9] == [0.6, "0F0 on rank 0"]
@@ -104,24 +104,24 @@ def test_a_span_tells_how_long_its_rank_waited_and_for_what(wave: Path) -> None:
 def test_every_colour_is_in_the_legend(wave: Path) -> None:
     shown = data(wave)
     used = {span[6] for span in shown["timelines"][0]["spans"]}
-    assert used == {shade for _, shade in shown["legend"]}
+    assert used == {colour for _, colour in shown["legend"]}
     assert "gradient reduction" in dict(shown["legend"])
 
 
-def test_more_than_a_browser_bears_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "MOST_SPANS", 7)
+def test_too_many_actions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html_page, "MAX_SPANS", 7)
     timeline = simulate(build("gpipe", num_ranks=2, num_microbatches=2))
     with pytest.raises(HanayoError, match=r"at most 7 actions, got 8; .* write a trace \(.json\)"):
         save_page(tmp_path / "a.html", "it", {"it": timeline})
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HanayoError, match="can't be written"):
         save_page(tmp_path / "nowhere" / "a.html", "it", {"it": Timeline(())})
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_its_script_is_javascript(wave: Path, tmp_path: Path) -> None:
+def test_script_is_valid_javascript(wave: Path, tmp_path: Path) -> None:
     (tmp_path / "page.js").write_text(read(wave).texts["script"])
     done = subprocess.run(["node", "--check", str(tmp_path / "page.js")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,9 +1,9 @@
-"""Page: timelines as one HTML file that loads nothing: hover shows an action, follows its micro-batch over the ranks.
+"""Writes timelines as one self-contained HTML page, in which hovering over an action shows its micro-batch's path.
 
 title, legend, zoom
 rank 0   | 0 1 2 3 .  0 0  1 1 ...            a box per action
 rank 1   |   0 1 2 .  .  ...
-peak 2   | __/~~~\\__                          the activations that each rank holds, in M_a
+peak 2   | __/~~~\\__                          each rank's activations, in M_a
 peak 2   |   _/~~~\\_
 """
 
@@ -16,18 +16,25 @@ from string import Template
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting.legs import legs
-from lightning_hanayo.plotting.messages import idle_before, messages
-from lightning_hanayo.plotting.palette import HELD, IDLE, NAMES, colour, ink
-from lightning_hanayo.plotting.rows import legend
+from lightning_hanayo.plotting.messages import idle_before, timeline_messages
+from lightning_hanayo.plotting.palette import (
+    ACTIVATION_COLOUR,
+    IDLE_COLOUR,
+    KIND_NAMES,
+    action_colour,
+    legend_entries,
+    text_colour,
+    wave_legs,
+)
+from lightning_hanayo.plotting.timeline_axes import summary
 from lightning_hanayo.schedule import Kind, Span, Timeline
 from lightning_hanayo.schedule.action import COMPUTE
 
-MOST_SPANS = 100_000
-"""that a browser still moves through smoothly"""
+MAX_SPANS = 100_000
+"""more make a browser slow"""
 
-_BOX = 17
-"""pixels of the narrowest box where there is room: a number of two digits fits"""
+_MIN_BOX_WIDTH = 17
+"""pixels, if there is room: a number of two digits fits"""
 
 
 def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *, unit: str = "") -> None:
@@ -35,21 +42,21 @@ def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *
 
     Args:
         path: the file, usually ending in .html.
-        title: above everything.
-        timelines: simulated or measured, by the name each gets, drawn to one scale.
+        title: at the top of the page.
+        timelines: simulated or measured, by name; drawn to one scale.
         unit: of time, e.g. `"s"`.
 
     Raises:
         HanayoError: there are too many spans for a page, or the file can't be written.
     """
     count = sum(len(timeline.spans) for timeline in timelines.values())
-    if count > MOST_SPANS:
+    if count > MAX_SPANS:
         raise HanayoError(
-            f"{path}: a page shows at most {MOST_SPANS} actions, got {count}; draw fewer micro-batches or ranks, or "
+            f"{path}: a page shows at most {MAX_SPANS} actions, got {count}; draw fewer micro-batches or ranks, or "
             "write a trace (.json) and open it in ui.perfetto.dev"
         )
     text = json.dumps(_data(timelines, unit), separators=(",", ":")).replace("</", "<\\/")
-    template = Template((files(__package__) / "page.html").read_text(encoding="utf-8"))
+    template = Template((files(__package__) / "html_page.html").read_text(encoding="utf-8"))
     try:
         Path(path).write_text(template.substitute(title=escape(title), data=text), encoding="utf-8")
     except OSError as error:
@@ -57,25 +64,25 @@ def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *
 
 
 def _data(timelines: Mapping[str, Timeline], unit: str) -> dict[str, Any]:
-    entries = legend(list(timelines.values()))
-    shades = {shade: number for number, shade in enumerate(dict.fromkeys(entries.values()))}
+    entries = legend_entries(timelines.values())
+    colours = {colour: number for number, colour in enumerate(dict.fromkeys(entries.values()))}
     return {
         "unit": unit,
-        "idle": IDLE,
-        "held": HELD,
+        "idle": IDLE_COLOUR,
+        "activations": ACTIVATION_COLOUR,
         "compute": sorted(COMPUTE),
-        "kinds": {**NAMES, Kind.REDUCE_GRAD: "gradient reduction"},
-        "shades": [(shade, ink(shade)) for shade in shades],
-        "legend": [(name, shades[shade]) for name, shade in entries.items()],
-        "wanted": max((_BOX / _narrowest(timeline) for timeline in timelines.values()), default=1.0),
-        "timelines": [_timeline(name, timeline, shades) for name, timeline in timelines.items()],
+        "kinds": {**KIND_NAMES, Kind.REDUCE_GRAD: "gradient reduction"},
+        "colours": [(colour, text_colour(colour)) for colour in colours],
+        "legend": [(label, colours[colour]) for label, colour in entries.items()],
+        "scale": max((_MIN_BOX_WIDTH / _narrowest(timeline) for timeline in timelines.values()), default=1.0),
+        "timelines": [_timeline(name, timeline, colours) for name, timeline in timelines.items()],
     }
 
 
-def _timeline(name: str, timeline: Timeline, shades: Mapping[str, int]) -> dict[str, Any]:
+def _timeline(name: str, timeline: Timeline, colours: Mapping[str, int]) -> dict[str, Any]:
     begin = timeline.begin
     idle, sources = idle_before(timeline), _sources(timeline)
-    shading = legs(timeline)
+    legs = wave_legs(timeline)
     shown = [
         (number, span)
         for number, step in enumerate(timeline.steps)
@@ -84,7 +91,7 @@ def _timeline(name: str, timeline: Timeline, shades: Mapping[str, int]) -> dict[
     ]
     return {
         "name": name,
-        "figures": f"makespan {timeline.makespan:.4g}, bubble {timeline.bubble_ratio:.1%}",
+        "summary": summary(timeline, ""),
         "ranks": timeline.num_ranks,
         "makespan": timeline.makespan,
         "spans": [
@@ -95,14 +102,14 @@ def _timeline(name: str, timeline: Timeline, shades: Mapping[str, int]) -> dict[
                 span.action.microbatch,
                 round(span.start - begin, 9),
                 round(span.end - begin, 9),
-                shades[colour(span.action, shading)],
+                colours[action_colour(span.action, legs)],
                 round(idle.get(span, 0.0), 9),
                 sources.get(span),
                 number,
             )
             for number, span in shown
         ],
-        "held": [
+        "activations": [
             [(round(time - begin, 9), held) for time, held in timeline.activations(rank)]
             for rank in range(timeline.num_ranks)
         ],
@@ -110,13 +117,13 @@ def _timeline(name: str, timeline: Timeline, shades: Mapping[str, int]) -> dict[
 
 
 def _sources(timeline: Timeline) -> dict[Span, str]:
-    """For each span that a message reached last, what sent it."""
-    latest: dict[Span, Span] = {}
-    for message in messages(timeline):
-        before = latest.get(message.consumer)
+    """For each span that waits for messages: the sender of the last one, in words."""
+    last_sender: dict[Span, Span] = {}
+    for message in timeline_messages(timeline):
+        before = last_sender.get(message.consumer)
         if before is None or message.producer.end > before.end:
-            latest[message.consumer] = message.producer
-    return {consumer: f"{producer.action} on rank {producer.rank}" for consumer, producer in latest.items()}
+            last_sender[message.consumer] = message.producer
+    return {consumer: f"{producer.action} on rank {producer.rank}" for consumer, producer in last_sender.items()}
 
 
 def _narrowest(timeline: Timeline) -> float:

@@ -1,4 +1,4 @@
-"""Pictures: that they come about, show what they should, and touch nothing global."""
+"""Images of timelines are written, show what they should, and leave matplotlib's global state alone."""
 
 import subprocess
 import sys
@@ -6,16 +6,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from matplotlib import image
+from matplotlib import image as matplotlib_image
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import draw_timeline, save_comparison, save_schedule, save_timeline
-from lightning_hanayo.plotting.curves import draw_activations
-from lightning_hanayo.plotting.picture import _bands
-from lightning_hanayo.plotting.rows import draw_rows, legend
+from lightning_hanayo.plotting.image import _bands
+from lightning_hanayo.plotting.palette import legend_entries
+from lightning_hanayo.plotting.timeline_axes import draw_actions, draw_activations
 from lightning_hanayo.schedule import CostModel, Timeline, build, simulate, with_loss_stage
 
 
@@ -25,19 +25,19 @@ def wave(num_ranks: int, num_microbatches: int, message: float = 0.0) -> Timelin
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_comparison_is_a_file(tmp_path: Path, suffix: str) -> None:
+def test_a_comparison_is_written(tmp_path: Path, suffix: str) -> None:
     save_comparison(tmp_path / f"wave.{suffix}", wave(2, 4, 0.1), wave(2, 4), title="a step")
     assert (tmp_path / f"wave.{suffix}").stat().st_size > 5000
 
 
-def test_a_comparison_shows_both_with_their_figures(tmp_path: Path) -> None:
+def test_a_comparison_shows_both_timelines_with_makespan_and_bubble(tmp_path: Path) -> None:
     save_comparison(tmp_path / "wave.svg", wave(2, 2, 0.1), wave(2, 2), title="a step")
     picture = (tmp_path / "wave.svg").read_text()
     for text in ("a step", "measured: makespan 7.8 s, bubble 23.1%", "predicted: makespan 7 s, bubble 14.3%"):
         assert f"<!-- {text} -->" in picture
 
 
-def test_one_schedule(tmp_path: Path) -> None:
+def test_a_schedule_is_written(tmp_path: Path) -> None:
     schedule = with_loss_stage(build("interleaved", num_ranks=3, num_microbatches=3))
     save_schedule(tmp_path / "table.svg", schedule, CostModel(gradient_reduce=1.0))
     picture = (tmp_path / "table.svg").read_text()
@@ -46,7 +46,7 @@ def test_one_schedule(tmp_path: Path) -> None:
 
 
 def numbers(axes: Axes) -> list[tuple[float, float, str]]:
-    """The micro-batch numbers drawn, each with its place."""
+    """The micro-batch numbers that are drawn: x, y, text."""
     return [
         (float(x), float(y), str(collection.get_label()))
         for collection in axes.collections
@@ -55,7 +55,7 @@ def numbers(axes: Axes) -> list[tuple[float, float, str]]:
     ]
 
 
-def test_rows_lie_from_rank_0_down_and_numbers_stand_in_their_boxes() -> None:
+def test_rank_0_is_on_top_and_numbers_are_in_the_middle_of_their_boxes() -> None:
     axes = Figure(figsize=(8, 3)).subplots()
     timeline = wave(2, 2)
     draw_timeline(timeline, axes, title="here")
@@ -65,10 +65,10 @@ def test_rows_lie_from_rank_0_down_and_numbers_stand_in_their_boxes() -> None:
     assert sorted(numbers(axes)) == sorted(middles)
 
 
-def test_a_window_shows_what_reaches_into_it() -> None:
+def test_a_window_shows_the_actions_that_overlap_it() -> None:
     axes = Figure(figsize=(8, 3)).subplots()
     timeline = wave(2, 2)
-    draw_rows(timeline, axes, window=(2.0, 4.0))
+    draw_actions(timeline, axes, window=(2.0, 4.0))
     assert axes.get_xlim() == (2.0, 4.0)
     middles = [(s.start + s.end) / 2 for s in timeline.spans]
     assert len(numbers(axes)) == sum(2 <= middle <= 4 for middle in middles)
@@ -83,18 +83,18 @@ def test_numbers_that_do_not_fit_are_left_out() -> None:
 def test_one_micro_batch_can_be_followed_over_the_ranks() -> None:
     axes = Figure(figsize=(8, 3)).subplots()
     draw_timeline(wave(2, 2), axes, follow=[1])
-    (way,) = axes.lines
+    (path,) = axes.lines
     forward, backward = [0, 1, 1, 0] * 2, [0, 1, 1, 0] * 2
-    assert list(way.get_ydata()) == forward + backward
+    assert list(path.get_ydata()) == forward + backward
 
 
-def test_a_step_after_another_has_a_way_of_its_own() -> None:
+def test_each_step_has_its_own_path() -> None:
     axes = Figure(figsize=(8, 3)).subplots()
     draw_timeline(simulate(build("gpipe", num_ranks=2, num_microbatches=2), steps=3), axes, follow=[0])
     assert len(axes.lines) == 3
 
 
-def test_a_long_timeline_is_cut_into_bands_that_hold_all_of_it() -> None:
+def test_a_long_timeline_is_broken_into_bands_without_gaps() -> None:
     timeline = wave(8, 32)
     bands = _bands(timeline)
     assert len(bands) > 1
@@ -103,7 +103,7 @@ def test_a_long_timeline_is_cut_into_bands_that_hold_all_of_it() -> None:
     assert all(before[1] == after[0] for before, after in pairwise(bands))
 
 
-def test_bands_end_where_the_picture_would_be_too_high() -> None:
+def test_bands_do_not_exceed_the_maximum_height() -> None:
     assert len(_bands(wave(16, 64))) * 16 * 0.34 <= 40
 
 
@@ -111,31 +111,31 @@ def test_a_short_timeline_is_one_band() -> None:
     assert len(_bands(wave(4, 4))) == 1
 
 
-def test_a_picture_in_bands_says_what_one_in_a_row_says(tmp_path: Path) -> None:
+def test_an_image_in_bands_has_title_axis_and_ranks(tmp_path: Path) -> None:
     save_timeline(tmp_path / "wave.svg", wave(8, 32), title="here", unit="T_F", follow=[0, 31])
     picture = (tmp_path / "wave.svg").read_text()
     for text in ("here: makespan 103 T_F, bubble 6.8%", "time [T_F]", "rank 7"):
         assert text in picture
 
 
-def test_the_legend_tells_the_legs_of_a_wave() -> None:
-    assert list(legend([wave(2, 2)])) == [
+def test_legend_names_the_legs_of_a_wave() -> None:
+    assert list(legend_entries([wave(2, 2)])) == [
         "forward, leg 0, 2",
         "forward, leg 1, 3",
         "backward, leg 2, 0",
         "backward, leg 3, 1",
     ]
-    assert list(legend([simulate(build("1f1b", num_ranks=2, num_microbatches=2))])) == ["forward", "backward"]
+    assert list(legend_entries([simulate(build("1f1b", num_ranks=2, num_microbatches=2))])) == ["forward", "backward"]
 
 
-def test_the_loss_has_a_colour_of_its_own() -> None:
+def test_the_loss_has_its_own_colour() -> None:
     schedule = with_loss_stage(build("gpipe", num_ranks=2, num_microbatches=2))
     timeline = simulate(schedule, CostModel(forward=(1.0, 1.0, 0.3)))
-    assert list(legend([timeline])) == ["forward", "head and loss", "backward"]
+    assert list(legend_entries([timeline])) == ["forward", "head and loss", "backward"]
 
 
-def test_activations_are_steps_under_their_peak() -> None:
-    """1f1b of two: rank 0 holds 2 M_a at most, rank 1 one, drawn half as high."""
+def test_activations_are_drawn_to_one_scale() -> None:
+    """1f1b on two ranks: rank 0 has a peak of 2 M_a, rank 1 of 1 M_a, drawn half as high."""
     axes = Figure(figsize=(8, 1)).subplots()
     draw_activations(simulate(build("1f1b", num_ranks=2, num_microbatches=2)), axes, window=(0.0, 9.0))
     assert [label.get_text() for label in axes.get_yticklabels()] == ["2 M_a", "1 M_a"]
@@ -144,10 +144,10 @@ def test_activations_are_steps_under_their_peak() -> None:
     assert (second.min(), second.max()) == pytest.approx((1.0, 1.43))
 
 
-def test_activations_make_a_picture_higher(tmp_path: Path) -> None:
+def test_activations_make_the_image_higher(tmp_path: Path) -> None:
     for activations in (False, True):
         save_timeline(tmp_path / f"{activations}.png", wave(2, 4), activations=activations)
-    without, with_ = (image.imread(tmp_path / f"{activations}.png").shape for activations in (False, True))
+    without, with_ = (matplotlib_image.imread(tmp_path / f"{activations}.png").shape for activations in (False, True))
     assert with_[0] > without[0]
     assert with_[1] == without[1]
 
@@ -157,17 +157,17 @@ def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
         save_schedule(tmp_path / "table.gif", build("1f1b", num_ranks=2, num_microbatches=2))
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HanayoError, match=r"nowhere/a.png can't be written: No such file or directory"):
         save_timeline(tmp_path / "nowhere" / "a.png", wave(2, 2))
 
 
-def test_an_empty_timeline_is_a_picture_too(tmp_path: Path) -> None:
+def test_an_empty_timeline_can_be_drawn(tmp_path: Path) -> None:
     save_comparison(tmp_path / "wave.png", Timeline(()), wave(2, 2))
     assert (tmp_path / "wave.png").exists()
 
 
-def test_no_window_system_and_no_pyplot(tmp_path: Path) -> None:
+def test_drawing_imports_neither_torch_nor_pyplot(tmp_path: Path) -> None:
     code = (
         "import sys; from lightning_hanayo.schedule import build; from lightning_hanayo.plotting import save_schedule;"
         f"save_schedule({str(tmp_path / 'a.png')!r}, build('1f1b', num_ranks=2, num_microbatches=2));"

@@ -1,9 +1,9 @@
-"""Picture: timelines saved as a file, PNG, SVG or PDF by its suffix. A long one is cut into bands, like lines of text.
+"""Saves timelines as images: PNG, SVG or PDF. A long timeline is broken into bands, like lines of text.
 
 title: makespan, bubble
 rank 0 | 0 1 2 3 ...                band 0
 rank 1 |   0 1 2 ...
-rank 0 | ... 6 6 7 7                band 1: what comes after
+rank 0 | ... 6 6 7 7                band 1: continues
 rank 1 | ...  6 6 7
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting.curves import draw_activations
-from lightning_hanayo.plotting.rows import draw_rows, draw_timeline, facts, legend
+from lightning_hanayo.plotting.palette import legend_entries
+from lightning_hanayo.plotting.timeline_axes import draw_actions, draw_activations, draw_timeline, summary
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, simulate
 
 if TYPE_CHECKING:
@@ -24,36 +24,36 @@ FORMATS = ("png", "svg", "pdf")
 
 DPI = 160
 _ABOVE, _BELOW, _AROUND_ROWS, _BETWEEN = 0.3, 0.3, 0.9, 0.25
-"""inches: over the panels (the title), under them (the legend), around one panel's rows (its title and time axis), and
-what a band without a title has around its rows"""
+"""inches: above the panels (title), below them (legend), around the rows of a panel (its title and time axis), and
+between two bands"""
 _CURVE = 0.16
 """inches of one rank's activations"""
-_BOX = 0.13
-"""inches: so wide is the narrowest usual box where there is room; a number of two digits fits"""
-_NARROWEST, _WIDEST, _HIGHEST = 9.0, 20.0, 40.0
-"""inches of a whole picture"""
+_BOX_WIDTH = 0.13
+"""inches, if there is room: a number of two digits fits"""
+_MIN_WIDTH, _MAX_WIDTH, _MAX_HEIGHT = 9.0, 20.0, 40.0
+"""inches of the image"""
 
 
 def save_comparison(
     path: str | Path, measured: Timeline, predicted: Timeline, title: str | None = None, unit: str = "s"
 ) -> None:
-    """`wave.png`: the pipeline as it ran above the pipeline as predicted, on one time axis.
+    """Save the measured timeline above the predicted one, on one time axis (`wave.png`).
 
-    Call it on one rank, the one that holds both timelines.
+    Call it on one rank only.
 
     Args:
         path: the file, ending in .png, .svg or .pdf.
-        measured: spans of a real step.
-        predicted: what the simulation says under the costs measured, in the same unit of time.
-        title: above both.
-        unit: the unit of time of both.
+        measured: of a real step.
+        predicted: simulated with the measured costs, in the same unit of time.
+        title: at the top.
+        unit: of time.
 
     Raises:
-        HanayoError: the suffix names no picture format, or the file can't be written.
+        HanayoError: the suffix is no image format, or the file can't be written.
     """
     check_suffix(path, FORMATS)
     both = [measured, predicted]
-    width = min(28.0, max(_NARROWEST, 0.9 + max(map(_wanted_width, both))))
+    width = min(28.0, max(_MIN_WIDTH, 0.9 + max(map(_ideal_width, both))))
     until = max(timeline.makespan for timeline in both)
     height = _ABOVE + sum(_AROUND_ROWS + _rows_height(timeline) for timeline in both) + _BELOW
     figure = new_figure(width, height)
@@ -66,14 +66,14 @@ def save_comparison(
     draw_legend(figure, both)
     if title:
         figure.text(0.1 / width, 1 - 0.08 / height, title, va="top", fontsize=11, weight="bold")
-    write(figure, path)
+    save_figure(figure, path)
 
 
 def save_schedule(path: str | Path, schedule: Schedule, costs: CostModel | None = None, unit: str = "") -> None:
-    """One picture of `schedule` as it would run under `costs` (default T_F = 1, T_B = 2, messages free).
+    """Save the simulated timeline of `schedule` with the given `costs` (default T_F = 1, T_B = 2, messages free).
 
     Raises:
-        HanayoError: the suffix names no picture format, or the file can't be written.
+        HanayoError: the suffix is no image format, or the file can't be written.
     """
     name = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches"
     save_timeline(path, simulate(schedule, costs), title=name, unit=unit)
@@ -88,61 +88,61 @@ def save_timeline(
     follow: Sequence[int] = (),
     activations: bool = False,
 ) -> None:
-    """One picture of `timeline`, in as many bands as its boxes need to hold their numbers.
+    """Save `timeline`, in as many bands as it takes for numbers to fit into their boxes.
 
     Args:
         path: the file, ending in .png, .svg or .pdf.
         timeline: simulated or measured.
-        title: stands before makespan and bubble ratio.
+        title: written before makespan and bubble ratio.
         unit: of time, e.g. `"s"`.
-        follow: micro-batches whose way over the ranks is drawn as a line.
-        activations: whether what each rank holds is drawn below, its peak in M_a beside it.
+        follow: micro-batches whose path over the ranks is drawn as a line.
+        activations: whether to draw each rank's activations below, with its peak in M_a.
 
     Raises:
-        HanayoError: the suffix names no picture format, or the file can't be written.
+        HanayoError: the suffix is no image format, or the file can't be written.
     """
     check_suffix(path, FORMATS)
     bands = _bands(timeline)
     rows = _rows_height(timeline)
-    width = min(_WIDEST, max(_NARROWEST, 0.9 + _wanted_width(timeline) / len(bands)))
+    width = min(_MAX_WIDTH, max(_MIN_WIDTH, 0.9 + _ideal_width(timeline) / len(bands)))
     curves = (_CURVE * timeline.num_ranks + _BETWEEN) * activations
     height = 0.35 + len(bands) * (rows + _BETWEEN + curves) + 0.2 + _BELOW
     figure = new_figure(width, height)
     for number, band in enumerate(bands):
         top = height - 0.35 - number * (rows + _BETWEEN + curves)
         axes = figure.add_axes((0.7 / width, (top - rows) / height, (width - 0.9) / width, rows / height))
-        draw_rows(timeline, axes, window=band, follow=follow)
+        draw_actions(timeline, axes, window=band, follow=follow)
         axes.tick_params(axis="x", labelsize=8, pad=1)
         if activations:
             below = (0.7 / width, (top - rows - curves) / height, (width - 0.9) / width, (curves - _BETWEEN) / height)
             draw_activations(timeline, figure.add_axes(below), window=band)
-    text = f"{title}: {facts(timeline, unit)}" if title else facts(timeline, unit)
+    text = f"{title}: {summary(timeline, unit)}" if title else summary(timeline, unit)
     figure.text(0.7 / width, 1 - 0.1 / height, text, va="top", fontsize=10)
     figure.text(0.5, 0.3 / height, f"time [{unit}]" if unit else "time", ha="center", fontsize=9)
     draw_legend(figure, [timeline])
-    write(figure, path)
+    save_figure(figure, path)
 
 
 def _bands(timeline: Timeline) -> list[tuple[float, float]]:
-    """Begin and end of equal parts of the time: as many as it takes for numbers to fit, in a picture not too high."""
+    """Begin and end of each band: as many as it takes for numbers to fit, within the maximum height."""
     makespan = timeline.makespan or 1.0
-    most = max(1, int(_HIGHEST / (_rows_height(timeline) + _BETWEEN)))
-    count = min(most, max(1, ceil(_wanted_width(timeline) / (_WIDEST - 0.9))))
-    length = makespan / count
-    return [(number * length, (number + 1) * length) for number in range(count)]
+    max_bands = max(1, int(_MAX_HEIGHT / (_rows_height(timeline) + _BETWEEN)))
+    num_bands = min(max_bands, max(1, ceil(_ideal_width(timeline) / (_MAX_WIDTH - 0.9))))
+    length = makespan / num_bands
+    return [(number * length, (number + 1) * length) for number in range(num_bands)]
 
 
-def _wanted_width(timeline: Timeline) -> float:
-    """Inches: so wide that a number fits the narrowest usual box."""
-    return _BOX * (timeline.makespan or 1.0) / min(_usual(timeline), default=1.0)
+def _ideal_width(timeline: Timeline) -> float:
+    """The width in inches at which a number fits into the narrowest box that isn't an outlier."""
+    return _BOX_WIDTH * (timeline.makespan or 1.0) / min(_box_lengths(timeline), default=1.0)
 
 
 def _rows_height(timeline: Timeline) -> float:
     return max(0.3, 0.5 - 0.01 * timeline.num_ranks) * timeline.num_ranks
 
 
-def _usual(timeline: Timeline) -> list[float]:
-    """The lengths of the compute boxes without the shortest tenth, whose numbers may be left out."""
+def _box_lengths(timeline: Timeline) -> list[float]:
+    """The lengths of the compute boxes, sorted, without the shortest tenth, whose numbers may be left out."""
     lengths = sorted(
         span.end - span.start for span in timeline.spans if span.action.kind.is_compute and span.end > span.start
     )
@@ -157,12 +157,12 @@ def check_suffix(path: str | Path, formats: Sequence[str]) -> str:
     """
     suffix = Path(path).suffix[1:].lower()
     if suffix not in formats:
-        raise HanayoError(f"{path} names no picture: its suffix must be one of {', '.join(formats)}")
+        raise HanayoError(f"{path} is no image: its suffix must be one of {', '.join(formats)}")
     return suffix
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """A figure of its own, in inches: no pyplot, so nothing global and no window system."""
+    """A figure of this size in inches. It uses no pyplot, so it has no global state and needs no window system."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -172,19 +172,19 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def draw_legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
-    """What the colours mean, at the foot."""
+    """Explain the colours, at the bottom."""
     from matplotlib.patches import Patch
 
-    entries = legend(timelines)
-    handles = [Patch(facecolor=colour, label=name) for name, colour in entries.items()]
-    needed = sum(0.3 + 0.062 * len(name) for name in entries)  # inches at 8 points
+    entries = legend_entries(timelines)
+    handles = [Patch(facecolor=colour, label=label) for label, colour in entries.items()]
+    needed = sum(0.3 + 0.062 * len(label) for label in entries)  # inches at 8 points
     size = 8 * min(1.0, figure.get_size_inches()[0] / max(1.0, needed))
-    tight = {"columnspacing": 1.0, "handlelength": 1.2, "handletextpad": 0.4}
+    spacing = {"columnspacing": 1.0, "handlelength": 1.2, "handletextpad": 0.4}
     columns = max(1, len(handles))
-    figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=size, **tight)
+    figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=size, **spacing)
 
 
-def write(figure: "Figure", path: str | Path) -> None:
+def save_figure(figure: "Figure", path: str | Path) -> None:
     """Save the figure.
 
     Raises:

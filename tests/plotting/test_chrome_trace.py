@@ -1,4 +1,4 @@
-"""Traces follow the Chrome trace event format, and say what the timeline says."""
+"""Traces follow the Chrome trace event format and contain the whole timeline."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ from hypothesis import given
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import chrome_trace, save_trace
-from lightning_hanayo.plotting.messages import messages
+from lightning_hanayo.plotting.messages import timeline_messages
 from lightning_hanayo.schedule import Action, CostModel, Schedule, Span, Timeline, build, simulate
 from tests.schedule.samples import schedules, unhurried
 
@@ -36,11 +36,11 @@ def test_every_slice_is_a_span(schedule: Schedule) -> None:
 
 @unhurried
 @given(schedules())
-def test_flows_pair_up_and_lie_inside_the_slices_they_bind(schedule: Schedule) -> None:
+def test_flows_have_two_ends_and_each_is_inside_a_slice(schedule: Schedule) -> None:
     timeline = simulate(schedule, CostModel(message=0.25))
     starts, ends = ({e["id"]: e for e in events(timeline, phase)} for phase in "sf")
     assert starts.keys() == ends.keys()
-    assert len(starts) == len(list(messages(timeline)))
+    assert len(starts) == len(list(timeline_messages(timeline)))
     slices = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events(timeline, "X")]
     for number, start in starts.items():
         end = ends[number]
@@ -62,7 +62,7 @@ def test_slices_of_one_thread_never_overlap() -> None:
         assert all(one["ts"] + one["dur"] <= next_["ts"] for one, next_ in zip(row, row[1:], strict=False))
 
 
-def test_a_counter_per_rank_follows_the_activations() -> None:
+def test_each_rank_has_a_counter_of_its_activations() -> None:
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
     own = [e for e in events(timeline, "C", seconds=1e-6) if e["name"] == "activations, rank 1"]
     assert tuple((e["ts"], e["args"]["M_a"]) for e in own) == timeline.activations(1)
@@ -79,7 +79,7 @@ def test_threads_and_processes_have_names() -> None:
 
 
 def test_a_measured_timeline_with_its_waits() -> None:
-    """In seconds, from a clock of its own; rank 1 waits for 1F0's input from 7.0 on."""
+    """In seconds, starting at 7.0; rank 1 waits for the input of 1F0 from the start."""
     measured = Timeline((Span(0, Action.parse("0F0"), 7.0, 7.5), Span(1, Action.parse("1F0"), 7.6, 8.1)))
     waits = {"it": [Span(1, Action.parse("1F0"), 7.0, 7.6)]}
     wait, first, second = events(measured, "X", seconds=1.0, waits=waits)

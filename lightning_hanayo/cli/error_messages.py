@@ -1,0 +1,138 @@
+"""Shows a user's mistake as one line, on one rank: shortens what argparse and jsonargparse report, and exits with 2."""
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from itertools import chain
+from typing import Any, NoReturn
+
+EXIT_CODE = 2
+
+_UNKNOWN = re.compile(
+    r"(?:Subcommand '(?P<command>\w+)' does not accept option|Option|unrecognized arguments:) '?(?P<option>[^\s'=]+)",
+    re.IGNORECASE,
+)
+_KEY = re.compile(r'Parser key "(?P<key>[^"]+)":')
+_EXPECTED = re.compile(r"Expected an? (?P<type>.+?)(?:\. Got value.*)?$", re.MULTILINE)
+_GIVEN = re.compile(r"(?:Given value|Got value): (?P<value>.*)")
+_ITEM = re.compile(r"^ *- (?P<item>.+\n(?: {4,}(?! |- ).+\n)*)", re.MULTILINE)
+_REQUIRED = re.compile(r"the following arguments are required: (?P<names>.+)")
+_MAX_LISTED = 16
+"""options that an error message lists"""
+
+
+def fail(message: str, *, failed_first: bool = False) -> int:
+    """Print `message` to stderr, on one rank only, and return the exit code.
+
+    Args:
+        message: one line.
+        failed_first: whether this rank failed before all others, and so must print. Otherwise all ranks found the same
+            mistake before the launch, and global rank 0 prints.
+    """
+    if failed_first or is_rank_zero(os.environ):
+        print(f"hanayo: error: {message}", file=sys.stderr, flush=True)
+    return EXIT_CODE
+
+
+def is_debugging() -> bool:
+    """Whether `HANAYO_DEBUG` is set, so that errors are shown with their traceback."""
+    return bool(os.environ.get("HANAYO_DEBUG"))
+
+
+def is_rank_zero(environment: Mapping[str, str]) -> bool:
+    """Whether this process is global rank 0, by the variables that torchrun, SLURM or Lightning's launcher set.
+
+    Example:
+        >>> is_rank_zero({}), is_rank_zero({"NODE_RANK": "1", "LOCAL_RANK": "0"})
+        (True, False)
+    """
+    for variable in ("RANK", "SLURM_PROCID"):
+        if variable in environment:
+            return environment[variable] == "0"
+    return all(environment.get(name, "0") == "0" for name in ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK"))
+
+
+class OneLineErrors:
+    """Mixin for a parser (the next base class): errors are one line, without usage, tips and nested reports."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print one line, and end with exit code 2."""
+        if is_debugging() and ex is not None:
+            traceback.print_exception(ex)
+        raise SystemExit(fail(self._one_line(message)))
+
+    def _one_line(self, message: str) -> str:
+        required = _REQUIRED.search(message)
+        if required is not None:
+            return f"missing: {required['names']}"
+        unknown = _UNKNOWN.search(message)
+        if unknown is None:
+            return condense(message)
+        if message.startswith("unrecognized") and not unknown["option"].startswith("-"):
+            return f"unexpected: {unknown['option']!r}"
+        option = unknown["option"].lstrip("-")
+        parsers = [parser for name, parser in self._subcommands() if unknown["command"] in (None, name)] or [self]
+        return f"unknown option {option!r}; {hint(option, dict.fromkeys(chain(*map(_options, parsers))))}"
+
+    def _subcommands(self) -> list[tuple[str, Any]]:
+        """The names and parsers of the subcommands; only jsonargparse's outermost parser has any."""
+        action = getattr(self, "_subcommands_action", None)
+        return list(action.choices.items()) if action is not None else []
+
+
+def _options(parser: Any) -> Iterator[str]:
+    """The options of `parser`, dotted and without dashes, as a configuration file writes them."""
+    for action in parser._actions:
+        if not action.option_strings:
+            continue
+        name = action.option_strings[-1].lstrip("-")
+        if name not in ("help", "config", "print_config") and not name.endswith(".help"):
+            yield name
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """The most similar of the `known` options to a misspelt one, and those of its group if they are few.
+
+    Example:
+        >>> hint("num_wave", ["num_waves", "blocks"])
+        "did you mean 'num_waves'? Known: num_waves, blocks"
+    """
+    choices = list(known)
+    prefix = name.rpartition(".")[0]
+    group = [choice for choice in choices if choice.rpartition(".")[0] == prefix] or choices
+    close = get_close_matches(name, group, n=1) or get_close_matches(name, choices, n=1)
+    parts = [f"did you mean {close[0]!r}?"] if close else []
+    if len(group) <= _MAX_LISTED:
+        parts.append(f"Known: {', '.join(group)}")
+    elif not close:
+        parts.append(f"There are {len(group)} options; --help lists them")
+    return " ".join(parts)
+
+
+def condense(message: str) -> str:
+    """One line from jsonargparse's report of a value of the wrong type.
+
+    Example:
+        >>> condense('Parser key "num_waves":\\n  Expected a <class \\'int\\'>. Got value: two')
+        'num_waves: expected int, got two'
+    """
+    key = _KEY.search(message)
+    prefix = f"{key['key']}: " if key else ""
+    report = message[key.end() if key else 0 :]
+    items = [re.sub(r"\s*\n\s*", " ", item).strip() for item in _ITEM.findall(report + "\n")]
+    reasons = [item for item in items if not item.startswith(("Expected", "Does not validate"))]
+    if reasons:
+        return prefix + "; ".join(reasons)
+    types, given = _EXPECTED.findall(report), _GIVEN.search(report)
+    if types and given:
+        return f"{prefix}expected {' or '.join(dict.fromkeys(map(_short_type, types)))}, got {given['value']}"
+    return prefix + report.strip()
+
+
+def _short_type(name: str) -> str:
+    """`<class 'int'>` becomes `int`, `typing.Literal['auto']` becomes `'auto'`."""
+    name = re.sub(r"^<class '(.+)'>$", r"\1", name)
+    return re.sub(r"^typing\.Literal\[(.+)\]$", r"\1", name)

@@ -1,0 +1,195 @@
+"""Draws a timeline on matplotlib axes, one row per rank: its actions, or the activations that it holds.
+
+rank 0 | 0 1 2 3 .  0 0  1 1 ...
+rank 1 |   0 1 2 .  .  ...
+         time ->                  a box per action, with its micro-batch if that fits; idle time shows the background
+
+rank 0 |    ___/~~~~\\___         from zero to the largest peak of all ranks
+rank 1 |  ____/~~~\\_____
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_hanayo.plotting.palette import (
+    ACTIVATION_COLOUR,
+    DARK,
+    IDLE_COLOUR,
+    WaveLegs,
+    action_colour,
+    text_colour,
+    wave_legs,
+)
+from lightning_hanayo.schedule import Kind, Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BOX_HEIGHT = 0.86
+"""as a fraction of the row"""
+
+SMALLEST_FONT = 2.8
+"""points; a number that would have to be smaller is left out"""
+
+
+def draw_timeline(
+    timeline: Timeline,
+    axes: "Axes",
+    *,
+    title: str | None = None,
+    unit: str = "",
+    until: float | None = None,
+    follow: Sequence[int] = (),
+) -> None:
+    """Draw `timeline` on `axes`. Time zero is its first start.
+
+    Args:
+        timeline: simulated or measured.
+        axes: where to draw.
+        title: written before makespan and bubble ratio, which are always shown.
+        unit: of time, e.g. `"s"`.
+        until: the right end of the time axis, to draw two timelines to one scale; None: the makespan.
+        follow: micro-batches whose path over the ranks is drawn as a line.
+    """
+    until = until or timeline.makespan or 1.0
+    draw_actions(timeline, axes, window=(0.0, until), follow=follow)
+    axes.set_xlabel(f"time [{unit}]" if unit else "time")
+    text = summary(timeline, unit)
+    axes.set_title(f"{title}: {text}" if title else text, loc="left", fontsize=10)
+
+
+def draw_actions(
+    timeline: Timeline,
+    axes: "Axes",
+    *,
+    window: tuple[float, float],
+    follow: Sequence[int] = (),
+    numbers: bool = True,
+) -> None:
+    """Draw the actions between the two times of `window`, counted from the timeline's first start. No title."""
+    first, last = window
+    begin = timeline.begin
+    spans = [span for span in timeline.spans if span.end > begin + first and span.start < begin + last]
+    _draw_background(timeline, axes, window)
+    legs = wave_legs(timeline)
+    _draw_boxes(spans, begin, axes, legs)
+    if numbers:
+        _draw_numbers(spans, timeline, axes, legs)
+    for step in timeline.steps if follow else ():
+        for microbatch in follow:
+            _draw_path(axes, step.spans, begin, microbatch)
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def draw_activations(timeline: Timeline, axes: "Axes", *, window: tuple[float, float]) -> None:
+    """Draw each rank's activations between the two times of `window`, counted from the timeline's first start."""
+    peaks = timeline.peak_activations
+    scale = BOX_HEIGHT / (max(peaks, default=0.0) or 1.0)
+    _draw_background(timeline, axes, window)
+    for rank in range(timeline.num_ranks):
+        curve = timeline.activations(rank)
+        bottom = rank + BOX_HEIGHT / 2
+        times = [time - timeline.begin for time, _ in curve] + [timeline.makespan]
+        tops = [bottom - scale * held for _, held in curve]
+        axes.fill_between(times, bottom, [*tops, tops[-1]], step="post", color=ACTIVATION_COLOUR, linewidth=0, zorder=2)
+    axes.set_yticks(range(timeline.num_ranks), [f"{peak:.3g} M_a" for peak in peaks], fontsize=7)
+    axes.tick_params(axis="both", length=0, labelbottom=False)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def summary(timeline: Timeline, unit: str) -> str:
+    """Makespan and bubble ratio, as every image shows them."""
+    return f"makespan {timeline.makespan:.4g}{f' {unit}' if unit else ''}, bubble {timeline.bubble_ratio:.1%}"
+
+
+def _draw_background(timeline: Timeline, axes: "Axes", window: tuple[float, float]) -> None:
+    first, last = window
+    for rank in range(timeline.num_ranks):
+        axes.barh(rank, last - first, left=first, height=BOX_HEIGHT, color=IDLE_COLOUR, zorder=0)
+    axes.set_xlim(first, last)
+    axes.set_ylim(max(1, timeline.num_ranks) - 0.5, -0.5)
+
+
+def _draw_boxes(spans: Sequence[Span], begin: float, axes: "Axes", legs: WaveLegs) -> None:
+    """Draw one matplotlib collection per row and colour: thousands of single boxes would take seconds."""
+    boxes: dict[tuple[int, str, bool], list[tuple[float, float]]] = defaultdict(list)
+    for span in spans:
+        if span.end > span.start and not span.action.kind.is_message:
+            key = span.rank, action_colour(span.action, legs), span.action.kind.is_compute
+            boxes[key].append((span.start - begin, span.end - span.start))
+    for (rank, colour, is_compute), extents in boxes.items():
+        narrowest = min(length for _, length in extents)
+        axes.broken_barh(
+            extents,
+            (rank - BOX_HEIGHT / 2, BOX_HEIGHT) if is_compute else (rank + BOX_HEIGHT / 2 - 0.18, 0.18),
+            facecolor=colour,
+            edgecolor="white",
+            linewidth=min(0.6, 0.1 * _points(axes, narrowest)),
+            zorder=2 if is_compute else 3,
+        )
+
+
+def _draw_numbers(spans: Sequence[Span], timeline: Timeline, axes: "Axes", legs: WaveLegs) -> None:
+    """Draw one matplotlib collection per number, size and colour, for the same reason."""
+    shown = [span for span in spans if span.end > span.start and span.action.kind.is_compute]
+    num_digits = max((len(str(span.action.microbatch)) for span in shown), default=1)
+    row_height = float(axes.bbox.height * 72 / axes.figure.dpi / timeline.num_ranks) if shown else 0.0
+    places: dict[tuple[str, float, str], list[tuple[float, float]]] = defaultdict(list)
+    first, last = axes.get_xlim()
+    for span in shown:
+        widest = _points(axes, span.end - span.start) / (0.68 * num_digits)
+        size = round(min(9.0, 0.55 * BOX_HEIGHT * row_height, widest), 1)
+        middle = (span.start + span.end) / 2 - timeline.begin
+        if size >= SMALLEST_FONT and first <= middle <= last:
+            key = str(span.action.microbatch), size, text_colour(action_colour(span.action, legs))
+            places[key].append((middle, float(span.rank)))
+    for (text, size, colour), offsets in places.items():
+        _draw_number(axes, text, size, colour, offsets)
+
+
+def _draw_number(axes: "Axes", text: str, size: float, colour: str, offsets: list[tuple[float, float]]) -> None:
+    """Draw the outline of one number at all its places."""
+    from matplotlib.collections import PathCollection
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import Affine2D
+
+    outline = TextPath((0, 0), text, size=size)
+    box = outline.get_extents()
+    to_middle = Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2)
+    points_to_pixels = Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans
+    numbers = PathCollection(
+        [outline.transformed(to_middle)],
+        facecolor=colour,
+        linewidth=0,
+        offsets=offsets,
+        offset_transform=axes.transData,
+    )
+    numbers.set_transform(points_to_pixels)
+    numbers.set(label=text, zorder=4, clip_on=True)
+    axes.add_collection(numbers, autolim=False)
+
+
+def _draw_path(axes: "Axes", spans: Sequence[Span], begin: float, microbatch: int) -> None:
+    """Draw a line through the middles of one micro-batch's forwards and backwards."""
+    kinds = (Kind.F, Kind.B, Kind.I)
+    path = [span for span in spans if span.action.microbatch == microbatch and span.action.kind in kinds]
+    path.sort(key=lambda span: (span.start, span.end))
+    axes.plot(
+        [(span.start + span.end) / 2 - begin for span in path],
+        [span.rank for span in path],
+        color=DARK,
+        linewidth=1.1,
+        alpha=0.7,
+        zorder=5,
+    )
+
+
+def _points(axes: "Axes", length: float) -> float:
+    """The width of `length` on the time axis, in points (1/72 inch)."""
+    first, last = axes.get_xlim()
+    return float(length / (last - first) * axes.bbox.width * 72 / axes.figure.dpi)

@@ -1,4 +1,4 @@
-"""What all tests share: the pool of live workers, the order of the tiers, and a clean process after each test."""
+"""Configures all tests: the pool of workers, the order of tiers, time limits, and a clean process after each test."""
 
 import os
 import sys
@@ -20,12 +20,12 @@ POOL = pytest.StashKey[Pool]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[DURATIONS] = Durations()
     config.stash[POOL] = Pool()
-    config.pluginmanager.register(_Clock(config.stash[DURATIONS]))
+    config.pluginmanager.register(_DurationRecorder(config.stash[DURATIONS]))
     _no_limit_per_example()
 
 
 def _no_limit_per_example() -> None:
-    """A test as a whole has a limit, which is scaled by how slow the machine is; its examples have none."""
+    """The limit of a test holds for all its examples together; a single example has none."""
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("suite")
@@ -38,7 +38,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """Count a test's limit in scaled seconds, whether it is the suite's or a marker's."""
+    """Measure the time limits of tests in scaled seconds."""
     import pytest_timeout
 
     expired = partial(pytest_timeout.timeout_timer, item, settings)
@@ -47,7 +47,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: ORDER.index(tier_of(item.nodeid)))  # stable: inside a tier nothing moves
+    items.sort(key=lambda item: ORDER.index(tier_of(item.nodeid)))  # a stable sort: the order within a tier stays
     if any(tier_of(item.nodeid) == "gpu" or item.get_closest_marker("gpu") for item in items):
         _skip_without_gpu(items)
 
@@ -63,13 +63,13 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the pool import torch and Lightning while the first tier runs."""
+    """Let the pool's fork server import torch and Lightning while the first tier runs."""
     needed = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and not session.config.option.collectonly:
         session.config.stash[POOL].start()
 
 
-class _Clock:
+class _DurationRecorder:
     def __init__(self, durations: Durations) -> None:
         self.durations = durations
 
@@ -86,13 +86,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Pool:
-    """Worker processes that live as long as the suite: `pool.run(world_size, function, *arguments)`."""
+    """Worker processes for the whole session: `pool.run(world_size, function, *arguments)`."""
     return request.config.stash[POOL]
 
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
-    """Leave environment and process group as they were, even after a failure."""
+    """Restore the environment, and destroy a process group that the test has left."""
     environment = dict(os.environ)
     yield
     distributed = sys.modules.get("torch.distributed")

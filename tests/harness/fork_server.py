@@ -1,10 +1,10 @@
-"""The zygote: a process that imports torch, Lightning and our strategy once, then forks the pool's workers from itself.
+"""Imports torch, Lightning and the strategy once, then forks the pool's workers.
 
-    pytest ---socket---> zygote ---fork---> worker 0 ... worker 7
-       \\________________one socket each_____________/
+    pytest ---socket---> fork server ---fork---> worker 0 ... worker 7
+       \\____________________one socket each__________________/
 
-Importing costs seconds, forking a tenth of one. A fork is safe as long as the zygote itself never runs autograd, gloo
-or CUDA; it only imports. The worker's socket and log travel to it as file descriptors: no file is left on the disk.
+Importing takes seconds, forking a tenth of one. The fork is safe because this process only imports: it never runs
+autograd, gloo or CUDA. A worker's socket and log are sent as file descriptors, so that no file is left on the disk.
 """
 
 import gc
@@ -15,7 +15,7 @@ import socket
 import sys
 from functools import cache
 
-from tests.harness.rendezvous import come_in_time
+from tests.harness.rendezvous import wait_for_listener
 from tests.harness.worker import die_with_parent, serve
 
 FORK, REAP = b"fork", b"reap"
@@ -27,16 +27,16 @@ PRELOAD = (
 
 
 def main(descriptor: int, imports: bool) -> None:
-    """Obey pytest until it closes the socket, then leave with all workers."""
+    """Fork and reap workers as pytest asks, until it closes the socket; then kill all workers."""
     die_with_parent()
     control = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if imports:
         for name in PRELOAD:
             importlib.import_module(name)
-        _remember_plugins()
-        come_in_time()
-    gc.freeze()  # the imported modules: never collected again, nor copied by a collection in a worker
+        _cache_plugins()
+        wait_for_listener()
+    gc.freeze()  # imported modules are not collected in workers, which would copy their memory
     children: set[int] = set()
     try:
         while True:
@@ -57,8 +57,8 @@ def main(descriptor: int, imports: bool) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _remember_plugins() -> None:
-    """Every Trainer looks through all installed packages for callbacks, a tenth of what a small run costs."""
+def _cache_plugins() -> None:
+    """Every Trainer searches all installed packages for callbacks, which takes a tenth of a small run's time."""
     from lightning.fabric.utilities import registry
 
     registry.entry_points = cache(registry.entry_points)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A launch: a user's command as a process of its own, watched until it and all it started have ended."""
+"""Launches a user's command, and waits until it and all processes that it started have ended."""
 
 import os
 import signal
@@ -21,19 +21,20 @@ MARKER = "TEST_LAUNCH"
 
 @dataclass(frozen=True)
 class Ended:
-    """What is left of a launch."""
+    """The result of a launch."""
 
     code: int
     output: str  # of all processes together
-    num_started: int  # processes that got as far as `main`
-    seconds_after_fault: float  # until the last of them was gone, in scaled seconds
-    leftover: list[int]  # processes that had to be ended
+    num_started: int  # processes that reached `main`
+    seconds_after_fault: float  # until the last process had ended, in scaled seconds
+    leftover: list[int]  # processes that had to be killed
 
 
 def launch(folder: Path, *arguments: str, timeout: float = 90.0, limit: float = 10.0) -> Ended:
-    """Run `python *arguments`; `limit` is what all processes get to end, in scaled seconds after the fault.
+    """Run `python *arguments`. All processes must end within `limit` scaled seconds of the fault.
 
-    The command finds START_FILE, a line per process that started, and FAULT_FILE, for the time it breaks.
+    The command's environment has START_FILE, to which each process adds a line, and FAULT_FILE, for the time of the
+    fault.
     """
     mark = uuid.uuid4().hex
     started, fault, log = (folder / name for name in ("started", "fault", "log"))
@@ -42,7 +43,7 @@ def launch(folder: Path, *arguments: str, timeout: float = 90.0, limit: float = 
     }
     environment |= {MARKER: mark, "START_FILE": str(started), "FAULT_FILE": str(fault), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    factor = median(slowness() for _ in range(3))  # the package's own limits are constants: stretched by this one
+    factor = median(slowness() for _ in range(3))  # scales the package's own limits, which are constants
     environment[VARIABLE] = str(factor)
     started.touch()
     with log.open("wb") as output:
@@ -52,10 +53,10 @@ def launch(folder: Path, *arguments: str, timeout: float = 90.0, limit: float = 
     with CLOCK.at_least(factor):
         if not wait_until(lambda: process.poll() is not None, timeout):
             process.send_signal(signal.SIGABRT)
-        broke = float(fault.read_text()) if fault.exists() else time.time()
-        while (alive := _marked(mark)) and _scaled_since(broke) < limit:
+        fault_time = float(fault.read_text()) if fault.exists() else time.time()
+        while (alive := _marked(mark)) and _scaled_since(fault_time) < limit:
             time.sleep(0.05)
-        seconds = _scaled_since(broke)
+        seconds = _scaled_since(fault_time)
     for pid in alive:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -69,7 +70,7 @@ def _scaled_since(moment: float) -> float:
 
 
 def _marked(mark: str) -> list[int]:
-    """The processes of this launch that still run: they carry its mark in their environment."""
+    """The processes of this launch that still run. They have its marker in their environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -1,13 +1,13 @@
-"""Time limits that also hold on a machine that is busy with other work.
+"""Scales time limits by how slow the machine is at the moment, so that they hold on a busy machine, too.
 
-All limits of the suite are in scaled seconds: seconds of real time, divided by how many times slower than an idle
-machine this one is at that moment.
+All limits of the suite are in scaled seconds: real time divided by how many times slower than an idle machine this one
+is at that moment.
 
     idle machine                       1 s of real time = 1    scaled second
     60 busy processes on 4 cores       1 s of real time = 0.07 scaled seconds
 
-A slow machine therefore gets more time, and a test that hangs still ends, since real time counts at least 1/`MOST`.
-A thread measures the slowness every two seconds, by the time that a fixed piece of work takes.
+A test that hangs still ends, because a second of real time counts as at least 1/`MAX_SLOWNESS` scaled seconds. A thread
+measures the slowness every two seconds, as the time that a fixed piece of work takes.
 """
 
 import os
@@ -23,28 +23,28 @@ from random import Random
 from typing import Any
 
 PERIOD_S = 2.0
-REMEMBERED = 3  # of so many measurements the slowest counts: a process that has slept is favoured by the scheduler
-MOST = 64.0
-NOISE = 1.5  # a machine that is slower by less counts as idle
-IDLE_S = 0.025  # what `_work` takes on an idle core of a 2023 server
-VARIABLE = "TEST_SLOWNESS"  # tells the processes that a test starts how slow the machine is
+NUM_RECENT = 3  # the slowest of the last ones counts: the scheduler favours a process that has slept
+MAX_SLOWNESS = 64.0
+NOISE = 1.5  # a smaller slowness counts as 1
+IDLE_S = 0.025  # the time of `_work` on an idle core of a 2023 server
+VARIABLE = "TEST_SLOWNESS"  # passes the slowness to processes that a test starts
 _TEXT = bytes(byte & 15 for byte in Random(0).randbytes(10 << 16))
 
 
 def slowness() -> float:
-    """How many times slower than an idle machine this one is now, 1 to `MOST`. Takes 25 ms on an idle one."""
+    """How many times slower than an idle machine this one is now, 1 to `MAX_SLOWNESS`. Takes 25 ms on an idle one."""
     start = time.monotonic()
     _work()
     factor = (time.monotonic() - start) / IDLE_S
-    return 1.0 if factor < NOISE else min(factor, MOST)
+    return 1.0 if factor < NOISE else min(factor, MAX_SLOWNESS)
 
 
 def _work() -> None:
-    zlib.compress(_TEXT, 6)  # one call, without the interpreter's lock: this process's own threads hardly count
+    zlib.compress(_TEXT, 6)  # releases the interpreter's lock, so that this process's own threads hardly matter
 
 
 class Clock:
-    """Counts scaled seconds, from the first time it is asked.
+    """Counts scaled seconds since its first use.
 
     Example:
         >>> start = CLOCK.now()
@@ -58,19 +58,19 @@ class Clock:
         self._lock = threading.Lock()
         self._moments: list[float] = []  # real time of each measurement
         self._counted: list[float] = []  # scaled seconds until then
-        self._recent: deque[float] = deque([1.0], maxlen=REMEMBERED)
-        self._least, self.most = 1.0, 1.0
+        self._recent: deque[float] = deque([1.0], maxlen=NUM_RECENT)
+        self._least, self.max_factor = 1.0, 1.0
         self._stopped = threading.Event()
 
     @property
     def factor(self) -> float:
-        """The slowness as measured in the last seconds."""
+        """The slowness, as measured in the last seconds."""
         self.start()
         return max(*self._recent, self._least)
 
     @contextmanager
     def at_least(self, factor: float) -> Iterator[None]:
-        """Count the machine as no faster than that: for processes that were given time by an earlier measurement."""
+        """Assume at least this slowness: for processes whose limits were scaled by an earlier measurement."""
         self.start()
         before, self._least = self._least, max(factor, self._least)
         try:
@@ -79,14 +79,14 @@ class Clock:
             self._least = before
 
     def start(self) -> None:
-        """Begin to measure, unless that has begun already."""
+        """Start the measurements, unless they have started."""
         with self._lock:
             if not self._moments:
                 self._moments, self._counted = [self._real()], [0.0]
                 threading.Thread(target=self._repeat, daemon=True, name="scaled-clock").start()
 
     def stop(self) -> None:
-        """End the measurements."""
+        """Stop the measurements."""
         self._stopped.set()
 
     def now(self) -> float:
@@ -103,17 +103,17 @@ class Clock:
             if after < len(self._moments):
                 share = beyond / (self._moments[after] - self._moments[before])
                 return self._counted[before] + share * (self._counted[after] - self._counted[before])
-            known = min(beyond, 2 * PERIOD_S)  # a measurement that is late says that the machine is slow
-            return self._counted[before] + known / max(*self._recent, self._least) + (beyond - known) / MOST
+            known = min(beyond, 2 * PERIOD_S)  # a late measurement means that the machine is slow
+            return self._counted[before] + known / max(*self._recent, self._least) + (beyond - known) / MAX_SLOWNESS
 
     def measure(self) -> None:
-        """Measure the slowness, and count the time since the last measurement by it."""
+        """Measure the slowness, and scale the time since the last measurement by it."""
         self._recent.append(self._measure())
         with self._lock:
             factor, moment = max(*self._recent, self._least), self._real()
             self._counted.append(self._counted[-1] + (moment - self._moments[-1]) / factor)
             self._moments.append(moment)
-            self.most = max(factor, self.most)
+            self.max_factor = max(factor, self.max_factor)
 
     def _repeat(self) -> None:
         while not self._stopped.wait(PERIOD_S):
@@ -124,7 +124,7 @@ class Clock:
         if len(self._moments) < 2:
             return ""
         mean = (self._moments[-1] - self._moments[0]) / self._counted[-1]
-        return f"time limits were stretched {mean:.1f} times on average, {self.most:.1f} times at most"
+        return f"time limits were stretched {mean:.1f} times on average, {self.max_factor:.1f} times at most"
 
 
 CLOCK = Clock()
@@ -148,7 +148,7 @@ class Deadline:
         return self._clock.now() >= self._end
 
     def pause(self) -> float:
-        """Seconds of real time until it is worth looking again."""
+        """Seconds of real time to wait before the next check."""
         return max(0.02, self._end - self._clock.now())
 
     def at_most(self, seconds: float) -> "Deadline":
@@ -158,7 +158,7 @@ class Deadline:
 
 
 class Watchdog:
-    """Calls `action` in a thread of its own once the time is up, unless cancelled before."""
+    """Calls `action` in a separate thread after `seconds` scaled seconds, unless it is cancelled before."""
 
     def __init__(self, seconds: float, action: Callable[[], object], name: str) -> None:
         self._deadline, self._action, self._cancelled = Deadline(seconds), action, threading.Event()
@@ -166,7 +166,7 @@ class Watchdog:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Stop watching; returns when the thread has ended."""
+        """Cancel the action; returns when the thread has ended."""
         self._cancelled.set()
         self._thread.join()
 
@@ -178,9 +178,9 @@ class Watchdog:
 
 
 def real_seconds(seconds: float) -> float:
-    """Scaled seconds from now as real ones, for code that takes a number. A `Deadline` is better where it can be used.
+    """Converts scaled seconds to real ones, for code that takes a number. Use a `Deadline` where possible.
 
-    The slowness may change until then, so leave a margin.
+    The slowness may change in the meantime, so leave a margin.
     """
     return seconds * CLOCK.factor
 
@@ -217,13 +217,13 @@ def run(command: Sequence[Any] | str, seconds: float = 60.0, **options: Any) -> 
             raise
 
 
-_OWN: dict[tuple[str, str], float] = {}  # the package's constants as they are
+_OWN: dict[tuple[str, str], float] = {}  # the original values of the package's constants
 
 
 def stretch_grace() -> None:
-    """In a process that a test has started: scale the time that the package gives ranks to end after a failure.
+    """Scale the time that the package gives ranks to end after a failure, in a process that a test has started.
 
-    Within these seconds a rank has to say why it failed. Call it before the strategy starts.
+    Within that time a failed rank must report its cause. Call it before the strategy starts.
     """
     from lightning_hanayo.strategy import failure
     from lightning_hanayo.strategy.lightning import launcher

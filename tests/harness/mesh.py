@@ -1,4 +1,4 @@
-"""A cube: a grid of all ranks of a test's world, and what crosses its axes, counted."""
+"""Makes a mesh of all ranks of a test, and counts the bytes that its collectives move."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ MESH_SIZES: tuple[Sizes, ...] = ((2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (1,
 
 
 class CountingAxis(MeshAxis):
-    """Counts what each rank receives, in bytes, as the best algorithm would move it: by kind of collective."""
+    """Counts the bytes that each rank receives, per kind of collective, with the optimal algorithm."""
 
     received: "Counter[str]" = Counter()
 
@@ -32,7 +32,7 @@ class CountingAxis(MeshAxis):
         self._count("scatter", parts.nbytes // self.size * (self.size - 1))
         before = CountingAxis.received["exchange"]
         pending = super().reduce_scatter(parts)
-        CountingAxis.received["exchange"] = before  # gloo's way of doing it
+        CountingAxis.received["exchange"] = before  # gloo's reduce-scatter is an all-to-all
         return pending
 
     def all_to_all(self, parts: Tensor) -> Pending:
@@ -46,7 +46,7 @@ class CountingAxis(MeshAxis):
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """gloo among all ranks of the run; several grids may be made in it."""
+    """A gloo process group of all ranks; several meshes can be made in it."""
     dist.init_process_group("gloo")
     try:
         yield
@@ -55,20 +55,20 @@ def process_group() -> Iterator[None]:
 
 
 def make_mesh(sizes: Sizes) -> Mesh:
-    """A grid of all ranks, whose traffic is counted: seven groups, so one for many cases."""
+    """A mesh of all ranks that counts its traffic. It has seven process groups, so use one mesh for many cases."""
     return Mesh.create(sizes, CountingAxis)
 
 
-def part(whole: Tensor, grid: Mesh, *axes: str) -> Tensor:
-    """This rank's part of a tensor whose dimensions are cut evenly along `axes`, "" for none."""
+def part(full: Tensor, mesh: Mesh, *axes: str) -> Tensor:
+    """This rank's shard of a tensor whose dimensions are split evenly over the mesh axes `axes`; "" for no split."""
     for dim, names in enumerate(axes):
         if names:
-            whole = whole.chunk(grid.size(names), dim)[grid.index(names)]
-    return whole.contiguous()
+            full = full.chunk(mesh.size(names), dim)[mesh.index(names)]
+    return full.contiguous()
 
 
 def error(actual: Tensor | None, expected: Tensor) -> float:
-    """The largest difference, in units of the largest expected value; infinite where shapes differ."""
+    """The largest difference, relative to the largest expected value; infinite if the shapes differ."""
     if actual is None or actual.shape != expected.shape:
         return float("inf")
     if not expected.numel():

@@ -1,7 +1,7 @@
-"""Models to compare on: tiny, each with a shape that pipelines trip over, none with a trace of our package.
+"""Defines tiny models with properties that are difficult for a pipeline. None of them uses this package.
 
-Every one has eight blocks, enough for eight stages, and is built by a function of a module, so that it can be sent to a
-worker. `build(factory)` gives the same weights wherever it is called.
+Each has eight blocks, enough for eight stages. Factories are top-level functions or classes, so that they can be sent
+to a worker. `build(factory)` gives the same weights in every process.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 def build(factory: Callable[[], LightningModule], dtype: torch.dtype = torch.float32) -> LightningModule:
-    """The model with the values of seed 0, made in fp32 so that every dtype starts alike."""
+    """The model with the initial values of seed 0, made in fp32, so that they are the same for every dtype."""
     torch.manual_seed(0)
     return factory().to(dtype)
 
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class MLP(Trained):
-    """embedding -> eight blocks -> head: nothing shared, so each gradient has one order of sums."""
+    """embedding -> eight blocks -> head. No parameter is shared, so gradients are summed in one order only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class MLP(Trained):
 
 
 class Frozen(MLP):
-    """The embedding doesn't train: nothing outside the stack's end needs the input gradient."""
+    """The embedding is frozen: no input gradient is needed in front of the stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Frozen(MLP):
 
 
 class Skip(MLP):
-    """A second way from the embedding to the head, around the blocks."""
+    """A skip connection from the embedding to the head."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = first = self.embedding(x)
@@ -106,7 +106,7 @@ class Regularised(MLP):
 
 
 class SharesOutside(MLP):
-    """A norm before the stack shares its weight with the last block's, which lies on rank 0 too in a wave."""
+    """A norm before the stack shares its weight with the last block, which in a wave is on rank 0, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class SharesOutside(MLP):
 
 
 class SharesInside(MLP):
-    """A layer of the first block and one of the last have one weight: in a wave both lie on rank 0, in two stages."""
+    """A layer of the first block and one of the last share a weight: in a wave both are on rank 0, in two stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,14 +126,14 @@ class SharesInside(MLP):
 
 
 class Summed(MLP):
-    """A loss that is a sum over samples."""
+    """The loss is a sum over samples."""
 
     def loss(self, batch: Batch) -> Tensor:
         return functional.cross_entropy(self(batch["x"]), batch["y"], reduction="sum")
 
 
 class Metrics(MLP):
-    """Logs step values and epoch means; validates a loss, which a plateau schedule reads, and a torchmetrics metric."""
+    """Logs step values and epoch means. Validation logs a torchmetrics metric, and a loss that a scheduler monitors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Metrics(MLP):
 
 
 class MaskedBlock(nn.Module):
-    """One attention head under the mask it is handed; takes a tuple and hands on a tuple."""
+    """One attention head with a mask as an argument; input and output are tuples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class MaskedBlock(nn.Module):
 
 
 class Masked(Trained):
-    """As in Gemma: blocks alternately get a local and a global mask; the state between them is a tuple."""
+    """Blocks alternately get a local and a global mask, as in Gemma; the state between them is a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Masked(Trained):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
-        local = causal.triu(-1)  # itself and its left neighbour
+        local = causal.triu(-1)  # each token and the one before it
         x = self.embedding(tokens)
         state = (x, x)
         for index, block in enumerate(self.blocks):
@@ -200,7 +200,7 @@ class Masked(Trained):
 
 
 class HuggingFace(Trained):
-    """A model of transformers, unmodified: it computes its own loss."""
+    """An unmodified model of transformers, which computes its own loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class HuggingFace(Trained):
 
 
 def gpt2(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
-    """Tied embeddings, `Conv1D` layers, the cache handed to each block by position."""
+    """Tied embeddings, `Conv1D` layers, the cache as a positional argument of each block."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -222,7 +222,7 @@ def gpt2(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
 
 
 def llama(heads: int = 2, kv_heads: int = 1, blocks: int = NUM_BLOCKS) -> LightningModule:
-    """Rotary positions computed once and handed to all blocks; the cache by keyword."""
+    """Rotary positions computed once and passed to all blocks; the cache as a keyword argument."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -234,7 +234,7 @@ def llama(heads: int = 2, kv_heads: int = 1, blocks: int = NUM_BLOCKS) -> Lightn
 
 
 def bert(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
-    """An encoder; its tied head has a bias of its own."""
+    """An encoder. Its tied head has its own bias."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -246,7 +246,7 @@ def bert(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
 
 
 def gpt(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
-    """The recipe's: tied embeddings."""
+    """The GPT of the recipe: tied embeddings."""
     from recipes.gpt.module import GPT
 
     sizes = {"vocab_size": VOCABULARY, "context": 16, "num_layers": blocks, "width": WIDTH}
@@ -254,7 +254,7 @@ def gpt(heads: int = 2, blocks: int = NUM_BLOCKS) -> LightningModule:
 
 
 def vectors(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Batch]:
-    """Batches of `sizes` samples for `MLP` and its kin."""
+    """Batches of `sizes` samples for `MLP` and its subclasses."""
     random = torch.Generator().manual_seed(1)
     return [
         {
@@ -266,9 +266,9 @@ def vectors(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[
 
 
 def texts(sizes: tuple[int, ...], lengths: tuple[int, ...] = (8,), dtype: torch.dtype = torch.float32) -> list[Batch]:
-    """Token batches; `labels` are the tokens, unevenly masked. The first label never counts, as causal models shift it.
+    """Token batches. `labels` are the tokens, unevenly masked; the first one is always masked: causal models drop it.
 
-    `lengths` repeats over the batches.
+    Batch i has length `lengths[i % len(lengths)]`.
     """
     random = torch.Generator().manual_seed(2)
     batches = []
@@ -281,7 +281,7 @@ def texts(sizes: tuple[int, ...], lengths: tuple[int, ...] = (8,), dtype: torch.
 
 
 def padded(sizes: tuple[int, ...], lengths: tuple[int, ...] = (8,), dtype: torch.dtype = torch.float32) -> list[Batch]:
-    """`texts` with padding on the right in the second half of each batch only: some micro-batches have none."""
+    """`texts` with right padding in the second half of each batch, so that some micro-batches have no padding."""
     batches = texts(sizes, lengths)
     for batch in batches:
         size, length = batch["input_ids"].shape
@@ -295,5 +295,5 @@ def padded(sizes: tuple[int, ...], lengths: tuple[int, ...] = (8,), dtype: torch
 
 
 def windows(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Batch]:
-    """`texts` with every label counted, for models whose loss is a mean over samples."""
+    """`texts` without masked labels, for models whose loss is a mean over samples."""
     return [{"input_ids": batch["input_ids"], "labels": batch["input_ids"].roll(-1, 1)} for batch in texts(sizes)]

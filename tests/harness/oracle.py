@@ -1,7 +1,7 @@
-"""The oracle: the same training in one process, in two forms.
+"""Runs the same training in one process, as the expected result of a pipeline run.
 
-plain     an ordinary Trainer on the whole batch: what the user would get without us       (compared with a tolerance)
-by_hand   a loop over the same micro-batches in the same order: the same sums              (compared to the last bit)
+plain     an ordinary Trainer on the whole batch                                            (compared with a tolerance)
+by_hand   a loop over the same micro-batches in the same order, with the same order of sums (compared to the last bit)
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ Gradients = dict[nn.Parameter, Tensor]
 
 @cache
 def plain(pool: Pool, training: Training) -> Outcome:
-    """The run of a Trainer that has never heard of us."""
+    """The outcome of an ordinary Trainer without HanayoStrategy."""
     (outcome,) = pool.run(1, fit, training, Layout())
     return outcome
 
 
 @cache
 def by_hand(pool: Pool, training: Training, data: int = 1, num_microbatches: int = 4) -> Outcome:
-    """The run of a hand-written loop, in a worker: the same kernels with the same number of threads."""
+    """The outcome of a hand-written loop, in a worker, so that kernels use the same number of threads."""
     (outcome,) = pool.run(1, loop, training, data, num_microbatches)
     return outcome
 
@@ -46,20 +46,20 @@ def loop(training: Training, data: int, num_microbatches: int) -> Outcome:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = {parameter: name for name, parameter in module.named_parameters()}
     outcome = Outcome()
-    windows: list[Gradients] = [{} for _ in range(data)]
-    for step, steps_now, shares in _timetable(training, data):
+    accumulated: list[Gradients] = [{} for _ in range(data)]
+    for step, steps_now, shares in _batches(training, data):
         rows = [split(batch, num_microbatches) for batch in shares]
         counts = [[_count(micro_batch, training.loss_weight) for micro_batch in row] for row in rows]
         losses = []
-        for window, row, count in zip(windows, rows, counts, strict=True):
-            # By samples every data rank weighs the same, as in DDP; otherwise by what it counts.
+        for gradients, row, count in zip(accumulated, rows, counts, strict=True):
+            # Weighted by samples, every data rank counts the same, as in DDP; otherwise in proportion to its weight.
             total = data * sum(count) if training.loss_weight == "samples" else sum(map(sum, counts))
             weights = [number / total / training.accumulate for number in count]
-            loss = _batch(module, row, weights, window, mixed=training.precision == "bf16-mixed")
+            loss = _batch(module, row, weights, gradients, mixed=training.precision == "bf16-mixed")
             losses.append(loss * training.accumulate)
         outcome.losses.append(sum(losses))
         if steps_now:
-            _reduce(windows)
+            _reduce(accumulated)
             if step == 0:
                 outcome.gradients = {names[p]: p.grad.clone() for p in parameters if p.grad is not None}
             if training.clip is not None:
@@ -69,8 +69,8 @@ def loop(training: Training, data: int, num_microbatches: int) -> Outcome:
     return outcome
 
 
-def _timetable(training: Training, data: int) -> Iterator[tuple[int, bool, list[Batch]]]:
-    """(optimizer step, whether it happens after this batch, each data rank's batch). An epoch's end steps too."""
+def _batches(training: Training, data: int) -> Iterator[tuple[int, bool, list[Batch]]]:
+    """(optimizer step, whether it follows this batch, each data rank's batch). One follows the last batch, too."""
     shares = list(zip(*(training.share(rank, data) for rank in range(data)), strict=True))
     step = 0
     while True:
@@ -83,34 +83,34 @@ def _timetable(training: Training, data: int) -> Iterator[tuple[int, bool, list[
 
 
 def _batch(
-    module: Any, micro_batches: list[Batch], weights: list[float], window: Gradients, *, mixed: bool = False
+    module: Any, micro_batches: list[Batch], weights: list[float], gradients: Gradients, *, mixed: bool = False
 ) -> float:
-    """The weighted sum of the micro-batches' losses; their gradients are added to `window`."""
+    """The weighted sum of the micro-batches' losses; their gradients are added to `gradients`."""
     for parameter in module.parameters():
-        parameter.grad = window.get(parameter)
+        parameter.grad = gradients.get(parameter)
     total = 0.0
     for micro_batch, weight in zip(micro_batches, weights, strict=True):
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
             loss = module.training_step(micro_batch, 0)
         (loss * weight).backward()
         total += loss.item() * weight
-    window.update({parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None})
+    gradients.update({parameter: parameter.grad for parameter in module.parameters() if parameter.grad is not None})
     module.zero_grad(set_to_none=True)
     return total
 
 
-def _reduce(windows: list[Gradients]) -> None:
-    """Put the sum over data ranks where the optimizer looks for it, and begin a new window."""
-    for parameter, gradient in windows[0].items():
-        for other in windows[1:]:
+def _reduce(accumulated: list[Gradients]) -> None:
+    """Set `.grad` to the sum over data ranks, and clear the accumulated gradients."""
+    for parameter, gradient in accumulated[0].items():
+        for other in accumulated[1:]:
             gradient = gradient + other[parameter]
         parameter.grad = gradient
-    for window in windows:
-        window.clear()
+    for gradients in accumulated:
+        gradients.clear()
 
 
 def split(batch: Batch, num_microbatches: int) -> list[Batch]:
-    """At most `num_microbatches` micro-batches, as equal as can be, the larger ones first.
+    """At most `num_microbatches` micro-batches, as equal as possible, the larger ones first.
 
     Example:
         >>> [len(micro_batch["x"]) for micro_batch in split({"x": torch.zeros(11)}, 4)]

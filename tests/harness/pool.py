@@ -1,9 +1,9 @@
-"""The pool: up to eight live worker processes, which run a function as the ranks of a world, test after test.
+"""Runs functions on up to eight live worker processes, one per rank, test after test.
 
     pool.run(4, function, *arguments)   ->   [result of rank 0, ..., result of rank 3]
 
-A run costs milliseconds, as the workers have imported torch and Lightning already (see `zygote`). Inside, a Lightning
-`Trainer(devices=4)` finds `LOCAL_RANK` set and takes the processes as started from outside.
+A run takes milliseconds: the workers are forks of a process that has imported torch and Lightning (`fork_server.py`).
+A Lightning `Trainer(devices=4)` in them finds `LOCAL_RANK` set and starts no processes of its own.
 """
 
 import atexit
@@ -27,17 +27,17 @@ from tests.harness.limits import CLOCK, VARIABLE, Deadline, real_seconds, wait_u
 from tests.harness.worker import DUMP_STACKS, Failure, Task
 
 MAX_WORKERS = 8
-GRACE_S = 10.0  # scaled seconds that the other ranks get to end after the first failure
+GRACE_S = 10.0  # scaled seconds for the other ranks to end after the first failure
 SHOWN_OUTPUT = 4000  # bytes of a rank's output in an error
 ROOT = Path(__file__).parents[2]
-QUIET = ("PeerFailed",)  # a rank that ends because another one failed
+CONSEQUENCES = ("PeerFailed",)  # errors of ranks that end because another one failed
 
 
 class RunFailed(Exception):
-    """At least one rank failed. `failures` holds every one, the first cause first."""
+    """At least one rank failed. `failures` are sorted: the cause first, then its consequences."""
 
     def __init__(self, failures: list[Failure]) -> None:
-        self.failures = sorted(failures, key=lambda failure: (failure.kind in QUIET, failure.when))
+        self.failures = sorted(failures, key=lambda failure: (failure.kind in CONSEQUENCES, failure.when))
         super().__init__("\n".join(str(failure) for failure in self.failures))
 
     @property
@@ -66,7 +66,7 @@ class _Worker:
 
 
 class Pool:
-    """The workers and their zygote, all started when first needed and ended with the pool, or with this process.
+    """Workers and their fork server. They start when first needed, and end with the pool or with this process.
 
     Example:
         >>> Pool().run(2, os.getenv, "RANK")
@@ -76,7 +76,7 @@ class Pool:
     def __init__(self, *, imports: bool = True) -> None:
         """Without `imports` the workers start at once, for functions that need neither torch nor Lightning."""
         self._imports = imports
-        self._zygote: subprocess.Popen[bytes] | None = None
+        self._fork_server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._workers: list[_Worker] = []
         self._ports = _fresh_ports()
@@ -84,18 +84,18 @@ class Pool:
         atexit.register(self.close)
 
     def start(self) -> None:
-        """Let the zygote begin to import; returns at once."""
-        if self._zygote is not None and self._zygote.poll() is None:
+        """Start the fork server, which begins to import; returns immediately."""
+        if self._fork_server is not None and self._fork_server.poll() is None:
             return
         self._control, theirs = socket.socketpair()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        # NVML tells how many GPUs there are without starting CUDA, which no fork survives
+        # NVML counts the GPUs without initializing CUDA, which can't be used after a fork
         environment = os.environ | threads | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        # for its messages torch asks the name server for the name of ::ffff:127.0.0.1: no answer is worth 5 s
+        # for its log messages torch resolves ::ffff:127.0.0.1; don't wait 5 s for an answer
         environment["RES_OPTIONS"] = "timeout:1 attempts:1"
         command = [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno())]
         command += ["import"] if self._imports else []
-        self._zygote = subprocess.Popen(
+        self._fork_server = subprocess.Popen(
             command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
@@ -108,9 +108,9 @@ class Pool:
         Raises:
             RunFailed: a rank raised, died, left a thread running, or took longer than `timeout` scaled seconds.
         """
-        __tracebackhide__ = True  # pytest shows the test's line and the rank's trace
+        __tracebackhide__ = True  # so that pytest shows the test's line and the rank's traceback
         requests = self._requests(world_size, function, arguments)
-        self._grow(world_size)
+        self._start_workers(world_size)
         workers = self._workers[:world_size]
         printed = [worker.printed() for worker in workers]
         pending = {worker.connection: rank for rank, worker in enumerate(workers)}
@@ -146,19 +146,19 @@ class Pool:
         return results
 
     def close(self) -> None:
-        """End all workers and the zygote."""
+        """End all workers and the fork server."""
         atexit.unregister(self.close)
         for worker in list(self._workers):
             self._discard(worker)
         if self._control is not None:
             self._control.close()
-        if self._zygote is not None:
+        if self._fork_server is not None:
             try:
-                self._zygote.wait(5.0)
+                self._fork_server.wait(5.0)
             except subprocess.TimeoutExpired:
-                self._zygote.kill()
-                self._zygote.wait()
-        self._zygote = self._control = None
+                self._fork_server.kill()
+                self._fork_server.wait()
+        self._fork_server = self._control = None
         self._directory.cleanup()
 
     def _requests(self, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[bytes]:
@@ -169,7 +169,7 @@ class Pool:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),  # this one tells Lightning that the processes exist already
+                "LOCAL_RANK": str(rank),  # tells Lightning that the processes are already started
                 "NODE_RANK": "0",
                 "WORLD_SIZE": str(world_size),
                 VARIABLE: str(CLOCK.factor),
@@ -196,7 +196,7 @@ class Pool:
         for rank in before:
             workers[rank].signal(DUMP_STACKS)
         wait_until(lambda: all(workers[rank].printed() > size for rank, size in before.items()), 2.0)
-        time.sleep(real_seconds(0.1))  # the stacks of one process are written in several pieces
+        time.sleep(real_seconds(0.1))  # one process writes its stacks in several pieces
         return [
             Failure(
                 rank,
@@ -208,7 +208,7 @@ class Pool:
             for rank in sorted(pending.values())
         ]
 
-    def _grow(self, size: int) -> None:
+    def _start_workers(self, size: int) -> None:
         assert 1 <= size <= MAX_WORKERS, f"the pool has 1 to {MAX_WORKERS} workers, not {size}"
         self.start()
         while len(self._workers) < size:
@@ -226,7 +226,7 @@ class Pool:
         return worker
 
     def _discard(self, worker: _Worker) -> int:
-        """End a worker of ours; its exit code (minus the signal's number, if one ended it)."""
+        """Kill a worker; returns its exit code (minus the signal's number, if a signal ended it)."""
         if worker not in self._workers:
             return 0
         self._workers.remove(worker)
@@ -240,12 +240,12 @@ class Pool:
     def _answer(self) -> int:
         assert self._control is not None
         answer = self._control.recv(64)
-        assert answer, "the zygote is gone; its error is above"
+        assert answer, "the fork server has ended; its error is above"
         return int(answer)
 
 
 def _fresh_ports() -> Iterator[int]:
-    """Free ports, below the range that outgoing connections are served from: nobody takes one in between."""
+    """Free ports, below the range of outgoing connections, so that no other process takes one before it is used."""
     port = 20000 + os.getpid() * 37 % 10000
     while True:
         port = 20000 + (port - 20000 + 1) % 12000

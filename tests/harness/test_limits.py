@@ -1,4 +1,4 @@
-"""Time limits count by how slow the machine is, and end whatever hangs.
+"""Time limits are scaled by the slowness of the machine, and end tests that hang.
 
 real time            0         10        20        30
 slowness             |    1    |    5    |    1    |
@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.harness import limits
-from tests.harness.limits import MOST, PERIOD_S, Clock, Deadline, Watchdog
+from tests.harness.limits import MAX_SLOWNESS, PERIOD_S, Clock, Deadline, Watchdog
 
 
 class Machine:
@@ -22,7 +22,7 @@ class Machine:
     def __init__(self) -> None:
         self.time, self.slowness = 100.0, 1.0
         self.clock = Clock(lambda: self.slowness, lambda: self.time)
-        self.clock.stop()  # measures only when told
+        self.clock.stop()  # measures only when the test calls it
         self.start = self.clock.now()
 
     def spend(self, seconds: float, slowness: float) -> float:
@@ -33,16 +33,16 @@ class Machine:
         return self.clock.now() - self.start
 
 
-def test_real_time_counts_by_the_slowness_measured() -> None:
+def test_real_time_is_divided_by_the_slowness() -> None:
     machine = Machine()
     assert [machine.spend(10, 1.0), machine.spend(10, 5.0), machine.spend(10, 1.0)] == pytest.approx([10, 12, 22])
     assert [machine.clock.at(100 + moment) for moment in (5, 15, 30)] == pytest.approx([5, 11, 22])
     assert "1.4 times on average, 5.0 times at most" in machine.clock.summary()
 
 
-def test_a_late_measurement_counts_as_the_slowest_machine() -> None:
+def test_a_late_measurement_counts_as_the_largest_slowness() -> None:
     machine = Machine()
-    machine.time += 2 * PERIOD_S + MOST
+    machine.time += 2 * PERIOD_S + MAX_SLOWNESS
     assert machine.clock.now() - machine.start == pytest.approx(2 * PERIOD_S + 1)
 
 
@@ -54,7 +54,7 @@ def test_one_fast_measurement_changes_nothing() -> None:
     assert machine.clock.now() - machine.start == pytest.approx(4)
 
 
-def test_the_machine_counts_as_no_faster_than_it_is_told_to_be() -> None:
+def test_at_least_sets_a_minimum_slowness() -> None:
     machine = Machine()
     with machine.clock.at_least(5.0):
         assert machine.spend(10, 1.0) == pytest.approx(2)
@@ -62,7 +62,7 @@ def test_the_machine_counts_as_no_faster_than_it_is_told_to_be() -> None:
     assert machine.spend(10, 1.0) == pytest.approx(13)
 
 
-def test_a_deadline_moves_with_the_slowness() -> None:
+def test_a_deadline_is_in_scaled_seconds() -> None:
     machine = Machine()
     deadline = Deadline(20.0, machine.clock)
     sooner = deadline.at_most(11.0)
@@ -79,10 +79,10 @@ def test_slowness_is_at_least_one_and_capped(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(limits, "IDLE_S", 1e9)
     assert limits.slowness() == 1.0
     monkeypatch.setattr(limits, "IDLE_S", 1e-9)
-    assert limits.slowness() == MOST
+    assert limits.slowness() == MAX_SLOWNESS
 
 
-def test_a_watchdog_acts_once_the_time_is_up() -> None:
+def test_a_watchdog_acts_after_its_time() -> None:
     acted = threading.Event()
     watchdog = Watchdog(0.05, acted.set, "too late")
     assert acted.wait(60)
@@ -100,7 +100,7 @@ def test_a_command_that_hangs_is_killed() -> None:
         limits.run([sys.executable, "-c", "import time; time.sleep(3600)"], 0.1)
 
 
-def test_a_command_may_take_longer_than_a_pause() -> None:
+def test_a_command_may_run_longer_than_one_wait() -> None:
     code = "import sys, time; print('out'); time.sleep(0.1); print('err', file=sys.stderr); sys.exit(3)"
     done = limits.run([sys.executable, "-c", code])
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")

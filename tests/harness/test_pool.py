@@ -1,4 +1,4 @@
-"""The pool keeps its promises: ranks and environment, first cause first, no poison, nothing left behind."""
+"""The pool sets ranks and environment, reports the cause first, and is unaffected by failures."""
 
 import os
 import signal
@@ -27,9 +27,9 @@ def total_of_ranks(start: int) -> tuple[int, int]:
 
 def fail_on(rank: int, how: str) -> str:
     dist.init_process_group("gloo")
-    dist.barrier()  # who fails while others still connect leaves them with a gloo that may hang, one time in a hundred
+    dist.barrier()  # a rank that fails while others connect may make their gloo hang
     if dist.get_rank() != rank:
-        dist.barrier()  # never met
+        dist.barrier()  # never completes
     if how == "raises":
         raise ArithmeticError(f"boom on {rank}")
     if how == "dies":
@@ -39,14 +39,14 @@ def fail_on(rank: int, how: str) -> str:
     return "unreachable"
 
 
-def soil() -> None:
-    os.environ["SOILED"] = "yes"
+def change_process() -> None:
+    os.environ["CHANGED"] = "yes"
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo")
 
 
 def is_clean() -> bool:
-    return "SOILED" not in os.environ and torch.get_default_dtype() == torch.float32 and not dist.is_initialized()
+    return "CHANGED" not in os.environ and torch.get_default_dtype() == torch.float32 and not dist.is_initialized()
 
 
 def leave_a_thread() -> None:
@@ -67,41 +67,41 @@ def train_data_parallel() -> tuple[int, int, list[object], list[float]]:
     return trainer.global_rank, trainer.world_size, started, module.head.bias.tolist()
 
 
-def test_lightning_takes_the_workers_as_its_processes(pool: Pool) -> None:
+def test_lightning_uses_the_workers_and_starts_no_process(pool: Pool) -> None:
     (first, *rest), (second, *same) = pool.run(2, train_data_parallel)
     assert (first, second) == (0, 1)
     assert rest == same and rest[:2] == [2, []]
 
 
-def test_every_rank_answers(pool: Pool) -> None:
+def test_run_returns_the_result_of_every_rank(pool: Pool) -> None:
     assert pool.run(2, total_of_ranks, 10) == [(0, 21), (1, 21)]
     assert pool.run(4, total_of_ranks, 0) == [(rank, 6) for rank in range(4)]
 
 
 @pytest.mark.parametrize(("how", "kind"), [("raises", "ArithmeticError"), ("dies", "died"), ("hangs", "timed out")])
-def test_failure_names_its_rank_and_poisons_nothing(pool: Pool, how: str, kind: str) -> None:
+def test_a_failure_names_its_rank_and_later_runs_succeed(pool: Pool, how: str, kind: str) -> None:
     with pytest.raises(RunFailed) as caught:
         pool.run(3, fail_on, 1, how, timeout=2.0)
     assert (1, kind) in [(failure.rank, failure.kind) for failure in caught.value.failures]
     if how == "raises":
         assert caught.value.first.rank == 1 and caught.value.first.message == "boom on 1"
     if how == "hangs":
-        assert "in fail_on" in str(caught.value)  # the line it hangs in
+        assert "in fail_on" in str(caught.value)  # the function in which it hangs
     assert pool.run(3, total_of_ranks, 0) == [(rank, 3) for rank in range(3)]
 
 
-def test_a_hang_shows_its_stacks_after_a_trainer_too(pool: Pool) -> None:
+def test_a_hang_after_a_trainer_shows_its_stacks(pool: Pool) -> None:
     pool.run(2, train_data_parallel)
     with pytest.raises(RunFailed, match="in fail_on"):
         pool.run(2, fail_on, 1, "hangs", timeout=2.0)
 
 
-def test_worker_is_as_good_as_new(pool: Pool) -> None:
-    pool.run(2, soil)
+def test_workers_are_restored_after_each_run(pool: Pool) -> None:
+    pool.run(2, change_process)
     assert pool.run(2, is_clean) == [True, True]
 
 
-def test_forgotten_thread_is_reported(pool: Pool) -> None:
+def test_a_thread_that_still_runs_is_reported(pool: Pool) -> None:
     with pytest.raises(RunFailed, match="forgotten"):
         pool.run(1, leave_a_thread)
     assert pool.run(1, is_clean) == [True]
@@ -112,22 +112,22 @@ def test_warnings_are_errors_in_workers_too(pool: Pool) -> None:
         pool.run(1, warn)
 
 
-def test_a_run_starts_no_process(pool: Pool) -> None:
+def test_runs_reuse_the_workers(pool: Pool) -> None:
     assert pool.run(2, os.getpid) == pool.run(3, os.getpid)[:2] == pool.run(2, os.getpid)
 
 
-def test_nothing_is_left_at_the_end() -> None:
+def test_close_ends_all_processes() -> None:
     pool = Pool(imports=False)
     sleeper = [sys.executable, "-c", "import time; time.sleep(3600)"]
     child, *_ = pool.run(2, os.spawnv, os.P_NOWAIT, sys.executable, sleeper)
-    mine = [child, *(process.pid for process in psutil.Process(pool._zygote.pid).children())]
+    started = [child, *(process.pid for process in psutil.Process(pool._fork_server.pid).children())]
     pool.close()
-    wait_until(lambda: not any(map(is_running, mine)), 5.0)
-    assert not [pid for pid in mine if is_running(pid)]
+    wait_until(lambda: not any(map(is_running, started)), 5.0)
+    assert not [pid for pid in started if is_running(pid)]
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is more than an entry that nobody has collected yet."""
+    """Whether the process exists and is no zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Every test has its tier, by its place."""
+"""The tier of a test follows from its path."""
 
 import pytest
 
@@ -6,18 +6,18 @@ from tests.harness.tiers import Durations, tier_of
 
 
 @pytest.mark.parametrize(
-    ("place", "tier"),
+    ("path", "tier"),
     [
         ("tests/test_topology.py::test_resolve[4]", "deciding"),
         ("tests/schedule/test_wave.py::test_order", "deciding"),
-        ("tests/runtime/deep/test_engine.py::test_plays", "executing"),
+        ("tests/runtime/deep/test_engine.py::test_runs", "executing"),
         ("tests/faults/test_exceptions.py::test_ends", "integrating"),
         ("tests/gpu/test_nccl.py::test_ends", "gpu"),
         ("tests/unheard_of/test_it.py::test_it", "integrating"),
     ],
 )
-def test_tier_of_a_place(place: str, tier: str) -> None:
-    assert tier_of(place) == tier
+def test_tier_of_a_path(path: str, tier: str) -> None:
+    assert tier_of(path) == tier
 
 
 def test_durations_add_up_per_tier() -> None:

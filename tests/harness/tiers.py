@@ -1,35 +1,35 @@
-"""The four tiers of the suite: which one a test belongs to, and how long each took.
+"""Sorts the tests into four tiers, the fast ones first, and measures how long each takes.
 
-deciding -> executing -> integrating -> gpu         the quick ones first
+deciding -> executing -> integrating -> gpu
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 TIERS = {
-    "deciding": ("schedule", "plotting", "planner", "test_topology.py", "test_errors.py"),
+    "deciding": ("schedule", "plotting", "planner", "test_topology.py", "test_errors.py", "test_imports.py"),
     "executing": ("harness", "runtime", "partition", "tensor3d", "checkpoint"),
     "integrating": ("strategy", "equivalence", "recipes", "cli", "packaging", "faults"),
     "gpu": ("gpu",),
 }
 ORDER = list(TIERS)
-_TIER_OF = {place: tier for tier, places in TIERS.items() for place in places}
+_TIER_OF = {folder: tier for tier, folders in TIERS.items() for folder in folders}
 
 
 def tier_of(node_id: str) -> str:
-    """The tier of a test by its place: `tests/<folder>/...` or `tests/<file>`. Unknown folders integrate.
+    """The tier of a test by its path: `tests/<folder>/...` or `tests/<file>`. Unknown folders are "integrating".
 
     Example:
-        >>> tier_of("tests/runtime/test_engine.py::test_plays")
+        >>> tier_of("tests/runtime/test_engine.py::test_runs")
         'executing'
     """
-    place = node_id.partition("::")[0].removeprefix("tests/").split("/")[0]
-    return _TIER_OF.get(place, "integrating")
+    folder = node_id.partition("::")[0].removeprefix("tests/").split("/")[0]
+    return _TIER_OF.get(folder, "integrating")
 
 
 @dataclass
 class Durations:
-    """Seconds and tests per tier, set-up and teardown included."""
+    """Seconds and tests per tier, including set-up and teardown."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     tests: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))

@@ -1,4 +1,4 @@
-"""A run: one training on one layout, in the pool's workers, and what comes back of it."""
+"""Runs a training on a layout in the pool's workers, and compares weights, gradients and losses."""
 
 import os
 import warnings
@@ -18,7 +18,7 @@ from tests.harness.pool import Pool
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a run takes place. The default is one process without our strategy.
+    """The ranks and the schedule of a run. The default is one process without HanayoStrategy.
 
     data rank 0:  pipeline rank 0 .. P-1
     data rank 1:  pipeline rank 0 .. P-1
@@ -47,7 +47,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, wherever it takes place. `batches()` are those of all data ranks together."""
+    """What is trained, on any layout. `batches()` are the global batches, of all data ranks together."""
 
     model: Callable[[], LightningModule]
     batches: Callable[[], list[Batch]]
@@ -72,7 +72,7 @@ class Training:
 
 @dataclass
 class Outcome:
-    """What a run leads to: by single-process names on one rank, or merged over all."""
+    """The result of a run, by single-process names: of one rank, or merged over all ranks."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first optimizer step, before clipping
@@ -80,7 +80,7 @@ class Outcome:
 
 
 class OutcomeCallback(Callback):
-    """Keeps copies of what this rank owns: the parameters of other ranks are on `meta`."""
+    """Copies the weights, gradients and losses of this rank. Parameters of other ranks are on `meta`."""
 
     def __init__(self) -> None:
         self.outcome = Outcome()
@@ -88,7 +88,7 @@ class OutcomeCallback(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if trainer.global_step == 0:
             self.outcome.gradients = {
-                name: whole(trainer, parameter.grad, parameter)
+                name: full_copy(trainer, parameter.grad, parameter)
                 for name, parameter in pl_module.named_parameters()
                 if not parameter.is_meta and parameter.grad is not None
             }
@@ -103,19 +103,19 @@ class OutcomeCallback(Callback):
 
 
 def own_weights(module: LightningModule, trainer: Trainer | None = None) -> dict[str, Tensor]:
-    """Copies of the parameters that this rank owns, alone or with its cube."""
-    return {name: whole(trainer, p.detach(), p) for name, p in module.named_parameters() if not p.is_meta}
+    """Copies of the parameters that this rank owns, or that its cube owns."""
+    return {name: full_copy(trainer, p.detach(), p) for name, p in module.named_parameters() if not p.is_meta}
 
 
-def whole(trainer: Trainer | None, part: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a value or a gradient, put together from the ranks of a cube if there is one."""
+def full_copy(trainer: Trainer | None, value: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a parameter's value or gradient, gathered from the ranks of its cube if there is one."""
     session = getattr(trainer.strategy, "session", None) if trainer is not None else None
     cube = session.cube if session is not None else None
-    return (part if cube is None else cube.unshard(part, parameter)).clone()
+    return (value if cube is None else cube.unshard(value, parameter)).clone()
 
 
 def make_trainer(layout: Layout, loss_weight: Any = "samples", **options: Any) -> Trainer:
-    """A quiet Trainer for the layout; its loaders are shared out already."""
+    """A Trainer for the layout, without output; its loaders are split over data ranks already."""
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -131,7 +131,7 @@ def make_trainer(layout: Layout, loss_weight: Any = "samples", **options: Any) -
 
 
 def make_strategy(layout: Layout, **options: Any) -> Any:
-    """The strategy under test."""
+    """A HanayoStrategy for the layout."""
     from lightning_hanayo import HanayoStrategy
 
     return HanayoStrategy(
@@ -147,18 +147,18 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
 
 
 def make_loader(batches: list[Any]) -> DataLoader:
-    """Hands out whole batches as they are."""
+    """A loader of ready-made batches."""
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
 def data_rank(layout: Layout) -> int:
-    """This process's place on the data axis."""
+    """This process's data rank."""
     return layout.topology.coordinates(int(os.environ.get("RANK", 0)))[0]
 
 
 def fit(training: Training, layout: Layout) -> Outcome:
-    """One rank's part of a run."""
-    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model could validate
+    """Train on one rank."""
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model has a validation_step
     callback = OutcomeCallback()
     trainer = make_trainer(
         layout,
@@ -175,12 +175,12 @@ def fit(training: Training, layout: Layout) -> Outcome:
 
 
 def run(pool: Pool, training: Training, layout: Layout) -> Outcome:
-    """The whole run, merged over its ranks."""
+    """Run a training on all ranks of a layout, and merge their outcomes."""
     return merge(pool.run(layout.world_size, fit, training, layout), layout)
 
 
 def merge(ranks: list[Outcome], layout: Layout) -> Outcome:
-    """One outcome of all ranks': each name belongs to one pipeline rank, and all data ranks agree on it."""
+    """Merge the outcomes of all ranks. Each parameter belongs to one pipeline rank; all data ranks must agree on it."""
     replicas = [
         Outcome(
             merge_owned([ranks[rank].weights for rank in group]),
@@ -198,16 +198,16 @@ def merge(ranks: list[Outcome], layout: Layout) -> Outcome:
 
 def merge_owned(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The union of what the pipeline ranks own, which must not overlap."""
-    whole: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for rank, part in enumerate(parts):
-        twice = sorted(part.keys() & whole.keys())
-        assert not twice, f"pipeline rank {rank} owns what another one owns too: {twice}"
-        whole |= part
-    return whole
+        duplicates = sorted(part.keys() & merged.keys())
+        assert not duplicates, f"pipeline rank {rank} owns what another one owns, too: {duplicates}"
+        merged |= part
+    return merged
 
 
 def assert_bit_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Every name is there and equal to the last bit."""
+    """Both have the same names, and all values are equal to the last bit."""
     assert sorted(actual) == sorted(expected)
     different = {
         name: (actual[name] - value).abs().max().item()
@@ -218,14 +218,14 @@ def assert_bit_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Every name is there and no value is off by more than `tolerance`."""
+    """Both have the same names, and no value differs by more than `tolerance`."""
     assert sorted(actual) == sorted(expected)
-    far = {name: gap for name, value in expected.items() if not (gap := _gap(actual[name], value)) <= tolerance}
-    assert not far, f"off by more than {tolerance:g}: {far}"
+    too_large = {name: gap for name, value in expected.items() if not (gap := _gap(actual[name], value)) <= tolerance}
+    assert not too_large, f"differ by more than {tolerance:g}: {too_large}"
 
 
 def assert_same_training(actual: Outcome, expected: Outcome) -> None:
-    """In fp32: losses to 1e-5 of each, the first step's gradients to 1e-5 of the largest one."""
+    """In fp32: losses agree to a relative 1e-5, the first step's gradients to 1e-5 of the largest one."""
     assert len(actual.losses) == len(expected.losses)
     for step, (loss, wanted) in enumerate(zip(actual.losses, expected.losses, strict=True)):
         assert abs(loss - wanted) <= 1e-5 * abs(wanted), f"batch {step}: loss {loss}, expected {wanted}"

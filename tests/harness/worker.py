@@ -1,4 +1,4 @@
-"""A worker of the pool: runs one task after another and is as good as new after each."""
+"""Runs tasks in a worker process of the pool, and restores the process after each."""
 
 import ctypes
 import faulthandler
@@ -20,29 +20,29 @@ from typing import Any
 from tests.harness.limits import VARIABLE, stretch_grace
 
 DUMP_STACKS = signal.SIGUSR1  # writes the stacks of all threads to the worker's log
-QUIET_THREADS = ("TMonitor",)  # tqdm's: one per process, for ever
-PATIENCE_S = 2.0  # for threads that are just ending, on an idle machine
+IGNORED_THREADS = ("TMonitor",)  # tqdm's, which never ends
+JOIN_S = 2.0  # to wait for threads that are ending, on an idle machine
 
 
 @dataclass(frozen=True)
 class Task:
-    """A function, its arguments, and the surroundings it runs in."""
+    """A function, its arguments, its environment variables and warning filters."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     environment: dict[str, str]
-    filters: list[Any]  # of `warnings`: an error in the test is an error in the worker
+    filters: list[Any]  # of `warnings`, so that a warning that is an error in the test is one in the worker
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on one rank, and when."""
+    """The failure of one rank, and its time."""
 
     rank: int
     kind: str  # the exception's class, or "died" or "timed out"
     message: str
     trace: str = ""
-    when: float = 0.0  # time.monotonic(), one clock for all processes
+    when: float = 0.0  # time.monotonic(), the same clock in all processes
     bases: tuple[str, ...] = ()  # names of the exception's classes
     output: str = ""  # the end of what the worker printed
 
@@ -52,15 +52,15 @@ class Failure:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to end this process with its parent, whichever way that ends; elsewhere the closed socket must do."""
+    """Ask Linux to kill this process when its parent ends. On other systems it ends when its socket is closed."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def serve(connection: int, log: int) -> None:
-    """The life of a worker: leave with the pool, answer every task with `("ok", result)` or `("failed", Failure)`."""
-    os.setsid()  # a group of its own: whatever a test starts ends with the worker
+    """Run tasks until the pool closes the connection. Answer each with `("ok", result)` or `("failed", Failure)`."""
+    os.setsid()  # a new process group, so that processes that a test starts are killed with the worker
     die_with_parent()
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -80,11 +80,11 @@ def serve(connection: int, log: int) -> None:
 def _answer(request: bytes) -> bytes:
     rank, path, directory, payload = pickle.loads(request)
     sys.path[:] = path
-    # Lightning's Trainer, when it ends, resets all signals to the handlers that Python knows: this isn't one of them.
+    # A Trainer resets all signal handlers to those that Python knows when it ends; faulthandler's isn't one of them.
     faulthandler.unregister(DUMP_STACKS)
     faulthandler.register(DUMP_STACKS, file=2, all_threads=True)
     try:
-        with _clean(rank, directory):
+        with _restored_process(rank, directory):
             task: Task = pickle.loads(payload)
             os.environ.update(task.environment)
             if "lightning_hanayo.strategy" in sys.modules:
@@ -94,7 +94,7 @@ def _answer(request: bytes) -> bytes:
                 warnings._filters_mutated()  # type: ignore[attr-defined]
                 result = task.function(*task.arguments)
         return pickle.dumps(("ok", result))
-    except BaseException as error:  # SystemExit too: the pool decides what it means
+    except BaseException as error:  # including SystemExit, which the pool interprets
         return pickle.dumps(("failed", _failure(rank, error)))
 
 
@@ -106,8 +106,8 @@ def _failure(rank: int, error: BaseException) -> Failure:
 
 
 @contextmanager
-def _clean(rank: int, directory: str) -> Iterator[None]:
-    """Undo what a test may leave behind in its process; threads that still run are the test's failure."""
+def _restored_process(rank: int, directory: str) -> Iterator[None]:
+    """Undo the changes that a test makes to its process. Threads that still run are an error of the test."""
     environment, before = dict(os.environ), set(threading.enumerate())
     os.chdir(directory)
     _reset(rank)
@@ -119,8 +119,10 @@ def _clean(rank: int, directory: str) -> Iterator[None]:
         raise
     slowness = float(os.environ.get(VARIABLE, "1"))
     _restore(environment)
-    leftover = [thread for thread in threading.enumerate() if thread not in before and thread.name not in QUIET_THREADS]
-    deadline = time.monotonic() + PATIENCE_S * slowness
+    leftover = [
+        thread for thread in threading.enumerate() if thread not in before and thread.name not in IGNORED_THREADS
+    ]
+    deadline = time.monotonic() + JOIN_S * slowness
     for thread in leftover:
         thread.join(max(0.0, deadline - time.monotonic()))
     alive = [thread.name for thread in leftover if thread.is_alive()]

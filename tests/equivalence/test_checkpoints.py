@@ -1,10 +1,10 @@
-"""A checkpoint of any layout is a single process's: same names, shapes and values; every other layout reads it.
+"""A checkpoint of any layout has a single process's names, shapes and values, and can be read on any other layout.
 
 written by            read by
-one process   ----->  one process     the oracle
-one process   ----->  ours
-ours          ----->  one process
-ours          ----->  ours, another layout
+one process   ----->  one process      the expected result
+one process   ----->  pipeline
+pipeline      ----->  one process
+pipeline      ----->  another layout
 """
 
 import warnings
@@ -44,7 +44,7 @@ TOLERANCE = 1e-10
 
 
 class Saver(OutcomeCallback):
-    """Saves at the end of the training, on all ranks as Lightning asks for."""
+    """Saves at the end of the training, on all ranks, as Lightning requires."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Saver(OutcomeCallback):
 
 
 def train(training: Training, layout: Layout, epochs: int, path: Path, start: Path | None = None) -> Outcome:
-    """Train up to the end of an epoch and save there."""
-    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model could validate
+    """Train to the end of an epoch, then save."""
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model has a validation_step
     saver = Saver(path)
     trainer = make_trainer(layout, training.loss_weight, max_epochs=epochs, callbacks=[saver])
     loader = make_loader(training.share(data_rank(layout), layout.data))
@@ -66,7 +66,7 @@ def train(training: Training, layout: Layout, epochs: int, path: Path, start: Pa
 
 
 def assert_same(actual: Any, expected: Any, where: str = "checkpoint") -> None:
-    """The same structure, and the same numbers within the tolerance."""
+    """Both have the same structure, and the same numbers within the tolerance."""
     assert type(actual) is type(expected), where
     if isinstance(expected, dict):
         assert list(actual) == list(expected), where
@@ -84,7 +84,7 @@ def assert_same(actual: Any, expected: Any, where: str = "checkpoint") -> None:
 
 
 @pytest.mark.parametrize("kind", TRAININGS)
-def test_file_is_a_single_process_file(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_file_equals_that_of_a_single_process(pool: Pool, tmp_path: Path, kind: str) -> None:
     training = TRAININGS[kind]
     pool.run(1, train, training, ALONE, 1, tmp_path / "alone.ckpt")
     pool.run(WAVE.world_size, train, training, WAVE, 1, tmp_path / "ours.ckpt")
@@ -95,14 +95,14 @@ def test_file_is_a_single_process_file(pool: Pool, tmp_path: Path, kind: str) ->
 
 
 class WithoutOptimizer(models.MLP):
-    """Trains nothing, as for its metrics alone."""
+    """Trains nothing, for example only to compute metrics."""
 
     def configure_optimizers(self) -> None:  # type: ignore[override]
         return None
 
 
 @pytest.mark.parametrize("pipe", [1, 2])
-def test_no_optimizer(pool: Pool, tmp_path: Path, pipe: int) -> None:
+def test_a_model_without_optimizer_is_saved_and_resumed(pool: Pool, tmp_path: Path, pipe: int) -> None:
     pool.run(pipe, train_without, Layout(pipe), tmp_path)
     pool.run(1, train_without, ALONE, tmp_path / "alone")
     for name in ("half.ckpt", "full.ckpt"):
@@ -112,7 +112,7 @@ def test_no_optimizer(pool: Pool, tmp_path: Path, pipe: int) -> None:
 
 
 def train_without(layout: Layout, folder: Path) -> None:
-    """Save, resume, and save again; gradients are clipped, of which there are none."""
+    """Save, resume, and save again, with gradient clipping although there are no gradients."""
     warnings.filterwarnings("ignore", message=".*will run with no optimizer|.*no gradient clipping will occur")
     for epochs, name, start in ((1, "half.ckpt", None), (2, "full.ckpt", folder / "half.ckpt")):
         saver, options = Saver(folder / name), {"max_epochs": epochs, "gradient_clip_val": 0.1}
@@ -123,7 +123,7 @@ def train_without(layout: Layout, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def oracles(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """One process that saves after an epoch, and another one that goes on."""
+    """The outcomes of a process that saves after an epoch, and of one that resumes."""
     folder = tmp_path_factory.mktemp("oracles")
     half, full = folder / "half.ckpt", folder / "full.ckpt"
     found = {}
@@ -139,7 +139,7 @@ COVER = [("mlp", *READERS[0]), *(("tied gpt", *pair) for pair in READERS)]
 @pytest.mark.parametrize(
     ("kind", "writer", "reader"), covered(((kind, *pair) for kind in TRAININGS for pair in READERS), by=COVER), ids=str
 )
-def test_every_layout_reads_every_other(
+def test_every_layout_reads_the_checkpoints_of_every_other(
     pool: Pool, tmp_path: Path, oracles: dict[str, Outcome], kind: str, writer: Layout, reader: Layout
 ) -> None:
     training, half, full = TRAININGS[kind], tmp_path / "half.ckpt", tmp_path / "full.ckpt"

@@ -1,4 +1,4 @@
-"""A cube of ranks trains as one process does: whole models, uneven shares, ghosts, masks that only some samples have.
+"""A cube trains as one process does: full models, uneven shares of samples, padding samples, masks of some samples.
 
 world = data x pipe x (x, y, z)            cube (2, 2, 2)   8 ranks hold each stage
                                            pipe 2 x (1, 2, 1) x data 2
@@ -29,7 +29,7 @@ CUBE = (2, 2, 2)
 
 
 def masked_bert() -> LightningModule:
-    """The recipe's: separate q, k, v, a padding mask handed to the blocks, an untied bias in a tied head."""
+    """The BERT of the recipe: separate q, k, v, a padding mask for each block, a tied head with its own bias."""
     from recipes.bert.module import BERT
 
     return BERT(models.VOCABULARY, 16, 2, models.WIDTH, 4, learning_rate=3e-3, decay_steps=20)
@@ -51,7 +51,7 @@ class Classifier(models.Trained):
 
 
 class MixerBlock(nn.Module):
-    """Mixes tokens, then features: of no kind that the cube knows."""
+    """Mixes tokens, then features. It is not a registered block."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -85,7 +85,11 @@ class Mixer(models.Trained):
 MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[..., list[Batch]], float]] = {
     "gpt": (partial(models.gpt, 4, 2), models.texts, 1e-10),
     "bert": (masked_bert, models.padded, 1e-10),
-    "GPT-2": (partial(models.gpt2, 4, 2), models.padded, 1e-7),  # its loss is made in fp32, of other pieces here
+    "GPT-2": (
+        partial(models.gpt2, 4, 2),
+        models.padded,
+        1e-7,
+    ),  # its loss is computed in fp32, in a different order here
     "BERT": (partial(models.bert, 4, 2), models.padded, 1e-10),
     "Llama": (partial(models.llama, 4, 4, 2), models.padded, 1e-5),  # its norm computes in fp32
     "encoder": (Classifier, models.padded, 1e-10),
@@ -93,7 +97,7 @@ MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[..., list[Batch]
 }
 EVEN, UNEVEN = ((8, 8, 8), (8,)), ((11, 3, 1), (7, 5, 8))
 """samples of each batch, and lengths of its sequences"""
-CASES = [  # what isn't about a kind of block
+CASES = [  # that don't depend on the kind of block
     ("gpt", Layout(cube=CUBE, num_microbatches=1), UNEVEN),  # micro-batches of 11, 3 and 1; below of 6, 5, 2 and 1
     ("gpt", Layout(cube=(2, 1, 1)), UNEVEN),
     ("gpt", Layout(cube=(1, 2, 1), outside="replicate"), UNEVEN),
@@ -123,12 +127,12 @@ TRAININGS: dict[Any, Training] = {}
 
 
 @pytest.mark.parametrize(("kind", "layout", "data"), CASES, ids=str)
-def test_trains_as_one_process_does(pool: Pool, kind: str, layout: Layout, data: Any) -> None:
+def test_cube_trains_as_one_process_does(pool: Pool, kind: str, layout: Layout, data: Any) -> None:
     tolerance = MODELS[kind][2]
     outcome, expected = run(pool, training(kind, data), layout), plain(pool, training(kind, data))
     assert_close(outcome.gradients, expected.gradients, tolerance)
     assert_close(outcome.weights, expected.weights, tolerance)
-    if layout.data == 1:  # else each data rank logs the mean of its own samples
+    if layout.data == 1:  # otherwise each data rank logs the mean of its own samples
         assert outcome.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
@@ -137,24 +141,24 @@ EVERYWHERE = [
     Layout(2, 1, 2, "1f1b", num_microbatches=2, cube=(1, 2, 1)),
 ]
 COVER = [*((kind, EVERYWHERE[0]) for kind in ("GPT-2", "BERT", "Llama", "encoder")), ("bert", EVERYWHERE[-1])]
-"""with the cases above: each kind of block on a cube that has all three axes, and each shape with some kind"""
+"""with the cases above: each kind of block on a cube with all three axes, and each shape with some kind of block"""
 
 
 @pytest.mark.parametrize(("kind", "layout"), covered(product(MODELS, EVERYWHERE), by=COVER), ids=str)
-def test_every_kind_trains_everywhere(pool: Pool, kind: str, layout: Layout) -> None:
-    test_trains_as_one_process_does(pool, kind, layout, EVEN)
+def test_every_kind_of_block_trains_on_every_cube(pool: Pool, kind: str, layout: Layout) -> None:
+    test_cube_trains_as_one_process_does(pool, kind, layout, EVEN)
 
 
 @pytest.mark.parametrize(
     "layout", [Layout(2, 1, 2, cube=(1, 2, 1)), Layout(2, 2, 1, "hanayo-zb", cube=(1, 2, 1))], ids=str
 )
-def test_with_waves_data_ranks_and_accumulation(pool: Pool, layout: Layout) -> None:
+def test_cube_with_waves_data_ranks_and_accumulation(pool: Pool, layout: Layout) -> None:
     model, batches = partial(models.gpt, 4, 4 * layout.waves), partial(models.texts, (8, 8, 8, 8), (7,))
     single = Training(model, batches, torch.float64, steps=2, accumulate=2, clip=0.1, loss_weight="tokens")
     assert_close(run(pool, single, layout).weights, by_hand(pool, single, data=layout.data).weights, 1e-10)
 
 
-def test_bf16_stays_near(pool: Pool) -> None:
+def test_bf16_mixed_is_close_to_one_process(pool: Pool) -> None:
     single = Training(
         partial(models.gpt, 4, 2), partial(models.texts, (8, 8)), steps=2, precision="bf16-mixed", loss_weight="tokens"
     )
@@ -162,14 +166,14 @@ def test_bf16_stays_near(pool: Pool) -> None:
 
 
 class DroppingBlock(models.Block):
-    """Sometimes does nothing, and its layers aren't called."""
+    """A block that randomly skips its layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if torch.rand(()) < 0.5 else x
 
 
 class LayerDrop(models.MLP):
-    """Chance decides which blocks run."""
+    """A model whose blocks are skipped at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,23 +199,23 @@ def threads_of_collectives(layout: Layout) -> tuple[set[str], float]:
             setattr(MeshAxis, name, start)
 
 
-def test_layers_are_dropped_alike_and_only_the_main_thread_sends(pool: Pool) -> None:
-    """Ranks that drop different layers would hang; collectives from the step's threads would cross."""
+def test_all_ranks_skip_the_same_layers_and_collectives_run_in_the_main_thread(pool: Pool) -> None:
+    """If ranks skipped different layers, or if several threads started collectives, these would not match."""
     seen = pool.run(4, threads_of_collectives, Layout(cube=(2, 2, 1)))
     assert [names for names, _ in seen] == [{"MainThread"}] * 4
     assert len({loss for _, loss in seen}) == 1
 
 
 def without_labels(sizes: tuple[int, ...]) -> list[Batch]:
-    """The first half of each batch has no label at all: shares without a valid token."""
+    """Batches without labels in the first half, so that some ranks have no valid token."""
     batches = models.texts(sizes)
     for batch in batches:
         batch["labels"][: len(batch["labels"]) // 2] = models.IGNORED
     return batches
 
 
-def test_a_share_without_a_valid_token(pool: Pool) -> None:
-    """Its loss is NaN, and counts for nothing."""
+def test_a_rank_without_a_valid_token(pool: Pool) -> None:
+    """Its loss is NaN and has weight 0."""
     single = Training(
         partial(models.gpt, 4, 2), partial(without_labels, (8, 8)), torch.float64, steps=2, loss_weight="tokens"
     )
@@ -228,21 +232,21 @@ def predicted(layout: Layout) -> Tensor:
     return torch.cat(trainer.predict(module, make_loader(batches)))  # type: ignore[arg-type]
 
 
-def test_predictions_are_whole(pool: Pool) -> None:
+def test_predictions_are_gathered_over_the_cube(pool: Pool) -> None:
     (expected,) = pool.run(1, predicted, Layout())
     for own in pool.run(4, predicted, Layout(cube=(1, 2, 2))):
         assert torch.equal(own, expected)
 
 
 class Stream(IterableDataset[Batch]):
-    """Of a length that nobody knows."""
+    """A dataset without a length."""
 
     def __iter__(self) -> Iterator[Batch]:
         yield from models.texts((5, 3, 2))
 
 
 def held(layout: Layout) -> dict[str, Any]:
-    """What a rank holds after a run on a stream: elements of each parameter, and of what the optimizer keeps of it."""
+    """The number of elements of each parameter, and of its optimizer state, on this rank."""
     warnings.filterwarnings("ignore", message=".*no `val_dataloader`")
     module = build(partial(models.gpt, 4, 4))
     trainer = make_trainer(layout, max_epochs=1)
@@ -255,8 +259,8 @@ def held(layout: Layout) -> dict[str, Any]:
     }
 
 
-def test_a_rank_holds_its_part_of_every_matrix(pool: Pool) -> None:
-    """And all ranks see where a stream ends."""
+def test_a_rank_holds_its_shard_of_every_matrix(pool: Pool) -> None:
+    """And all ranks agree where a dataset without a length ends."""
     whole = dict(build(partial(models.gpt, 4, 4)).named_parameters())
     found: dict[str, list[int]] = {}
     for rank in pool.run(8, held, Layout(2, cube=(2, 1, 2))):
@@ -283,7 +287,7 @@ def optimized(kind: str) -> None:
     make_trainer(Layout(cube=(1, 2, 1)), max_steps=1).fit(module, make_loader(models.texts((4,))))
 
 
-def test_optimizers_that_need_whole_matrices_are_refused(pool: Pool) -> None:
+def test_optimizers_that_need_full_matrices_are_refused(pool: Pool) -> None:
     for kind in ("Adafactor", "LBFGS"):
         with pytest.raises(RunFailed, match=kind):
             pool.run(2, optimized, kind)
@@ -297,7 +301,7 @@ def test_optimizers_that_need_whole_matrices_are_refused(pool: Pool) -> None:
         ((0, 1, 1), "expected p, for a p x p x p cube"),
     ],
 )
-def test_grids_that_do_not_fit_start_no_process(cube: tuple[int, int, int], message: str) -> None:
+def test_cubes_that_do_not_fit_are_refused_before_a_process_starts(cube: tuple[int, int, int], message: str) -> None:
     from lightning_hanayo import HanayoStrategy
     from lightning_hanayo.errors import HanayoError
 

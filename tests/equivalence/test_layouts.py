@@ -2,10 +2,10 @@
 
               gpipe  1f1b  interleaved  hanayo
 (2, 1, 1)       x      x        x         x
-(2, 2, 1)                                 x        (P, W, D); only a wave has a W
+(2, 2, 1)                                 x        (P, W, D); only wave schedules have W > 1
 (4, 1, 1)       x      x        x         x
 (2, 1, 2)       x      x        x         x
-(1, 1, 2)              x                           a whole model on each data rank
+(1, 1, 2)              x                           the full model on each data rank
 
 By default each size and each schedule is run at least once; `tox -e thorough` runs the rest of the table.
 """
@@ -25,7 +25,7 @@ SIZES = ((2, 1, 1), (4, 1, 1), (2, 1, 2))
 LOOPS = ("gpipe", "1f1b", "interleaved")
 WAVES = [Layout(2, 1, 1), Layout(2, 2, 1), Layout(4, 1, 1), Layout(2, 1, 2)]
 GRID = [*WAVES, *(Layout(*size, schedule=schedule) for size in SIZES for schedule in LOOPS)]
-# Each size and each schedule at least once: what the slower models get, and what is compared with a tolerance.
+# Each size and each schedule at least once, for the slower models and for comparisons with a tolerance.
 COVER = [*WAVES, Layout(2, 1, 1, "1f1b"), Layout(4, 1, 1, "gpipe"), Layout(2, 1, 2, "interleaved")]
 
 BATCHES = partial(models.vectors, (8, 8, 8, 8))
@@ -44,7 +44,7 @@ def test_mlp_in_double_precision(pool: Pool, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", covered(GRID, by=COVER), ids=str)
-def test_mlp_to_the_last_bit(pool: Pool, layout: Layout) -> None:
+def test_mlp_is_bit_equal(pool: Pool, layout: Layout) -> None:
     outcome = run(pool, MLP_UNCLIPPED, layout)
     assert_same_training(outcome, plain(pool, MLP_UNCLIPPED))
     expected = by_hand(pool, MLP_UNCLIPPED, layout.data)
@@ -54,7 +54,7 @@ def test_mlp_to_the_last_bit(pool: Pool, layout: Layout) -> None:
 
 @pytest.mark.parametrize("training", [MLP, MLP_SUMMED], ids=["each", "summed"])
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 2)], ids=str)
-def test_clipped_mlp_to_the_last_bit(pool: Pool, layout: Layout, training: Training) -> None:
+def test_clipped_mlp_is_bit_equal(pool: Pool, layout: Layout, training: Training) -> None:
     assert_bit_equal(run(pool, training, layout).weights, by_hand(pool, training, layout.data).weights)
 
 
@@ -66,8 +66,8 @@ def test_gpt_with_tied_embedding(pool: Pool, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 1, "1f1b"), Layout(1, 1, 2, "1f1b")], ids=str)
-def test_gpt_to_the_last_bit(pool: Pool, layout: Layout) -> None:
-    """The tied weight too: head's and embedding's part of a micro-batch are added to each other first."""
+def test_gpt_is_bit_equal(pool: Pool, layout: Layout) -> None:
+    """Including the tied weight: for each micro-batch, the gradients of head and embedding are added first."""
     outcome, expected = run(pool, GPT, layout), by_hand(pool, GPT, layout.data)
     assert_same_training(outcome, plain(pool, GPT))
     assert_bit_equal(outcome.gradients, expected.gradients)

@@ -1,4 +1,4 @@
-"""What a run logs and decides is the same on every rank, and the same as in one process."""
+"""Metrics and decisions are the same on every rank, and the same as in one process."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ LAYOUTS = [Layout(2, 1, 1), Layout(2, 2, 1), Layout(4, 1, 1, "1f1b"), Layout(2, 
 
 
 class History(Callback):
-    """Everything a callback can read, at each moment it can."""
+    """Records all metrics that a callback can read, in each of its hooks."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -47,9 +47,9 @@ def _numbers(trainer: Trainer, part: str) -> dict[str, float]:
 
 
 def watch(layout: Layout, folder: Path) -> dict[str, Any]:
-    """One rank's view of a run that stops early."""
+    """The metrics and decisions of one rank, in a run that stops early."""
     history = History()
-    stopping = EarlyStopping("val_loss", min_delta=100.0, patience=2)  # nothing is so much better: it stops
+    stopping = EarlyStopping("val_loss", min_delta=100.0, patience=2)  # no improvement is that large, so it stops
     saving = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}")
     trainer = make_trainer(layout, max_epochs=9, callbacks=[history, stopping, saving], enable_checkpointing=True)
     loaders = (make_loader(data.share(data_rank(layout), layout.data)) for data in (TRAINING, VALIDATION))
@@ -67,13 +67,13 @@ def watch(layout: Layout, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A single process's view."""
+    """The same in a single process."""
     (view,) = pool.run(1, watch, Layout(), tmp_path_factory.mktemp("alone"))
     return view
 
 
 @pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[1:]), ids=str)
-def test_every_rank_sees_and_decides_as_one_process_does(
+def test_every_rank_has_the_metrics_and_decisions_of_one_process(
     pool: Pool, tmp_path: Path, layout: Layout, alone: dict[str, Any]
 ) -> None:
     assert alone["stopped"] == 2

@@ -1,4 +1,4 @@
-"""The oracles agree with each other, so that a difference from them is ours."""
+"""The two references, an ordinary Trainer and the hand-written loop, agree with each other."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def test_whole_batches_and_microbatches_agree(pool: Pool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt", "masked"])
-def test_they_agree_in_double_precision(pool: Pool, kind: str) -> None:
+def test_references_agree_in_double_precision(pool: Pool, kind: str) -> None:
     model, batches, weight = KINDS[kind]
     training = Training(
         model, partial(batches, (8, 8, 8, 11)), torch.float64, accumulate=2, clip=0.1, loss_weight=weight
@@ -40,7 +40,7 @@ def test_they_agree_in_double_precision(pool: Pool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlp", "masked"])
-def test_they_agree_over_data_ranks(pool: Pool, kind: str) -> None:
+def test_references_agree_on_data_ranks(pool: Pool, kind: str) -> None:
     model, batches, weight = KINDS[kind]
     training = Training(model, partial(batches, (8, 8, 8)), torch.float64, accumulate=2, clip=0.1, loss_weight=weight)
     assert_close(by_hand(pool, training, data=2).weights, plain(pool, training).weights, 1e-10)

@@ -1,7 +1,7 @@
-"""Random numbers: masks, noise and dropped layers are the same on every layout, under every schedule, after a resume.
+"""Random numbers (masks, noise, dropped layers) are the same on every layout and schedule, and after a resume.
 
-P = 1, B = 4      every block in one process           the reference: as by hand with the keys
-P = 2, W = 2      a block of another rank draws what it draws there
+P = 1, B = 4      all blocks in one process           the reference, equal to a loop that seeds each stream by its key
+P = 2, W = 2      each block draws the same numbers on another rank
 """
 
 import warnings
@@ -37,11 +37,11 @@ from tests.harness.training import (
 DOUBLE = torch.float64
 BATCHES = partial(models.vectors, (8, 11, 8))
 ONE_PROCESS = Layout(1, 1, 1, "1f1b")
-"""our strategy with one stage: blocks run where the step calls them"""
+"""HanayoStrategy with one stage: blocks run when the step calls them"""
 
 
 class DroppingBlock(models.Block):
-    """A module's dropout, a function's, and noise."""
+    """Draws in a dropout module, a dropout function, and for noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class DroppingBlock(models.Block):
 
 
 class Dropping(models.MLP):
-    """Draws before the stack, in every block, and behind the stack."""
+    """Draws before the stack, in every block, and after the stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Dropping(models.MLP):
 
 
 class CheckpointedOutside(Dropping):
-    """The step's own code wraps each block: where it runs there, it is computed again."""
+    """The step checkpoints each block, so that it is recomputed in the backward."""
 
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(block, x, use_reentrant=False)
@@ -89,7 +89,7 @@ class CheckpointedBlock(DroppingBlock):
 class CheckpointedInside(Dropping):
     def __init__(self) -> None:
         super().__init__()
-        for block in self.blocks:  # not made anew: their values would be others
+        for block in self.blocks:  # don't construct new ones: they would have other values
             block.__class__ = CheckpointedBlock
 
 
@@ -125,7 +125,7 @@ def fit(model: Any, layout: Layout, accumulate: int = 1) -> Outcome:
 
 
 def by_hand(model: Any, seed: int) -> tuple[dict[str, Tensor], float]:
-    """The first batch's gradients and loss, with every stream begun by its key."""
+    """The first batch's gradients and loss, with every random stream seeded by its key."""
     module = models.build(model, DOUBLE)
     module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment]
     (batch, *_) = Training(model, BATCHES, DOUBLE).share(0, 1)
@@ -151,7 +151,7 @@ def by_hand(model: Any, seed: int) -> tuple[dict[str, Tensor], float]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}, total
 
 
-def test_streams_begin_with_their_keys(pool: Pool) -> None:
+def test_streams_are_seeded_by_their_keys(pool: Pool) -> None:
     ((gradients, loss),) = pool.run(1, by_hand, Dropping, 0)
     outcome = reference(pool)
     assert_close(outcome.gradients, gradients, 1e-12)
@@ -171,7 +171,7 @@ RECOMPUTED = [
     (CheckpointedOutside, WAVES),
     (CheckpointedInside, ONE_PROCESS),
     (CheckpointedInside, WAVES),
-    (Reentrant, ONE_PROCESS),  # in a pipeline the re-entrant form finds no gradient in what stands for an output
+    (Reentrant, ONE_PROCESS),  # in a pipeline the re-entrant form fails on a block's proxy output
 ]
 
 
@@ -185,13 +185,13 @@ def test_masks_do_not_depend_on_recomputation(pool: Pool, model: Any, layout: La
     assert_close(outcome.weights, reference(pool).weights, 1e-10)
 
 
-def test_accumulated_batches_draw_anew(pool: Pool) -> None:
+def test_accumulated_batches_draw_different_numbers(pool: Pool) -> None:
     outcome = merge(pool.run(2, fit, Dropping, Layout(2, 1, 1), 2), Layout(2, 1, 1))
     assert_close(outcome.weights, reference(pool, accumulate=2).weights, 1e-10)
 
 
 @pytest.mark.parametrize("data", [2])
-def test_data_ranks_draw_apart_and_alike_on_every_layout(pool: Pool, data: int) -> None:
+def test_data_ranks_draw_different_numbers_that_do_not_depend_on_the_layout(pool: Pool, data: int) -> None:
     alone, wave = Layout(1, 1, data, "1f1b"), Layout(2, 1, data)
     outcomes = [merge(pool.run(layout.world_size, fit, Dropping, layout), layout) for layout in (alone, wave)]
     assert_close(outcomes[1].weights, outcomes[0].weights, 1e-10)
@@ -199,8 +199,8 @@ def test_data_ranks_draw_apart_and_alike_on_every_layout(pool: Pool, data: int) 
     assert first[0, 0] != second[0, 0]
 
 
-class Noting(models.MLP):
-    """Notes what each block draws, by micro-batch and block."""
+class DrawRecorder(models.MLP):
+    """Records the numbers that each block draws, per micro-batch."""
 
     class Block(models.Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -215,16 +215,16 @@ class Noting(models.MLP):
 
 
 def masks(layout: Layout) -> dict[tuple[int, int], list[float]]:
-    """What this rank's blocks draw in the first batch, by (micro-batch, block)."""
+    """The numbers that this rank's blocks draw in the first batch, by (micro-batch, block)."""
     trainer = make_trainer(layout, strategy=make_strategy(layout), max_steps=1)
-    module = models.build(Noting)
+    module = models.build(DrawRecorder)
     trainer.fit(module, make_loader(models.vectors((8,))))
     return {(m, i): note for i, block in enumerate(module.blocks) for m, note in enumerate(block.notes)}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 2, 1, "hanayo-zb"), Layout(2, 1, 1, "gpipe")], ids=str)
-def test_no_two_draws_are_alike(pool: Pool, layout: Layout) -> None:
-    """Neither those of two stages, nor of two micro-batches, nor shifted by a draw."""
+def test_no_two_draws_are_equal(pool: Pool, layout: Layout) -> None:
+    """Neither of two stages, nor of two micro-batches, nor shifted by one draw."""
     merged = {key: note for rank in pool.run(2, masks, layout) for key, note in rank.items()}
     assert len(merged) == 4 * NUM_BLOCKS
     assert merged == pool.run(1, masks, ONE_PROCESS)[0]
@@ -233,7 +233,7 @@ def test_no_two_draws_are_alike(pool: Pool, layout: Layout) -> None:
 
 
 def saved(path: str, layout: Layout, steps: int, resume: str | None) -> Outcome:
-    """Three equal batches an epoch, so that a loader that begins anew in the middle of one makes no difference."""
+    """Three equal batches per epoch, so that the loader's restart in the middle of an epoch makes no difference."""
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     callback = OutcomeCallback()
     trainer = make_trainer(layout, strategy=make_strategy(layout), max_steps=steps, callbacks=[callback])
@@ -247,7 +247,9 @@ RESUMED = [(2, ONE_PROCESS), (3, Layout(2, 1, 1)), (2, Layout(2, 1, 1)), (3, ONE
 
 
 @pytest.mark.parametrize(("stop", "then"), covered(RESUMED, by=RESUMED[:2]), ids=str)
-def test_a_resumed_run_draws_as_one_that_never_stopped(pool: Pool, tmp_path: Any, then: Layout, stop: int) -> None:
+def test_a_resumed_run_draws_the_same_numbers_as_an_uninterrupted_one(
+    pool: Pool, tmp_path: Any, then: Layout, stop: int
+) -> None:
     (whole,) = pool.run(1, saved, str(tmp_path / "whole.ckpt"), ONE_PROCESS, 5, None)
     pool.run(2, saved, str(tmp_path / "first.ckpt"), Layout(2, 1, 1), stop, None)
     resumed = pool.run(then.world_size, saved, str(tmp_path / "then.ckpt"), then, 5, str(tmp_path / "first.ckpt"))
@@ -255,7 +257,7 @@ def test_a_resumed_run_draws_as_one_that_never_stopped(pool: Pool, tmp_path: Any
 
 
 class Sampling(Dropping):
-    """Predicts with dropout, as for an uncertainty."""
+    """Predicts with dropout, as for Monte Carlo dropout."""
 
     def on_predict_start(self) -> None:
         self.train()
@@ -265,7 +267,7 @@ class Sampling(Dropping):
 
 
 def predictions(layout: Layout) -> list[float]:
-    """Two predictions of one Trainer, and one of another."""
+    """Two predictions of one Trainer, and one of a second Trainer."""
     trainer = make_trainer(layout, strategy=make_strategy(layout))
     module, loader = models.build(Sampling, DOUBLE), make_loader(models.vectors((8, 8), DOUBLE))
     found = [trainer.predict(module, loader) for _ in range(2)]
@@ -273,7 +275,7 @@ def predictions(layout: Layout) -> list[float]:
     return [sum(part.sum().item() for part in parts if isinstance(part, Tensor)) for parts in found if parts]
 
 
-def test_each_prediction_draws_anew_and_alike_on_every_layout(pool: Pool) -> None:
+def test_predictions_draw_different_numbers_that_do_not_depend_on_the_layout(pool: Pool) -> None:
     (expected,) = pool.run(1, predictions, ONE_PROCESS)
     assert len(set(expected)) == 3
     for layout in (WAVES, Layout(2, 1, 1, "1f1b")):
@@ -281,7 +283,7 @@ def test_each_prediction_draws_anew_and_alike_on_every_layout(pool: Pool) -> Non
 
 
 class TwoViews(models.MLP):
-    """Two passes through the stack, whose difference is what dropout makes."""
+    """Two passes through the stack, which differ only by dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,8 +295,8 @@ class TwoViews(models.MLP):
         return first.square().mean() + second.square().mean()
 
 
-class TwoViewsAgain(TwoViews):
-    """As `TwoViews`, with every block computed again in the backward."""
+class TwoViewsCheckpointed(TwoViews):
+    """Two passes, and every block is recomputed in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
@@ -310,17 +312,17 @@ def views(model: Any) -> tuple[float, dict[str, Tensor]]:
     return float(trainer.callback_metrics["apart"]), callback.outcome.gradients
 
 
-def test_a_second_pass_draws_anew(pool: Pool) -> None:
-    """Contrastive training on one rank lives on it; a block that is computed again finds the numbers of its pass."""
+def test_a_second_pass_draws_different_numbers(pool: Pool) -> None:
+    """Contrastive training needs this. A recomputed block draws the numbers of its own pass again."""
     ((apart, gradients),) = pool.run(1, views, TwoViews)
     assert apart > 1e-3
-    ((again, recomputed),) = pool.run(1, views, TwoViewsAgain)
+    ((again, recomputed),) = pool.run(1, views, TwoViewsCheckpointed)
     assert again == apart
     assert_close(recomputed, gradients, 1e-12)
 
 
 def states(layout: Layout) -> tuple[bool, bool, list[float]]:
-    """Whether torch's own generator is, after a batch, as it was before; and whether a plain Trainer's weights come."""
+    """Whether a batch leaves torch's generator unchanged, and whether the run has an ordinary Trainer's weights."""
     before: list[Tensor] = []
     same: list[bool] = []
 
@@ -340,20 +342,20 @@ def states(layout: Layout) -> tuple[bool, bool, list[float]]:
     return all(same), torch.initial_seed() == 7, [w.sum().item() for w in callback.outcome.weights.values()]
 
 
-def test_torchs_own_generator_is_left_as_it_was(pool: Pool) -> None:
+def test_torchs_generator_is_unchanged(pool: Pool) -> None:
     for layout in (ONE_PROCESS, Layout(2, 1, 1)):
         for same, seed, _ in pool.run(layout.world_size, states, layout):
             assert same and seed
 
 
-def test_one_rank_with_one_microbatch_draws_a_plain_trainers_numbers(pool: Pool) -> None:
+def test_one_rank_with_one_microbatch_draws_the_numbers_of_an_ordinary_trainer(pool: Pool) -> None:
     ((_, _, ours),) = pool.run(1, states, Layout(num_microbatches=1, schedule="auto"))
     ((_, _, plain),) = pool.run(1, states, Layout(num_microbatches=0))
     assert ours == plain
 
 
 @pytest.mark.parametrize("outside", covered(["share", "replicate"], by=["share"]))
-def test_a_cube_draws_alike_with_waves_and_without(pool: Pool, outside: str) -> None:
+def test_a_cube_draws_the_same_numbers_with_and_without_waves(pool: Pool, outside: str) -> None:
     cubes = [Layout(1, 1, 1, "1f1b", cube=(1, 2, 1), outside=outside)]
     cubes.append(Layout(2, 2, 1, "hanayo-zb", cube=(1, 2, 1), outside=outside))
     outcomes = [merge(pool.run(layout.world_size, fit, Dropping, layout), layout) for layout in cubes]

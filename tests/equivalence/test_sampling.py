@@ -1,4 +1,4 @@
-"""Lightning shares an ordinary loader out over the data ranks, and over nothing else."""
+"""Lightning splits an ordinary loader over the data ranks only."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def samples() -> list[Batch]:
 
 
 def shared() -> list[Batch]:
-    """The batches that both data ranks draw, interleaved as `Training.share` cuts them."""
+    """The batches of both data ranks, interleaved as `Training.share` splits them."""
     samplers = [DistributedSampler(range(24), 2, rank, shuffle=True, seed=0) for rank in range(2)]
     drawn = [index for pair in zip(*samplers, strict=True) for index in pair]
     size = 2 * BATCH_SIZE
@@ -40,13 +40,13 @@ def fit_samples(layout: Layout, **loading: Any) -> Outcome:
     return callback.outcome
 
 
-def test_data_ranks_share_the_samples(pool: Pool) -> None:
+def test_data_ranks_get_different_samples(pool: Pool) -> None:
     outcome = merge(pool.run(LAYOUT.world_size, fit_samples, LAYOUT), LAYOUT)
     assert_close(outcome.weights, plain(pool, Training(models.MLP, shared, torch.float64, steps=3)).weights, 1e-10)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(4, 1, 1, "1f1b")], ids=str)
-def test_pipeline_ranks_share_nothing(pool: Pool, layout: Layout) -> None:
+def test_pipeline_ranks_get_the_same_samples(pool: Pool, layout: Layout) -> None:
     (alone,) = pool.run(1, fit_samples, Layout())
     outcome = merge(pool.run(layout.world_size, fit_samples, layout), layout)
     assert_close(outcome.weights, alone.weights, 1e-10)

@@ -1,4 +1,4 @@
-"""User code that scales the loss's backward, while batches accumulate: each batch's gradients are scaled once.
+"""If user code scales the backward while batches accumulate, each batch's gradients are scaled once.
 
 batch 0    grad = 0.5 * g0          batch 1    grad = 0.5 * g0 + 0.25 * g1, whatever was there already
 """
@@ -21,14 +21,14 @@ LAYOUTS = [Layout(2, 1, 1, "1f1b"), Layout(2, 2, 1, "hanayo-zb"), Layout(2, 1, 2
 
 
 class Backward(models.MLP):
-    """Each batch counts less than the one before."""
+    """Scales each batch less than the one before."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (loss * 0.5 / (1 + self.trainer.fit_loop.epoch_loop.batch_idx)).backward()
 
 
 class Hooked(models.MLP):
-    """The same in the hook before the backward."""
+    """Scales in the hook before the backward."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         loss.register_hook(lambda gradient: gradient * 0.5 / (1 + self.trainer.fit_loop.epoch_loop.batch_idx))

@@ -1,4 +1,4 @@
-"""Tables with I and W train as one process does: weights, loss, and what Lightning does around them.
+"""Schedules with a split backward (actions I and W) train as one process does.
 
                  zbv   zb-h1   interleaved-zb   hanayo-zb   a CSV table
 (2, 1, 1)         x      x           x                           x
@@ -41,20 +41,20 @@ def test_gpt_with_tied_embedding(pool: Pool, layout: Layout) -> None:
     assert_close(outcome.weights, expected.weights, 1e-10)
 
 
-def test_in_single_precision(pool: Pool) -> None:
+def test_gpt_in_single_precision(pool: Pool) -> None:
     assert_same_training(run(pool, GPT, LAYOUTS[1]), plain(pool, GPT))
 
 
 @pytest.mark.parametrize("num_waves", [1, 2])
-def test_a_table_from_a_file(pool: Pool, tmp_path: Path, num_waves: int) -> None:
+def test_a_schedule_from_a_csv_file(pool: Pool, tmp_path: Path, num_waves: int) -> None:
     table = tmp_path / "table.csv"
     split(build("hanayo", num_ranks=2, num_microbatches=4, num_waves=num_waves)).to_csv(table)
     outcome = run(pool, DOUBLE, Layout(2, 1, 1, str(table)))
     assert_close(outcome.weights, plain(pool, DOUBLE).weights, 1e-10)
 
 
-def test_a_weight_of_two_stages_is_whole_when_the_first_one_is_reduced(pool: Pool, tmp_path: Path) -> None:
-    """Stage 0 is reduced with its last W, but stage 3's Ws come behind it: what both use is left to autograd."""
+def test_a_tied_weight_is_complete_when_stage_0_is_reduced(pool: Pool, tmp_path: Path) -> None:
+    """Stage 0 is reduced before the Ws of stage 3 run, so autograd computes the gradients of tied weights in I."""
     rows = ["0F0 0F1 3F0 3I0 3F1 3I1 0I0 0I1 0W0 0W1 3W0 3W1", "1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1"]
     table = tmp_path / "table.csv"
     table.write_text("".join(f"{row.replace(' ', ',')}\n" for row in rows))
@@ -68,7 +68,7 @@ BF16 = [Layout(2, 1, 1, "zbv"), Layout(2, 1, 2, "interleaved-zb")]
 
 @pytest.mark.parametrize("layout", covered(BF16, by=BF16[:1]), ids=str)
 def test_bf16_mixed(pool: Pool, layout: Layout) -> None:
-    """Micro-batch by micro-batch the gradients are the same to the bit; only the order of their sum differs."""
+    """Each micro-batch's gradients are bit-equal; only the order of their sum differs."""
     outcome, expected = run(pool, MIXED, layout), by_hand(pool, MIXED, layout.data)
     assert_first_gradients(outcome, expected)
 

@@ -1,4 +1,4 @@
-"""What layers keep of their weights: never more than is of use, and nothing from before an optimizer step.
+"""Layers keep no copy of a weight from before an optimizer step, and gather no more than two weights ahead.
 
 Fused optimizers write into parameters without raising their version, so that a version can't tell a new value.
 """
@@ -22,7 +22,7 @@ from tests.strategy.odd_models import activation_checkpointed
 
 
 class Fused(models.MLP):
-    """Keeps the last step's loss and with it the graph: what the graph holds, a weak reference finds."""
+    """Keeps the last step's loss, and so its graph, in which a weak reference could find old weights."""
 
     def loss(self, batch: Batch) -> Tensor:
         loss = super().loss(batch)
@@ -39,7 +39,7 @@ class FusedForgetful(Fused):
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1, "hanayo-zb"), Layout(2, 1, 1, "zb-h1")], ids=str)
-def test_a_loss_that_is_kept_keeps_no_weight_of_old(pool: Pool, layout: Layout) -> None:
+def test_a_loss_that_is_kept_keeps_no_old_weight_alive(pool: Pool, layout: Layout) -> None:
     batches = partial(models.vectors, (8, 8, 8))
     kept, forgotten = (
         run(pool, Training(model, batches, steps=3, precision="bf16-mixed"), layout)
@@ -54,7 +54,7 @@ class CheckpointedBlock(models.Block):
 
 
 class FusedCheckpointed(FusedForgetful):
-    """Weights are gathered once more for the blocks that are computed again."""
+    """Blocks are recomputed, for which their weights are gathered again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ class FusedCheckpointed(FusedForgetful):
 
 
 @pytest.mark.parametrize("layout", [Layout(cube=(2, 1, 1)), Layout(2, 1, 1, cube=(2, 1, 1))], ids=str)
-def test_no_shard_of_old_is_multiplied_with(pool: Pool, layout: Layout) -> None:
+def test_no_old_shard_is_used(pool: Pool, layout: Layout) -> None:
     training = Training(FusedCheckpointed, partial(models.vectors, (8, 8, 8)), torch.float64, steps=3)
     assert_close(run(pool, training, layout).weights, plain(pool, training).weights, 1e-9)
 
 
 def weights_ahead(model: Any, layout: Layout) -> tuple[int, int, Outcome]:
-    """The most weights that one stage had gathered ahead at a time, and those left when training was over."""
+    """The maximum of weights that one stage had gathered ahead, and the number left after the training."""
     after, most = Order.after, 0
     weights: list[Weight] = []
 
@@ -78,7 +78,7 @@ def weights_ahead(model: Any, layout: Layout) -> tuple[int, int, Outcome]:
 
     def counted(order: Order, weight: Weight) -> list[Weight]:
         nonlocal most
-        if not weights:  # they are all there before the first one is used
+        if not weights:  # all are gathered before the first one is used
             weights.extend(other for other in gc.get_objects() if isinstance(other, Weight))
         most = max(most, num_ahead())
         return after(order, weight)

@@ -1,4 +1,4 @@
-"""`nn.TransformerEncoder` with a padding mask: trained and validated as in one process, nested tensors or not."""
+"""`nn.TransformerEncoder` with a padding mask trains and validates as in one process, which may use nested tensors."""
 
 import warnings
 from functools import partial
@@ -42,12 +42,12 @@ class Classifier(LightningModule):
 def padded(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, 13, (count, 8, 6), generator=generator)
-    tokens[:, 4:, 4:] = 0  # the later micro-batches only
+    tokens[:, 4:, 4:] = 0  # in the later micro-batches only
     return [{"tokens": batch, "label": batch[:, 0] % 3} for batch in tokens]
 
 
 def losses(layout: Layout) -> tuple[float, float]:
-    warnings.filterwarnings("ignore", message=".*nested tensors is in prototype")  # the single process takes that path
+    warnings.filterwarnings("ignore", message=".*nested tensors is in prototype")  # used by the single process
     torch.manual_seed(0)
     module = Classifier().double()
     trainer: Trainer = make_trainer(layout, max_steps=3, num_sanity_val_steps=0, val_check_interval=3)
@@ -55,7 +55,7 @@ def losses(layout: Layout) -> tuple[float, float]:
     return float(trainer.callback_metrics["train_loss"]), float(trainer.callback_metrics["val_loss"])
 
 
-def test_padding_survives_the_pipeline(pool: Pool) -> None:
+def test_padding_mask_reaches_the_blocks_of_every_rank(pool: Pool) -> None:
     (alone,) = pool.run(1, partial(losses, Layout()))
     for view in pool.run(2, partial(losses, Layout(2, 1, 1))):
         torch.testing.assert_close(torch.tensor(view), torch.tensor(alone), rtol=1e-6, atol=0)

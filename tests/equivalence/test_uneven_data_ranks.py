@@ -1,4 +1,4 @@
-"""Data ranks whose batches are cut into different numbers of micro-batches: gradients of one stage meet each other.
+"""If data ranks have different numbers of micro-batches, each stage's gradients are still all-reduced with its own.
 
 data rank 0   4 samples   0F0 0F1 0F2 0F3 ...     reduces stage 3, then stage 0
 data rank 1   1 sample    0F0 ...                 the same order, whichever stage is done first
@@ -27,7 +27,7 @@ LAYOUT = Layout(pipe=2, waves=1, data=2, schedule="hanayo-zb")
 COSTS = CostModel(
     forward=(1.5, 1.5, 1, 1.5), backward_input=(2, 1.5, 1.5, 1.5), backward_weight=(1.5, 1.5, 2, 1), message=0.05
 )
-"""under which stages are done in another order in a table for one micro-batch than in one for four"""
+"""their stages end in a different order with one micro-batch than with four"""
 SIZES = {0: 4, 1: 1}
 
 

@@ -1,4 +1,4 @@
-"""Models for `hanayo fit` whose mistake shows only in the processes: `late_errors.Odd`, `late_errors.Late`."""
+"""Models for `hanayo fit` that fail only after the processes have started: `Unsendable` and `LateError`."""
 
 import os
 from typing import Any
@@ -25,14 +25,12 @@ class Block(nn.Module):
         return self.linear(x)
 
 
-class OddBlock(Block):
+class UnsendableBlock(Block):
     def forward(self, x: Tensor) -> Any:
         return object() if os.environ.get("LOCAL_RANK") == "1" else self.linear(x)
 
 
 class Model(LightningModule):
-    kind: type[Block] = Block
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = batch
         for block in self.blocks:
@@ -43,18 +41,18 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Odd(Model):
-    """A block on rank 1 hands on what can't cross."""
+class Unsendable(Model):
+    """A block on rank 1 returns an object that can't be sent to another rank."""
 
     def __init__(self) -> None:
         super().__init__()
         with open(os.environ["START_FILE"], "a") as file:
             file.write(f"{os.getpid()}\n")
-        self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
+        self.blocks = nn.ModuleList(UnsendableBlock() for _ in range(4))
 
 
-class Late(Odd):
-    """Lightning's own kind of mistake, which rank 1 meets first."""
+class LateError(Unsendable):
+    """A MisconfigurationException of Lightning, which rank 1 raises first."""
 
     def on_fit_start(self) -> None:
         stretch_grace()

@@ -1,7 +1,7 @@
-"""A user's training script that breaks on purpose:  script.py PIPE DATA SITE RANK
+"""A training script that fails on purpose:  script.py PIPE DATA SITE RANK
 
-SITE names where it breaks (see `SITES`), RANK on which rank; `nowhere` lets it finish. `sigterm` sends that rank the
-signal, `asleep` lets the other ranks sleep in user code while it breaks.
+SITE is one of `SITES`, the place where rank RANK fails; with `nowhere` it succeeds. `sigterm` sends the signal to that
+rank; with `asleep` the other ranks sleep in user code while it fails.
 """
 
 import os
@@ -26,25 +26,25 @@ WIDTH = 8
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a run breaks, and on which rank."""
+    """Where a run fails, and on which rank."""
 
     site: str
     rank: str
 
     def at(self, site: str) -> None:
-        """Fail here if this is the place, and note when."""
+        """Fail here if this is the chosen site and rank, and write the time to FAULT_FILE."""
         if site == self.site and os.environ.get("LOCAL_RANK", "0") == self.rank:
             with open(os.environ.get("FAULT_FILE", os.devnull), "w") as file:
                 file.write(str(time.time()))
             if site == "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-            raise RuntimeError("the vase " + f"broke on rank {self.rank}")
+            raise RuntimeError("the planned " + f"fault on rank {self.rank}")
         if site == self.site == "asleep":
             time.sleep(3600)
 
 
-class BreaksBackward(torch.autograd.Function):
+class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
         ctx.fault = fault
@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.linear, self.fault = nn.Linear(WIDTH, WIDTH), fault
 
     def forward(self, x: Tensor) -> Tensor:
-        return BreaksBackward.apply(x + self.linear(x), self.fault)
+        return FailsInBackward.apply(x + self.linear(x), self.fault)
 
 
 class Model(LightningModule):
@@ -104,7 +104,7 @@ class Vectors(Dataset[Tensor]):
 
 
 def train(pipe: int, data: int, fault: Fault) -> None:
-    """One process's part."""
+    """Train in one process."""
     strategy = HanayoStrategy(pipeline_parallel_size=pipe, data_parallel_size=data, num_microbatches=4)
     trainer = Trainer(
         accelerator="cpu", devices=pipe * data, strategy=strategy, max_steps=4, logger=False,

@@ -1,4 +1,4 @@
-"""A mistake that is known before launch gives one readable error before any process starts."""
+"""A mistake that can be found before the launch gives one readable error, and no process starts."""
 
 import subprocess
 from typing import Any
@@ -48,7 +48,7 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", refuse)
 
 
-BAD = {  # options of the strategy, devices, model -> what the message names: the numbers, and what would do
+BAD = {  # options of the strategy, devices, model -> words of the message: the wrong numbers, and ones that fit
     "sizes that don't multiply": ({"pipeline_parallel_size": 2}, 3, models.MLP, ["2", "3 processes", "size=3"]),
     "a size left over": (
         {"pipeline_parallel_size": 4, "data_parallel_size": 2}, 4, models.MLP,
@@ -58,7 +58,7 @@ BAD = {  # options of the strategy, devices, model -> what the message names: th
         {"pipeline_parallel_size": 4, "num_waves": 2}, 4, models.MLP, ["8", "16", "num_waves=1"],
     ),
     "no stack": ({}, 2, NoStack, ["NoStack", "blocks="]),
-    "a stack of another name": ({"blocks": "blcks"}, 2, models.MLP, ["'blcks'", "blocks"]),
+    "a wrong name of the stack": ({"blocks": "blcks"}, 2, models.MLP, ["'blcks'", "blocks"]),
     "unknown schedule": ({"schedule": "hanyo"}, 2, models.MLP, ["'hanyo'", "did you mean 'hanayo'"]),
     "waves without a wave": ({"schedule": "1f1b", "num_waves": 2}, 2, models.MLP, ["'1f1b' has no waves", "=2"]),
     "unknown weight": ({"loss_weight": "token"}, 2, models.MLP, ["'token'", "'tokens'"]),
@@ -97,7 +97,7 @@ def train(options: dict[str, Any], devices: int, model: type[LightningModule]) -
 
 @pytest.mark.usefixtures("_no_process_starts")
 @pytest.mark.parametrize("case", BAD)
-def test_names_the_numbers_and_the_way_out(case: str) -> None:
+def test_message_names_the_numbers_and_a_solution(case: str) -> None:
     options, devices, model, named = BAD[case]
     with pytest.raises(HanayoError) as caught:
         train(options, devices, model)
@@ -106,7 +106,7 @@ def test_names_the_numbers_and_the_way_out(case: str) -> None:
 
 @pytest.mark.usefixtures("_no_process_starts")
 @pytest.mark.parametrize("case", REFUSED)
-def test_refuses_by_name(case: str) -> None:
+def test_message_names_the_unsupported_feature(case: str) -> None:
     options, model, named = REFUSED[case]
     error = HanayoError if case == "chimera" else UnsupportedError
     with pytest.raises(error) as caught:

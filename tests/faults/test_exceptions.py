@@ -1,11 +1,11 @@
-"""An exception on any rank ends all of them within 10 s, shows its cause once, and leaves no process behind.
+"""An exception on any rank ends all ranks within 10 s, shows its cause once, and leaves no process behind.
 
-P = 3:               rank 0   1   2*              * breaks; rank 0 has started the others
+P = 3:               rank 0   1   2*              * fails; rank 0 has started the others
 P = 2, D = 2:        rank 0   1
                           2*  3*
 
-What a rank does about a fault is the same wherever it breaks: sites and sizes are played in the pool. What the
-launching process does about its children takes real launches, seconds each.
+The pool tests what the ranks do after a fault, for several sites and sizes. What the launching process does about its
+children needs real launches, which take seconds each.
 """
 
 from pathlib import Path
@@ -32,22 +32,24 @@ LAUNCHES = [  # pipe, where, on which rank
 
 
 @pytest.mark.parametrize(("sizes", "site", "rank"), SITES)
-def test_the_other_ranks_end_by_themselves(pool: Pool, sizes: tuple[int, int], site: str, rank: int) -> None:
+def test_the_other_ranks_end_with_peer_failed(pool: Pool, sizes: tuple[int, int], site: str, rank: int) -> None:
     pipe, data = sizes
     with pytest.raises(RunFailed) as caught:
         pool.run(pipe * data, script.train, pipe, data, script.Fault(site, str(rank)), timeout=30.0)
-    assert (caught.value.first.rank, caught.value.first.message) == (rank, f"the vase broke on rank {rank}")
+    assert (caught.value.first.rank, caught.value.first.message) == (rank, f"the planned fault on rank {rank}")
     kinds = {failure.rank: failure.kind for failure in caught.value.failures}
     assert kinds == dict.fromkeys(range(pipe * data), "PeerFailed") | {rank: "RuntimeError"}
 
 
 @pytest.mark.parametrize(("pipe", "site", "rank"), LAUNCHES)
-def test_ends_everywhere_with_its_cause(tmp_path: Path, pipe: int, site: str, rank: int) -> None:
+def test_a_fault_ends_all_processes_and_its_cause_is_shown_once(
+    tmp_path: Path, pipe: int, site: str, rank: int
+) -> None:
     ended = launch(tmp_path, SCRIPT, str(pipe), "1", site, str(rank))
     assert ended.num_started == pipe, ended.output
     assert (tmp_path / "fault").exists(), ended.output
     assert ended.code != 0, ended.output
-    assert ended.output.count(f"the vase broke on rank {rank}") == 1, ended.output
+    assert ended.output.count(f"the planned fault on rank {rank}") == 1, ended.output
     assert not ended.leftover, ended.output
     assert ended.seconds_after_fault <= 10.0, ended.output
 
@@ -60,18 +62,18 @@ def test_sigterm_to_one_rank_ends_all(tmp_path: Path, pipe: int, rank: int) -> N
     assert "Traceback" not in ended.output, ended.output
 
 
-@pytest.mark.thorough  # so does the main job
-def test_a_sound_script_finishes(tmp_path: Path) -> None:
+@pytest.mark.thorough  # the main job covers it
+def test_a_script_without_a_fault_finishes(tmp_path: Path) -> None:
     ended = launch(tmp_path, SCRIPT, "2", "1", "nowhere", "0")
     assert (ended.code, ended.output.count("finished"), ended.leftover) == (0, 2, []), ended.output
 
 
-def test_an_error_that_shows_late_is_said_once_by_the_command_line(tmp_path: Path) -> None:
+def test_command_line_shows_a_late_error_once(tmp_path: Path) -> None:
     where = "tests.faults.late_errors"
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     strategy = ["--trainer.strategy", "lightning_hanayo.HanayoStrategy", "--trainer.strategy.num_waves", "1"]
     ended = launch(
-        tmp_path, "-m", "lightning_hanayo", "fit", f"--model={where}.Late", f"--data={where}.Data",
+        tmp_path, "-m", "lightning_hanayo", "fit", f"--model={where}.LateError", f"--data={where}.Data",
         "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_steps=2", *strategy,
         *(f"--trainer.{option}=false" for option in quiet),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Normal and editable installs, in fresh virtual environments that borrow everything but this package."""
+"""Normal and editable installs, in new virtual environments that use the installed dependencies."""
 
 import os
 import shutil
@@ -21,23 +21,23 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Install:
-    """A virtual environment, and where the package lies that it imports."""
+    """A virtual environment, and the package directory that it imports."""
 
     python: Path
     package: Path
     folder: Path
 
-    def play(self, code: str) -> str:
-        """What `code` prints in a process of this environment, started outside any checkout."""
+    def run(self, code: str) -> str:
+        """The output of `code` in a process of this environment, outside of any checkout."""
         code = "import sys, warnings\nwarnings.simplefilter('ignore')\n" + code
-        settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = limits.run([self.python, "-c", code], 100, cwd=self.folder, env=settings)
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = limits.run([self.python, "-c", code], 100, cwd=self.folder, env=variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """The same with a package that can't be imported."""
+        """In this context the package can't be imported."""
         source = self.package / "__init__.py"
         text = source.read_text()
         source.write_text("def broken(:\n")
@@ -54,7 +54,7 @@ def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     shutil.copytree(ROOT / "lightning_hanayo", checkout / "lightning_hanayo", ignore=lambda *_: ["__pycache__"])
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, checkout / name)
-    (checkout / "README.md").write_text("what is installed doesn't depend on it\n")
+    (checkout / "README.md").write_text("a README\n")
 
     environment = folder / "environment"
     venv.create(environment, with_pip=False, symlinks=True)
@@ -66,16 +66,16 @@ def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index"]
     how = ["--no-deps", "--no-build-isolation", "--ignore-installed"]
     target = ["--editable", str(checkout)] if request.param == "editable" else [str(checkout)]
-    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
-    done = limits.run([*pip, *how, *target], 100, env=settings)
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
+    done = limits.run([*pip, *how, *target], 100, env=variables)
     assert done.returncode == 0, done.stderr
     home = checkout if request.param == "editable" else Path(paths["purelib"])
     return Install(python, home / "lightning_hanayo", folder)
 
 
 @pytest.mark.parametrize("install", ["normal", pytest.param("editable", marks=pytest.mark.thorough)], indirect=True)
-def test_the_trainer_knows_the_strategy_without_an_import(install: Install) -> None:
-    said = install.play("""
+def test_trainer_finds_the_strategy_without_an_import(install: Install) -> None:
+    output = install.run("""
 import lightning as L
 from lightning.pytorch.strategies import StrategyRegistry
 print("hanayo" in StrategyRegistry, "lightning_hanayo" in sys.modules)
@@ -84,13 +84,13 @@ print(type(trainer.strategy).__name__)
 import lightning_hanayo
 print(lightning_hanayo.__file__)
 """)
-    assert said.splitlines()[-3:] == ["True False", "HanayoStrategy", str(install.package / "__init__.py")]
+    assert output.splitlines()[-3:] == ["True False", "HanayoStrategy", str(install.package / "__init__.py")]
 
 
 @pytest.mark.parametrize("install", ["editable"], indirect=True)
-def test_a_broken_package_leaves_torch_and_lightning_alone(install: Install) -> None:
+def test_torch_and_lightning_work_with_a_broken_package(install: Install) -> None:
     with install.broken():
-        said = install.play("""
+        output = install.run("""
 import torch
 import lightning as L
 L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -99,10 +99,10 @@ try:
 except SyntaxError:
     print("torch", torch.ones(2).sum().item())
 """)
-    assert said.splitlines()[-1] == "torch 2.0"
+    assert output.splitlines()[-1] == "torch 2.0"
 
 
-def test_the_console_script_answers(install: Install) -> None:
+def test_console_script_runs(install: Install) -> None:
     script = install.python.parent / "hanayo"
     done = limits.run([script, "--help"], 100, cwd=install.folder)
     assert done.returncode == 0 and "fit" in done.stdout

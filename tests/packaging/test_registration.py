@@ -1,4 +1,4 @@
-"""The registration, each case in a process of its own: what is imported when, and in which order, is the point."""
+"""The registration works whatever is imported first. Each case runs in a new process, since imports matter."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ import pytest
 from tests.harness import limits
 
 
-def play(code: str, **environment: str) -> str:
-    """What `code` prints in a fresh process that has `lightning_hanayo._autoload` as `autoload`."""
+def run(code: str, **environment: str) -> str:
+    """The output of `code` in a new process."""
     code = "import sys, warnings\nwarnings.simplefilter('ignore')\n" + dedent(code)
     environment = os.environ | environment
     done = limits.run([sys.executable, "-c", code], 100, env=environment)
@@ -18,8 +18,8 @@ def play(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_module_that_torch_loads_needs_the_standard_library_only() -> None:
-    loaded = play("""
+def test_autoload_imports_only_the_standard_library() -> None:
+    loaded = run("""
         before = set(sys.modules)
         import lightning_hanayo._autoload
         print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
@@ -27,8 +27,8 @@ def test_the_module_that_torch_loads_needs_the_standard_library_only() -> None:
     assert set(loaded.split()) - {"lightning_hanayo"} <= set(sys.stdlib_module_names)
 
 
-def test_a_later_import_of_lightning_finds_the_strategy() -> None:
-    assert play("""
+def test_strategy_is_registered_if_lightning_is_imported_later() -> None:
+    assert run("""
         from lightning_hanayo._autoload import activate
         activate()
         activate()
@@ -39,9 +39,9 @@ def test_a_later_import_of_lightning_finds_the_strategy() -> None:
     """).splitlines() == ["1", "SourceFileLoader True", "1"]
 
 
-def test_an_earlier_import_of_lightning_finds_it_too_and_twice_is_no_error() -> None:
-    """And nothing happens where the autoload is switched off, until the package itself is imported."""
-    assert play(
+def test_strategy_is_registered_if_lightning_was_imported_before() -> None:
+    """A second registration is no error. With the autoload switched off, importing the package registers it."""
+    assert run(
         """
         import lightning.pytorch.strategies as strategies
         print("hanayo" in strategies.StrategyRegistry)
@@ -58,9 +58,9 @@ def test_an_earlier_import_of_lightning_finds_it_too_and_twice_is_no_error() -> 
 
 
 @pytest.mark.thorough  # test_install covers it with an installed package that is broken
-def test_a_failure_of_ours_stays_ours() -> None:
+def test_a_failing_registration_does_not_reach_the_user() -> None:
     assert (
-        play("""
+        run("""
         import lightning_hanayo._autoload as autoload
         def broken():
             raise RuntimeError("broken")
@@ -74,9 +74,9 @@ def test_a_failure_of_ours_stays_ours() -> None:
     )
 
 
-def test_the_other_lightning_says_which_one_is_supported() -> None:
+def test_pytorch_lightning_gives_an_error_that_names_the_supported_package() -> None:
     pytest.importorskip("pytorch_lightning")
-    said = play("""
+    output = run("""
         from lightning_hanayo._autoload import activate
         activate()
         import pytorch_lightning
@@ -85,4 +85,4 @@ def test_the_other_lightning_says_which_one_is_supported() -> None:
         except ValueError as error:
             print(error)
     """)
-    assert "lightning.pytorch" in said and "pytorch_lightning" in said
+    assert "lightning.pytorch" in output and "pytorch_lightning" in output

@@ -1,6 +1,6 @@
-"""What shows only while a step runs: refused by name on the rank that sees it, and no rank waits for it in vain.
+"""Unsupported models that only a running step can detect: the error names the feature, and no rank hangs.
 
-for block in blocks: x = block(x)         once, in order, nothing in between, no context around
+Supported is:  for block in blocks: x = block(x)         once, in order, nothing in between, no context around it
 """
 
 import re
@@ -56,8 +56,8 @@ class Skipped(models.MLP):
 
 
 REFUSED = {
-    "a second pass": (SecondPass, "second|twice|again|once"),
-    "no pass": (NoPass, "0 of the 8 blocks"),
+    "two passes through the stack": (SecondPass, "second|twice|again|once"),
+    "no pass through the stack": (NoPass, "0 of the 8 blocks"),
     "no_grad around the stack": (NoGrad, "context"),
     "code between the blocks": (Between, "between two blocks"),
     "a penalty on the blocks": (Penalty, "weight_decay"),
@@ -71,7 +71,7 @@ def batches() -> list[models.Batch]:
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 1, "1f1b")], ids=str)
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_by_name_on_all_ranks(pool: Pool, case: str, layout: Layout) -> None:
+def test_error_names_the_feature_and_all_ranks_end(pool: Pool, case: str, layout: Layout) -> None:
     model, named = REFUSED[case]
     with pytest.raises(RunFailed) as caught:
         pool.run(layout.world_size, fit, Training(model, batches), layout, timeout=30.0)

@@ -1,8 +1,8 @@
-"""A model that was built on the meta device has the same values on every layout, and no rank ever holds all of them.
+"""A model that was built on the meta device has the same initial values on every layout.
 
-one process       module 0, 1, 2, 3, ... one after another
-pipe 2            each rank those of its stages
-cube (1, 2, 2)    rank k builds module k, k + 4, ...; its parts go to all
+one process       initializes modules 0, 1, 2, 3, ... one after another
+pipe 2            each rank initializes the modules of its stages
+cube (1, 2, 2)    rank k initializes module k, k + 4, ..., and sends each rank its shard; no rank holds all values
 """
 
 import warnings
@@ -37,12 +37,12 @@ from tests.harness.training import (
 Values = dict[str, Tensor]
 
 
-class Late(models.Trained):
-    """Any model, built in `configure_model`: on meta, or really.
+class DeferredModel(models.Trained):
+    """Any model, built in `configure_model`, on the meta device or on the CPU.
 
     Args:
-        kind: which.
-        device: where.
+        kind: a key of `FACTORIES`.
+        device: to build it on.
     """
 
     def __init__(self, kind: str, device: str = "meta") -> None:
@@ -62,8 +62,8 @@ class Late(models.Trained):
         return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=models.IGNORED)
 
 
-class Recipe(Late):
-    """Whose initial values come from a method that goes over the whole model."""
+class Recipe(DeferredModel):
+    """A recipe's model, whose initial values are set by one method that loops over the whole model."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
@@ -76,7 +76,7 @@ class Recipe(Late):
 
 
 class Table(nn.Module):
-    """Computed once, and kept in no state dict."""
+    """A buffer that is computed once and is in no state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def bert_recipe() -> LightningModule:
     return BERT(models.VOCABULARY, 16, 4, models.WIDTH, 4)
 
 
-def foreign(make: Callable[..., Any], *sizes: int) -> nn.Module:
+def unwrapped(make: Callable[..., Any], *sizes: int) -> nn.Module:
     return make(*sizes).model
 
 
@@ -123,9 +123,9 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "shared": shared,
     "gpt": partial(models.gpt, 4, 4),
     "bert": bert_recipe,
-    "GPT-2": partial(foreign, models.gpt2, 4, 4),
-    "BERT": partial(foreign, models.bert, 4, 4),
-    "Llama": partial(foreign, models.llama, 4, 4, 4),
+    "GPT-2": partial(unwrapped, models.gpt2, 4, 4),
+    "BERT": partial(unwrapped, models.bert, 4, 4),
+    "Llama": partial(unwrapped, models.llama, 4, 4, 4),
 }
 ALONE = Layout()
 LAYOUTS = [
@@ -135,12 +135,12 @@ LAYOUTS = [
 ]
 
 
-def late(kind: str, device: str = "meta") -> Late:
-    return (Recipe if kind in ("gpt", "bert") else Late)(kind, device)
+def deferred(kind: str, device: str = "meta") -> DeferredModel:
+    return (Recipe if kind in ("gpt", "bert") else DeferredModel)(kind, device)
 
 
-class Beginning(Callback):
-    """What this rank holds when training begins."""
+class InitialValues(Callback):
+    """The values that this rank holds when training begins."""
 
     values: Values
     buffers: Values
@@ -155,33 +155,33 @@ class Beginning(Callback):
         )
 
 
-def begin(module: Late, layout: Layout, **options: Any) -> tuple[Beginning, Trainer]:
-    """Train one step, or none."""
+def begin(module: DeferredModel, layout: Layout, **options: Any) -> tuple[InitialValues, Trainer]:
+    """Train one step, and return the initial values."""
     warnings.filterwarnings("ignore", message=".*no `val_dataloader`")
     torch.manual_seed(3)
-    beginning = Beginning()
+    initial = InitialValues()
     start = options.pop("start", None)
     strategy = make_strategy(layout, loss_weight="tokens") if module.where == "meta" else "auto"
-    trainer = make_trainer(layout, **{"max_steps": 1, "callbacks": [beginning], "strategy": strategy} | options)
+    trainer = make_trainer(layout, **{"max_steps": 1, "callbacks": [initial], "strategy": strategy} | options)
     trainer.fit(module, make_loader(models.texts((8,))), ckpt_path=start)
-    return beginning, trainer
+    return initial, trainer
 
 
 def started(layout: Layout) -> dict[str, tuple[Values, Values, float]]:
-    """Of each kind: this rank's values and buffers, and the first step's loss."""
+    """For each kind of model: this rank's initial values and buffers, and the first step's loss."""
     found = {}
     for kind in FACTORIES:
-        beginning, trainer = begin(late(kind), layout)
+        initial, trainer = begin(deferred(kind), layout)
         module: Any = trainer.lightning_module
         if kind == "GPT-2" and not module.model.lm_head.weight.is_meta:
             assert module.model.lm_head.weight is module.model.transformer.wte.weight
-        found[kind] = beginning.values, beginning.buffers, float(trainer.callback_metrics["train_loss"])
+        found[kind] = initial.values, initial.buffers, float(trainer.callback_metrics["train_loss"])
     return found
 
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> dict[str, tuple[Values, Values, float]]:
-    """On one rank."""
+    """The same on a single rank."""
     (found,) = pool.run(1, started, ALONE)
     return found
 
@@ -198,8 +198,8 @@ def test_values_are_the_same_on_every_layout(pool: Pool, alone: Any, layout: Lay
         assert [rank[kind][2] for rank in ranks] == pytest.approx([loss] * layout.world_size, rel=1e-5)
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of all memory that is taken inside, while it is held."""
+class MemoryCounter(TorchDispatchMode):
+    """Counts the bytes of all storages that are allocated in its context and still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,8 +226,8 @@ class Live(TorchDispatchMode):
 
 
 def peaks(layout: Layout) -> dict[str, Any]:
-    """While a rank gets its values: which modules it builds, whether whole ones pile up, and its memory."""
-    live, names, held, whole = Live(), [], [], []
+    """For the initialization on this rank: its modules, how many full ones are alive at a time, and its memory."""
+    live, names, held, whole = MemoryCounter(), [], [], []
     build, give = DeferredInit.initial_values, pipeline.fill_initial_values
 
     def noted(deferred_init: DeferredInit, module: DeferredModule) -> list[Tensor]:
@@ -245,14 +245,14 @@ def peaks(layout: Layout) -> dict[str, Any]:
     sizes: list[int] = []
     DeferredInit.initial_values, pipeline.fill_initial_values = noted, measured  # type: ignore[method-assign]
     try:
-        begin(late("GPT-2"), layout)
+        begin(deferred("GPT-2"), layout)
     finally:
         DeferredInit.initial_values, pipeline.fill_initial_values = build, give  # type: ignore[method-assign]
     return {"names": names, "held": held, "sizes": sizes, "peak": live.peak, "kept": live.bytes}
 
 
-def test_no_rank_holds_more_than_a_module_beside_its_parts(pool: Pool) -> None:
-    """A whole module, its parts as they are sent, and what arrives: the largest module three times at most."""
+def test_no_rank_holds_more_than_one_full_module_in_addition_to_its_shards(pool: Pool) -> None:
+    """A full module, its shards in the send buffer, and the receive buffer: three times the largest module at most."""
     ranks = pool.run(4, peaks, Layout(cube=(1, 2, 2), num_microbatches=1))
     everything = [name for rank in ranks for name in rank["names"]]
     assert len(everything) == len(set(everything)) == 3 + 4 * 6
@@ -260,22 +260,22 @@ def test_no_rank_holds_more_than_a_module_beside_its_parts(pool: Pool) -> None:
     total, largest = sum(sum(rank["sizes"]) for rank in ranks), max(max(rank["sizes"]) for rank in ranks)
     for rank in ranks:
         assert not any(rank["held"])
-        assert rank["kept"] < 0.4 * total  # a quarter, vectors that several ranks hold, and indices
+        assert rank["kept"] < 0.4 * total  # a quarter, replicated vectors, and indices
         assert rank["peak"] <= rank["kept"] + 3 * largest < 0.6 * total
 
 
 def saved(path: Path) -> Values:
-    _, trainer = begin(late("Llama", "cpu"), ALONE, max_steps=2)
+    _, trainer = begin(deferred("Llama", "cpu"), ALONE, max_steps=2)
     trainer.save_checkpoint(path)
     return own_weights(trainer.lightning_module)
 
 
 def resumed(path: Path, layout: Layout) -> Values:
-    return begin(late("Llama"), layout, max_steps=3, start=path)[0].values
+    return begin(deferred("Llama"), layout, max_steps=3, start=path)[0].values
 
 
 @pytest.mark.parametrize("layout", [ALONE, Layout(2, cube=(1, 2, 1))], ids=str)
-def test_values_of_a_checkpoint_win(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+def test_values_of_a_checkpoint_replace_the_initial_ones(pool: Pool, tmp_path: Path, layout: Layout) -> None:
     (expected,) = pool.run(1, saved, tmp_path / "run.ckpt")
     ranks = pool.run(layout.world_size, resumed, tmp_path / "run.ckpt", layout)
     for group in layout.topology.groups("pipe"):
@@ -283,7 +283,7 @@ def test_values_of_a_checkpoint_win(pool: Pool, tmp_path: Path, layout: Layout) 
 
 
 class Special(models.MLP):
-    """Gives values in its constructor, which nobody can do again."""
+    """Sets values in its constructor, which can't be repeated."""
 
     def __init__(self) -> None:
         with torch.device("meta"):
@@ -297,8 +297,8 @@ def refused(model: Callable[[], LightningModule], *layouts: Layout) -> None:
         make_trainer(layout, max_steps=1).fit(module, make_loader(models.vectors((8,))))
 
 
-def test_what_would_be_lost_is_refused_by_name(pool: Pool) -> None:
-    """And what other ranks have trained doesn't begin anew."""
+def test_values_that_would_be_lost_are_refused(pool: Pool) -> None:
+    """Values that a constructor has set, and those that other ranks have trained."""
     with pytest.raises(RunFailed, match=r"blocks\.5\.up\.weight of a Linear was given values 2 times"):
         pool.run(2, refused, Special, Layout(2))
     with pytest.raises(RunFailed, match=r"was trained before with another layout"):

@@ -1,4 +1,4 @@
-"""Models that were written without a pipeline in mind: transformers' own, unmodified, and a stack in Gemma's manner."""
+"""Unmodified models of transformers, and a stack like Gemma's, train as in one process."""
 
 from functools import partial
 
@@ -43,20 +43,20 @@ def test_trains_as_one_process_does(pool: Pool, kind: str) -> None:
     single = training(kind, torch.float32)
     outcome = run(pool, single, LAYOUTS[0])
     assert_same_training(outcome, plain(pool, single))
-    assert_bit_equal(outcome.gradients, by_hand(pool, single).gradients)  # of the first step, to the last bit
+    assert_bit_equal(outcome.gradients, by_hand(pool, single).gradients)  # of the first step
 
 
 COVER = [("gpt2", LAYOUTS[1]), ("llama", LAYOUTS[2]), ("bert", LAYOUTS[2]), *(("masked", one) for one in LAYOUTS[1:5])]
 
 
 @pytest.mark.parametrize(("kind", "layout"), covered(PAIRS, by=COVER), ids=str)
-def test_in_double_precision(pool: Pool, kind: str, layout: Layout) -> None:
-    """Against the same micro-batches: transformers computes its losses in fp32 even here, so cutting a batch shows."""
+def test_matches_the_loop_in_double_precision(pool: Pool, kind: str, layout: Layout) -> None:
+    """Compared with the loop, since transformers computes its loss in fp32, in which the order of sums matters."""
     double = training(kind, torch.float64)
     assert_close(run(pool, double, layout).weights, by_hand(pool, double).weights, 1e-10)
 
 
-def test_data_parallel(pool: Pool) -> None:
-    """Data ranks weigh by their labels: they have different numbers of them."""
+def test_two_data_ranks(pool: Pool) -> None:
+    """Data ranks have different numbers of labels, which weight their losses."""
     double = training("gpt2", torch.float64)
     assert_close(run(pool, double, Layout(2, 1, 2)).weights, by_hand(pool, double, data=2).weights, 1e-10)

@@ -36,7 +36,7 @@ def linears(count: int, width: int = 4) -> nn.ModuleList:
 DIFFERENT = nn.Sequential(nn.Linear(99, 99), nn.ReLU(), nn.Linear(99, 99))
 FOUND: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "the larger list": (lambda: Holder(encoder=linears(3), decoder=linears(3, 5)), "decoder", 3),
-    "more parameters, not more blocks": (lambda: Holder(long=linears(9, 2), wide=linears(2, 50)), "wide", 2),
+    "the most parameters": (lambda: Holder(long=linears(9, 2), wide=linears(2, 50)), "wide", 2),
     "nested": (lambda: Holder(model=Holder(inner=Holder(layers=linears(4)))), "model.inner.layers", 4),
     "experts inside blocks": (lambda: Holder(layers=nn.ModuleList(Expert() for _ in range(2))), "layers", 2),
     "blocks that are lists": (

@@ -1,4 +1,4 @@
-"""Where ranks lie: the drawings of `topology`, and what `resolve` makes of sizes."""
+"""Ranks, coordinates and groups match the drawings of topology.py, and `resolve` completes the sizes."""
 
 import doctest
 from typing import Any
@@ -18,7 +18,7 @@ SHAPES = [
 ]
 
 
-def test_the_drawing() -> None:
+def test_data_and_pipe_axes() -> None:
     #            pipe 0   pipe 1
     # data 0        0        1
     # data 1        2        3
@@ -28,7 +28,7 @@ def test_the_drawing() -> None:
     assert shape.coordinates(2) == (1, 0, 0, 0, 0)
 
 
-def test_the_cube_varies_fastest() -> None:
+def test_the_cube_axes_vary_fastest() -> None:
     #            pipe 0                pipe 1
     #        y0        y1          y0        y1
     # x0    0  1      2  3        8  9     10 11        z along the row
@@ -48,7 +48,7 @@ def test_rank_and_coordinates_are_inverse(shape: Topology) -> None:
 
 @pytest.mark.parametrize("axes", [("data",), ("pipe",), ("x", "z"), ("data", "x", "y", "z"), AXES, ()], ids="-".join)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_groups_part_the_world(shape: Topology, axes: tuple[str, ...]) -> None:
+def test_every_rank_is_in_one_group(shape: Topology, axes: tuple[str, ...]) -> None:
     groups = shape.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(shape.world_size))
     assert all(list(group) == sorted(group) for group in groups)
@@ -89,7 +89,9 @@ def test_resolve(world_size: int, sizes: dict[str, Any], expected: Topology) -> 
         (4, {"cube": (0, 1, 1)}, ["cube=0x1x1"]),
     ],
 )
-def test_sizes_that_do_not_multiply(world_size: int, sizes: dict[str, Any], named: list[str]) -> None:
+def test_sizes_that_do_not_multiply_to_the_world_size_are_refused(
+    world_size: int, sizes: dict[str, Any], named: list[str]
+) -> None:
     with pytest.raises(HanayoError) as caught:
         resolve(world_size, **sizes)
     assert [part for part in named if part not in str(caught.value)] == [], str(caught.value)
@@ -101,7 +103,7 @@ def test_an_axis_has_at_least_one_rank(sizes: dict[str, Any]) -> None:
         Topology(**sizes)
 
 
-def test_topologies_are_values() -> None:
+def test_topologies_are_immutable_and_hashable() -> None:
     assert Topology(data=2) == Topology(data=2) and hash(Topology(data=2)) == hash(Topology(data=2))
     with pytest.raises(AttributeError):
         Topology().data = 2  # type: ignore[misc]

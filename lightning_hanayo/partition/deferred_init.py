@@ -101,7 +101,7 @@ class DeferredInit:
         """
         owner = self._modules[module.name]
         if isinstance(owner, nn.RNNBase):
-            owner._flat_weight_refs.clear()  # tensors with weak references can't be swapped; restored below
+            owner._flat_weight_refs.clear()  # weak references prevent the exchange; made again below
         for tensor, value in zip(module.tensors, values, strict=True):
             if any((tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))):
                 name = self._copy.name(tensor)

@@ -102,7 +102,7 @@ def _check(stack: Stack) -> None:
                 f"it on two ranks. Use a separate module for each block, or name another stack with "
                 f"HanayoStrategy(blocks=...)."
             )
-        if any(not _does_nothing(hook) for hooks in _hooks(block) for hook in hooks.values()):
+        if any(not _is_inactive(hook) for hooks in _hooks(block) for hook in hooks.values()):
             raise UnsupportedError(
                 f"{stack.name}[{i}] has hooks; on other pipeline ranks they would never run. Remove them, or do their "
                 f"work in the block's forward."
@@ -113,6 +113,6 @@ def _hooks(block: nn.Module) -> tuple[dict[int, object], ...]:
     return (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks)  # type: ignore[return-value]
 
 
-def _does_nothing(hook: object) -> bool:
+def _is_inactive(hook: object) -> bool:
     """Transformers keeps these on a model that was once asked for hidden states; without a request they do nothing."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

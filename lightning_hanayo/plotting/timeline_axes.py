@@ -116,7 +116,7 @@ def _draw_background(timeline: Timeline, axes: "Axes", window: tuple[float, floa
 
 
 def _draw_boxes(spans: Sequence[Span], begin: float, axes: "Axes", legs: WaveLegs) -> None:
-    """Draw one matplotlib collection per row and colour: thousands of single boxes would take seconds."""
+    """Draw all boxes of one row and colour at once: drawing thousands of single boxes would take seconds."""
     boxes: dict[tuple[int, str, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
         if span.end > span.start and not span.action.kind.is_message:
@@ -135,7 +135,7 @@ def _draw_boxes(spans: Sequence[Span], begin: float, axes: "Axes", legs: WaveLeg
 
 
 def _draw_numbers(spans: Sequence[Span], timeline: Timeline, axes: "Axes", legs: WaveLegs) -> None:
-    """Draw one matplotlib collection per number, size and colour, for the same reason."""
+    """Draw all numbers of the same text, size and colour at once, for the same reason."""
     shown = [span for span in spans if span.end > span.start and span.action.kind.is_compute]
     num_digits = max((len(str(span.action.microbatch)) for span in shown), default=1)
     row_height = float(axes.bbox.height * 72 / axes.figure.dpi / timeline.num_ranks) if shown else 0.0

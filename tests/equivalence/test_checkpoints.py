@@ -87,11 +87,11 @@ def assert_same(actual: Any, expected: Any, where: str = "checkpoint") -> None:
 def test_file_equals_that_of_a_single_process(pool: Pool, tmp_path: Path, kind: str) -> None:
     training = TRAININGS[kind]
     pool.run(1, train, training, ALONE, 1, tmp_path / "alone.ckpt")
-    pool.run(WAVE.world_size, train, training, WAVE, 1, tmp_path / "ours.ckpt")
-    alone, ours = (torch.load(tmp_path / name, weights_only=True) for name in ("alone.ckpt", "ours.ckpt"))
-    assert alone.keys() <= ours.keys()
+    pool.run(WAVE.world_size, train, training, WAVE, 1, tmp_path / "pipeline.ckpt")
+    alone, pipeline = (torch.load(tmp_path / name, weights_only=True) for name in ("alone.ckpt", "pipeline.ckpt"))
+    assert alone.keys() <= pipeline.keys()
     for part in alone:
-        assert_same(ours[part], alone[part], part)
+        assert_same(pipeline[part], alone[part], part)
 
 
 class WithoutOptimizer(models.MLP):
@@ -106,9 +106,9 @@ def test_a_model_without_optimizer_is_saved_and_resumed(pool: Pool, tmp_path: Pa
     pool.run(pipe, train_without, Layout(pipe), tmp_path)
     pool.run(1, train_without, ALONE, tmp_path / "alone")
     for name in ("half.ckpt", "full.ckpt"):
-        ours, alone = (torch.load(tmp_path / folder / name, weights_only=True) for folder in ("", "alone"))
+        pipeline, alone = (torch.load(tmp_path / folder / name, weights_only=True) for folder in ("", "alone"))
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
-            assert_same(ours[part], alone[part], part)
+            assert_same(pipeline[part], alone[part], part)
 
 
 def train_without(layout: Layout, folder: Path) -> None:

@@ -77,7 +77,7 @@ def test_every_rank_has_the_metrics_and_decisions_of_one_process(
     pool: Pool, tmp_path: Path, layout: Layout, alone: dict[str, Any]
 ) -> None:
     assert alone["stopped"] == 2
-    ranks = pool.run(layout.world_size, watch, layout, tmp_path / "ours")
+    ranks = pool.run(layout.world_size, watch, layout, tmp_path / "pipeline")
     for view in ranks:
         for moment in ("validations", "epochs"):
             assert view[moment] == [pytest.approx(numbers, rel=1e-10) for numbers in alone[moment]]
@@ -85,4 +85,4 @@ def test_every_rank_has_the_metrics_and_decisions_of_one_process(
             assert view[decision] == alone[decision]
         assert view["best score"] == pytest.approx(alone["best score"], rel=1e-10)
     assert ranks[0]["steps"] == [pytest.approx(numbers, rel=1e-10) for numbers in alone["steps"]]
-    assert (tmp_path / "ours" / alone["best file"]).exists()
+    assert (tmp_path / "pipeline" / alone["best file"]).exists()

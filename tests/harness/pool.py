@@ -87,18 +87,18 @@ class Pool:
         """Start the fork server, which begins to import; returns immediately."""
         if self._fork_server is not None and self._fork_server.poll() is None:
             return
-        self._control, theirs = socket.socketpair()
+        self._control, other_end = socket.socketpair()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         # NVML counts the GPUs without initializing CUDA, which can't be used after a fork
         environment = os.environ | threads | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         # for its log messages torch resolves ::ffff:127.0.0.1; don't wait 5 s for an answer
         environment["RES_OPTIONS"] = "timeout:1 attempts:1"
-        command = [sys.executable, "-m", "tests.harness.fork_server", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.harness.fork_server", str(other_end.fileno())]
         command += ["import"] if self._imports else []
         self._fork_server = subprocess.Popen(
-            command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            command, cwd=ROOT, env=environment, pass_fds=[other_end.fileno()], stdin=subprocess.DEVNULL
         )
-        theirs.close()
+        other_end.close()
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
         """The results of `function(*arguments)`, a function of a module, on `world_size` ranks.
@@ -216,12 +216,12 @@ class Pool:
 
     def _fork(self) -> _Worker:
         assert self._control is not None
-        ours, theirs = socket.socketpair()
+        pool_end, other_end = socket.socketpair()
         log = tempfile.TemporaryFile(mode="ab+", buffering=0)  # noqa: SIM115
-        socket.send_fds(self._control, [b"fork"], [theirs.fileno(), log.fileno()])
-        theirs.close()
+        socket.send_fds(self._control, [b"fork"], [other_end.fileno(), log.fileno()])
+        other_end.close()
         pid = self._answer()
-        worker = _Worker(pid, Connection(ours.detach()), log)
+        worker = _Worker(pid, Connection(pool_end.detach()), log)
         assert worker.connection.recv_bytes() == b"ready"
         return worker
 

@@ -67,14 +67,12 @@ class WaveCLI(LightningCLI):
         except ValueError as error:
             raise HanayoError(condense(str(error))) from error
 
-    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
-        """Add a report to pipeline runs of `fit`, unless the configuration lists one."""
-        given = config.get("callbacks") or []
-        is_listed = any(isinstance(one, WaveReport) for one in (given if isinstance(given, list) else [given]))
-        if is_listed or self.subcommand != "fit" or not _is_hanayo(config.get("strategy")):
-            callbacks = [callback for callback in callbacks if not isinstance(callback, WaveReport)]
-        return super()._instantiate_trainer(config, callbacks)
-
-
-def _is_hanayo(strategy: object) -> bool:
-    return strategy == "hanayo" if isinstance(strategy, str) else isinstance(strategy, HanayoStrategy)
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer. Its report stays only in pipeline runs of `fit`, and if the configuration lists none."""
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[Callback] = vars(trainer)["callbacks"]
+        report = self.config_init[self.subcommand]["report"]
+        is_listed = any(isinstance(one, WaveReport) and one is not report for one in callbacks)
+        if is_listed or self.subcommand != "fit" or not isinstance(trainer.strategy, HanayoStrategy):
+            callbacks.remove(report)
+        return trainer

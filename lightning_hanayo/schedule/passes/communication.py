@@ -34,7 +34,7 @@ def complete(schedule: Schedule, ahead: int = 1) -> tuple[tuple[Action, ...], ..
 
     Sends and receives must not block: a receive is posted before the send it matches can even run. So the transport
     needs a channel of its own per ordered pair of ranks. Where a receive holds up a send (one NCCL stream for both
-    directions, or one grouped call for a whole run), tables hang; see docs/design/facts.md.
+    directions, or one grouped call for a whole run), tables hang (decision 3 in docs/design/decisions.md).
 
     Nor may reductions block: a rank starts its part when it gets there, goes on computing (its twin may wait for just
     that before it can start its own), and waits for the sums after its last action.

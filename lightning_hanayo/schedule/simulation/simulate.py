@@ -19,7 +19,7 @@ def simulate(schedule: Schedule, costs: CostModel | None = None, steps: int = 1)
     A message takes `costs.hop` from its sender's end to its receiver's earliest start and holds up nobody else: the
     sender goes on at once, any number of messages travel at the same time, receives are posted early enough, and a hop
     within a rank costs nothing. (With this meaning the closed forms of Hanayo, GPipe, 1F1B and interleaved 1F1B hold
-    exactly, see docs/design/facts.md.)
+    exactly for T_B >= T_F: tests/schedule/builders.)
 
     With a cost for it, a stage's gradient reduction starts after its last weight gradient, one at a time per rank,
     beside the compute; a stage and its replica reduce together, once both are ready and neither rank reduces.

@@ -41,9 +41,14 @@ class Kind(StrEnum):
         """Whether it sends to or receives from another rank of the pipeline."""
         return self in MESSAGE
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether it computes, sends or receives activations; the other actions concern gradients."""
+        return self in FORWARD
+
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
+FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 MESSAGE = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 
 _CELL = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)")

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.table import Schedule
 
 Lists = Sequence[Sequence[Action]]
 """One list of actions per pipeline rank."""
@@ -35,37 +36,73 @@ def waits_for(
         >>> [[str(a) for a in one_of] for one_of in waits_for(Action(1, Kind.B, 0), num_stages=3)]
         [['1F0'], ['1RECV_B0', '2B0', '2I0']]
     """
-    stage, microbatch = action.stage, action.microbatch
-    length = num_stages // num_chains
+    stage, microbatch, chain_length = action.stage, action.microbatch, num_stages // num_chains
     match action.kind:
-        case Kind.F:
-            if stage % length == 0:
-                return ()
-            return ((Action(stage, Kind.RECV_F, microbatch), Action(stage - 1, Kind.F, microbatch)),)
+        case Kind.F | Kind.RECV_F | Kind.RECV_B:
+            return _inputs(action, chain_length)
         case Kind.B | Kind.I:
-            own = (Action(stage, Kind.F, microbatch),)
-            if (stage + 1) % length == 0:
-                return (own,)
-            return (own, (Action(stage, Kind.RECV_B, microbatch), *_hands_on_gradient(stage + 1, microbatch)))
+            return ((Action(stage, Kind.F, microbatch),), *_inputs(action, chain_length))
         case Kind.W:
             return ((Action(stage, Kind.I, microbatch),),)
         case Kind.SEND_F:
             return ((Action(stage, Kind.F, microbatch),),)
-        case Kind.RECV_F:
-            return ((Action(stage - 1, Kind.SEND_F, microbatch),),)
         case Kind.SEND_B:
-            return (_hands_on_gradient(stage, microbatch),)
-        case Kind.RECV_B:
-            return ((Action(stage + 1, Kind.SEND_B, microbatch),),)
+            return (_input_gradients(stage, microbatch),)
         case Kind.REDUCE_GRAD:
-            twins = range(stage % length, num_stages, length)
+            twins = range(stage % chain_length, num_stages, chain_length)
             return tuple(
                 tuple(Action(twin, kind, m) for twin in twins for kind in (Kind.B, Kind.W))
                 for m in range(num_microbatches)
             )
 
 
-def _hands_on_gradient(stage: int, microbatch: int | None) -> tuple[Action, ...]:
+def source_stage(action: Action, chain_length: int) -> int | None:
+    """The stage that makes what `action` computes on or receives. None: no other stage does.
+
+    `chain_length` is the number of stages of one copy of the model.
+
+    Example:
+        >>> [source_stage(Action.parse(cell), chain_length=4) for cell in ("1F0", "1B0", "1RECV_B0", "1SEND_F0", "0F0")]
+        [0, 2, 2, None, None]
+    """
+    if action.kind in (Kind.F, Kind.RECV_F):
+        return action.stage - 1 if action.stage % chain_length else None
+    if action.kind in (Kind.B, Kind.I, Kind.RECV_B):
+        return action.stage + 1 if (action.stage + 1) % chain_length else None
+    return None
+
+
+def target_stage(action: Action, chain_length: int) -> int | None:
+    """The stage that works on what `action` makes or sends. None: no other stage does.
+
+    Example:
+        >>> [target_stage(Action.parse(cell), chain_length=4) for cell in ("1F0", "1B0", "1SEND_B0", "1W0", "3F0")]
+        [2, 0, 0, None, None]
+    """
+    if action.kind in (Kind.F, Kind.SEND_F):
+        return action.stage + 1 if (action.stage + 1) % chain_length else None
+    if action.kind in (Kind.B, Kind.I, Kind.SEND_B):
+        return action.stage - 1 if action.stage % chain_length else None
+    return None
+
+
+def _inputs(action: Action, chain_length: int) -> tuple[tuple[Action, ...], ...]:
+    """What brings another stage's output: the receive, if the table holds one, else what computes it."""
+    stage, microbatch, source = action.stage, action.microbatch, source_stage(action, chain_length)
+    if source is None:
+        return ()
+    match action.kind:
+        case Kind.F:
+            return ((Action(stage, Kind.RECV_F, microbatch), Action(source, Kind.F, microbatch)),)
+        case Kind.RECV_F:
+            return ((Action(source, Kind.SEND_F, microbatch),),)
+        case Kind.RECV_B:
+            return ((Action(source, Kind.SEND_B, microbatch),),)
+        case _:
+            return ((Action(stage, Kind.RECV_B, microbatch), *_input_gradients(source, microbatch)),)
+
+
+def _input_gradients(stage: int, microbatch: int | None) -> tuple[Action, ...]:
     return (Action(stage, Kind.B, microbatch), Action(stage, Kind.I, microbatch))
 
 
@@ -86,6 +123,12 @@ def waits_in(
         )
         for action in present
     }
+
+
+def producers(schedule: Schedule) -> dict[Action, Action]:
+    """For each compute action that works on another stage's output: the action that computes this output."""
+    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
+    return {action: other for action, others in waits.items() for other in others if other.stage != action.stage}
 
 
 def play(lists: Lists, waits: Waits) -> Iterator[Action]:

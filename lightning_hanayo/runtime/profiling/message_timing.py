@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from lightning_hanayo.runtime.profiling.trace import Event
 from lightning_hanayo.schedule import Schedule
-from lightning_hanayo.schedule.dependency import waits_in
+from lightning_hanayo.schedule.dependency import producers
 
 Batch = Sequence[Sequence[Event]]
 """One batch's events, a list per pipeline rank."""
@@ -56,6 +56,5 @@ def _places(schedule: Schedule) -> tuple[tuple[Place, Place], ...]:
     """Where the two ends of each message stand."""
     rows = schedule.actions
     place = {action: (rank, number) for rank, row in enumerate(rows) for number, action in enumerate(row)}
-    waits = waits_in(rows, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
-    ends = ((place[sent], place[taken]) for taken, others in waits.items() for sent in others)
+    ends = ((place[sent], place[taken]) for taken, sent in producers(schedule).items())
     return tuple((sent, taken) for sent, taken in ends if sent[0] != taken[0])

@@ -1,40 +1,25 @@
-"""The layout: which schedule over how many stages a run plays, decided before any process starts."""
+"""Layout: chooses the schedule, stages, waves and micro-batches of a run, before any process starts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
-from lightning_hanayo.schedule import (
-    CostModel,
-    Schedule,
-    Timeline,
-    build,
-    reduction_order,
-    schedule_names,
-    simulate,
-    with_loss_stage,
-)
-from lightning_hanayo.schedule.build import WAVES
-from lightning_hanayo.schedule.simulation.comparison import merged
+from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
+from lightning_hanayo.schedule.build import AUTO, WAVES
+from lightning_hanayo.schedule.passes.subset import first_microbatches
+from lightning_hanayo.schedule.registry import Depth, registered, sizes_for
 
-MESSAGE = 0.05
-"""one hop in T_F, taken as a guess while nothing is measured: between the paper's NVLink and PCIe clusters"""
-_WAVES = ("hanayo", "hanayo-zb")
-"""schedules with W waves, of which `"auto"` takes the one that simulates better; the first where both are alike"""
-_ALONE = ("1f1b",)
-"""what `"auto"` is on one rank: a stage, whose micro-batches run one after the other"""
-_LOOPS = ("interleaved", "interleaved-zb")
-"""schedules with V stages per rank, of which `num_waves` asks for 2W"""
-
-COSTS = CostModel(message=MESSAGE)
-"""T_F = 1, T_B = 2, T_C = `MESSAGE`: what layouts are compared with before anything is measured"""
+COSTS = CostModel(message=0.05)
+"""T_F = 1, T_B = 2, and T_C between the paper's NVLink and PCIe clusters: the guess until anything is measured"""
+SINGLE_STAGE = "1f1b"
+"""what `"auto"` is on one rank: one stage, whose micro-batches run one after another"""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Schedule, stages and micro-batches of one pipeline.
+    """The schedule, stages and micro-batches of one pipeline.
 
     Example:
         >>> choose(num_ranks=2, num_blocks=8).num_waves
@@ -42,37 +27,36 @@ class Layout:
     """
 
     schedule: str
+    """the name of a schedule, or the path of a CSV table"""
     num_ranks: int
     num_waves: int
     num_microbatches: int
     activation_budget: float | None = None
     costs: CostModel = COSTS
-    """what the order is made for; per stage, or per smaller stage of which each of these holds as many in a row"""
+    """what the order is optimized for; values per stage may be for smaller stages, which are added up"""
     steady: bool = False
-    """whether steps follow each other without a barrier, and the order is made for that"""
-    apart: bool = False
-    """whether head and loss are a stage of their own even where the stack is one stage"""
+    """whether steps follow each other without a barrier, and the order is optimized for that"""
+    separate_loss_stage: bool = False
+    """whether head and loss are a stage of their own even if the stack is one stage"""
 
     @property
     def num_stages(self) -> int:
-        """Stages that hold blocks; a loop's loss stage holds none."""
-        if self.schedule in _WAVES:
+        """Stages that hold blocks; a loss stage holds none."""
+        if _depth(self.schedule) == "waves":
             return 2 * self.num_ranks * self.num_waves
         table = self.table(self.num_microbatches)
         return table.num_stages - table.loss_stage
 
     @property
     def ends_on_first_rank(self) -> bool:
-        """Whether the last blocks lie on rank 0, as in a wave."""
+        """Whether the last blocks are on rank 0, as in a wave."""
         return not self.table(self.num_microbatches).loss_stage
 
     def table(self, num_microbatches: int) -> Schedule:
-        """The schedule for a batch of that many micro-batches, ending on rank 0, where the loss is.
+        """The schedule for a batch of that many micro-batches. It ends on rank 0, where the loss is.
 
-        A smaller batch than usual plays what is left of the usual table: no search in the middle of a run.
+        A smaller batch than usual runs the first micro-batches of the usual table: no search in the middle of a run.
         """
-        if num_microbatches < self.num_microbatches:
-            return _part(self.table(self.num_microbatches), num_microbatches)
         return _table(self, num_microbatches)
 
     @property
@@ -80,44 +64,47 @@ class Layout:
         """`costs` for the stages of this layout.
 
         Raises:
-            HanayoError: they can't be made of those that `costs` are for.
+            HanayoError: `costs` are for stages that can't be added up to these.
         """
-        return merged(self.costs, self.num_stages)
+        return self.costs.merged(self.num_stages)
 
     def simulate(self) -> Timeline:
         """A whole batch under these costs."""
         return simulate(self.table(self.num_microbatches), self.stage_costs)
 
     def step_time(self) -> float:
-        """What a step takes under these costs: by itself, or, if steps are steady, as one of many."""
+        """The time of one step under these costs; if steps are steady, the time that each of many steps adds."""
         table = self.table(self.num_microbatches)
         return simulate(table, self.stage_costs, steps=2 if self.steady else 1).step_times[-1]
 
     def predict(self) -> float:
-        """The bubble of a whole batch, simulated."""
+        """The simulated bubble ratio of a whole batch."""
         return self.simulate().bubble_ratio
 
 
 @cache
 def _table(layout: Layout, num_microbatches: int) -> Schedule:
-    if layout.schedule.endswith(".csv"):
+    if num_microbatches < layout.num_microbatches:
+        return first_microbatches(_table(layout, layout.num_microbatches), num_microbatches)
+    if _is_file(layout.schedule):
         return _of_file(layout.schedule, num_microbatches)
+    depth = _depth(layout.schedule)
+    sizes = sizes_for(layout.schedule, layout.num_waves) if depth == "stages" else {"num_waves": layout.num_waves}
     schedule = build(
         layout.schedule,
         num_ranks=layout.num_ranks,
         num_microbatches=num_microbatches,
-        num_waves=1 if layout.schedule in _LOOPS else layout.num_waves,
-        num_stages_per_rank=2 * layout.num_waves if layout.schedule in _LOOPS else None,
-        costs=layout.stage_costs if layout.schedule in _WAVES else None,  # the others' order is what it is
+        costs=layout.stage_costs if depth == "waves" else None,  # the order of other schedules is fixed
         activation_budget=layout.activation_budget,
         steady=layout.steady,
+        **sizes,
     )
-    return _ending_on_rank_0(schedule, apart=layout.apart)
+    return _ending_on_rank_0(schedule, layout.separate_loss_stage)
 
 
-def _ending_on_rank_0(schedule: Schedule, *, apart: bool = False) -> Schedule:
-    """A single stage holds head and loss itself, unless they shall stand apart."""
-    return with_loss_stage(schedule) if schedule.num_stages > 1 or apart else schedule
+def _ending_on_rank_0(schedule: Schedule, separate_loss_stage: bool = False) -> Schedule:
+    """Add a loss stage where one is needed. A single stage holds head and loss itself, unless asked otherwise."""
+    return with_loss_stage(schedule) if schedule.num_stages > 1 or separate_loss_stage else schedule
 
 
 def _of_file(path: str, num_microbatches: int) -> Schedule:
@@ -127,21 +114,7 @@ def _of_file(path: str, num_microbatches: int) -> Schedule:
             f"{schedule.name} is a table for {schedule.num_microbatches} micro-batches, and a batch has "
             f"{num_microbatches}; set num_microbatches={schedule.num_microbatches}"
         )
-    return _part(schedule, num_microbatches)
-
-
-@cache
-def _part(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """A table for the first micro-batches only: what is left of a valid order is a valid order.
-
-    Reductions keep the order of the whole table: another data rank may play more micro-batches at the same time.
-    """
-    actions = tuple(
-        tuple(action for action in row if action.microbatch is None or action.microbatch < num_microbatches)
-        for row in schedule.actions
-    )
-    order = reduction_order(schedule)
-    return replace(schedule, actions=actions, num_microbatches=num_microbatches, reduction_order=order)
+    return first_microbatches(schedule, num_microbatches)
 
 
 def choose(
@@ -154,28 +127,36 @@ def choose(
     activation_budget: float | None = None,
     costs: CostModel | None = None,
     steady: bool = False,
-    apart: bool = False,
+    separate_loss_stage: bool = False,
 ) -> Layout:
-    """The layout with what is `"auto"` chosen: the wave, two micro-batches per rank, the W that simulates best.
+    """Choose everything that is `"auto"`: the wave schedule and W that simulate best, two micro-batches per rank.
 
     One rank has nothing to overlap with: unless waves are asked for, its stack is one stage.
 
-    `costs`, in any unit of time, take the place of the guess `COSTS`; given per stage, they rule out more stages. Where
-    steps are `steady`, ranks begin their next one while others still end this one, and what each adds is what counts.
-    `apart` keeps head and loss out of a single stage.
+    Args:
+        num_ranks: P, pipeline ranks.
+        num_blocks: the blocks of the stack; every stage needs one.
+        num_waves: W.
+        num_microbatches: B.
+        schedule: a name, `"auto"`, or the path of a CSV table.
+        activation_budget: the most activations a rank may hold, in M_a.
+        costs: in any unit of time, instead of the guess `COSTS`. If given per stage, there can't be more stages.
+        steady: whether ranks begin their next step while others still end this one. Then layouts are compared by the
+            time that each step adds.
+        separate_loss_stage: keep head and loss out of a single stage.
 
     Raises:
         HanayoError: an unknown schedule, fewer blocks than stages, or costs of other stages; the message names the
-            nearest that fit.
+            nearest sizes that fit.
     """
     check_schedule(schedule)
-    names = (schedule,) if schedule != "auto" else _ALONE if (num_ranks, num_waves) == (1, "auto") else _WAVES
+    names = _auto_names(num_ranks, num_waves) if schedule == AUTO else [schedule]
     if num_microbatches == "auto":
-        num_microbatches = _from_table(schedule) or (2 * num_ranks if num_ranks > 1 else 1)
-    waves = [num_waves] if num_waves != "auto" else list(WAVES) if names[0] in _WAVES + _LOOPS else [1]
-    relative = COSTS if costs is None else in_forwards(costs, num_ranks)
+        num_microbatches = _microbatches_of_file(schedule) or (2 * num_ranks if num_ranks > 1 else 1)
+    waves = [num_waves] if num_waves != "auto" else WAVES if _depth(names[0]) in ("waves", "stages") else [1]
+    relative = COSTS if costs is None else _relative(costs, num_ranks)
     layouts = [
-        Layout(name, num_ranks, wave, num_microbatches, activation_budget, relative, steady, apart)
+        Layout(name, num_ranks, wave, num_microbatches, activation_budget, relative, steady, separate_loss_stage)
         for wave in waves
         for name in names
     ]
@@ -185,14 +166,14 @@ def choose(
     return min(_with_costs(fitting), key=Layout.step_time)
 
 
-def in_forwards(costs: CostModel, num_ranks: int) -> CostModel:
-    """The same costs with T_F = 1, the unit of `COSTS`: an order depends on nothing but what they are to each other."""
+def _relative(costs: CostModel, num_ranks: int) -> CostModel:
+    """The same costs with T_F = 1, the unit of `COSTS`. An order depends on the ratios of costs only."""
     forward = sum(costs.forward) / num_ranks if isinstance(costs.forward, tuple) else costs.forward
     return costs.scaled(1 / forward) if forward else costs
 
 
 def _with_costs(layouts: list[Layout]) -> list[Layout]:
-    """Those whose stages the costs given are for, or can be added up for."""
+    """The layouts whose stages the given costs are for, or can be added up for."""
     wrong = [_wrong_costs(layout) for layout in layouts]
     if all(wrong):
         raise HanayoError(
@@ -212,30 +193,46 @@ def _wrong_costs(layout: Layout) -> str:
 
 
 def check_schedule(name: str) -> None:
-    """Accept the name of a schedule that training can play, `"auto"`, or the path of a table.
+    """Accept the name of a schedule that training can run, `"auto"`, or the path of a CSV table.
 
     Raises:
-        HanayoError: there is no such schedule, or training can't play it.
+        HanayoError: there is no such schedule, or training can't run it.
     """
-    if name == "chimera":
-        raise HanayoError(
-            "schedule='chimera' needs the loss on two ranks at once; HanayoStrategy plays the user's training_step on "
-            "one. A wave (schedule='hanayo-zb') has less bubble, and the weights once."
-        )
-    if name.endswith(".csv"):
+    if _is_file(name):
         if not Path(name).is_file():
             raise HanayoError(f"schedule={name!r}: there is no such file")
-    elif name not in (*schedule_names(), "auto"):
-        raise HanayoError(f"schedule={name!r} is unknown; {nearest(name, [*schedule_names(), 'auto'])}")
+    elif name not in (*schedule_names(), AUTO):
+        raise HanayoError(f"schedule={name!r} is unknown; {nearest(name, [*schedule_names(), AUTO])}")
+    elif name != AUTO and registered(name).num_replicas > 1:
+        raise HanayoError(
+            f"schedule={name!r} needs the loss on two ranks at once; HanayoStrategy runs the user's training_step on "
+            "one. A wave (schedule='hanayo-zb') has a smaller bubble, and one copy of the weights."
+        )
 
 
-def _from_table(name: str) -> int | None:
-    return Schedule.from_csv(name).num_microbatches if name.endswith(".csv") else None
+def _is_file(name: str) -> bool:
+    return name.endswith(".csv")
+
+
+def _depth(name: str) -> Depth | None:
+    """How many stages per rank the schedule can have; None for a file."""
+    return None if _is_file(name) else registered(name).depth
+
+
+def _auto_names(num_ranks: int, num_waves: int | Literal["auto"]) -> list[str]:
+    """The schedules that `"auto"` chooses from. Of equally fast ones it takes the first."""
+    if (num_ranks, num_waves) == (1, "auto"):
+        return [SINGLE_STAGE]
+    return [name for name in schedule_names() if registered(name).depth == "waves"]
+
+
+def _microbatches_of_file(name: str) -> int | None:
+    return Schedule.from_csv(name).num_microbatches if _is_file(name) else None
 
 
 def _check_ranks(layout: Layout) -> Layout:
-    if layout.schedule in _WAVES:
-        return layout  # without a table, which takes time to make
+    if _depth(layout.schedule) == "waves":
+        return layout  # these always fit, and a table takes time to make
     table = layout.table(layout.num_microbatches)
     if table.num_ranks != layout.num_ranks:
         raise HanayoError(f"{layout.schedule} is a table for {table.num_ranks} pipeline ranks, not {layout.num_ranks}")

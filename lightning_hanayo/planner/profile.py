@@ -1,4 +1,4 @@
-"""The profile: how long a run's stages and messages took, as a small JSON file that later runs plan with.
+"""Profile: the measured times of a run's stages and messages, in a JSON file with which later runs choose a layout.
 
 {"unit": "s", "schedule": "hanayo-zb", "num_ranks": 2, "num_waves": 2, "num_microbatches": 4, "blocks": [1, 1, ...],
  "forward": [0.0021, ...], "backward_input": [...], "backward_weight": [...], "message": 0.0003}
@@ -19,14 +19,14 @@ _MEASURED = ("forward", "backward_input", "backward_weight", "message")
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, and where.
+    """Measured times, and the layout in which they were measured.
 
     Args:
-        schedule: what was played.
+        schedule: the name of the schedule that ran.
         num_ranks: P.
         num_waves: W.
-        num_microbatches: B, whose size the costs are for.
-        blocks: how many lay on each stage.
+        num_microbatches: B. The costs are for micro-batches of this size.
+        blocks: how many blocks each stage held.
         costs: in seconds, one per stage that holds blocks; one message.
     """
 
@@ -38,7 +38,7 @@ class Profile:
     costs: CostModel
 
     def save(self, path: str | Path) -> None:
-        """Write it.
+        """Write the profile as JSON.
 
         Raises:
             HanayoError: the file can't be written.
@@ -53,7 +53,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Profile":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             HanayoError: there is no such file, or it holds something else.
@@ -77,10 +77,10 @@ def _to_the_nanosecond(seconds: Any) -> Any:
 
 
 def costs_from(given: Any) -> CostModel | None:
-    """What a user gives as costs: the path of a profile, a cost model or its fields, or None.
+    """The cost model that a user gives as the path of a profile, as a cost model or its fields, or None.
 
     Raises:
-        HanayoError: something else, or no profile.
+        HanayoError: `given` is something else, or the file is no profile.
     """
     if isinstance(given, (str, PathLike)):
         return Profile.load(given).costs

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from lightning_hanayo.plotting.image import FORMATS, check_suffix, new_figure, save_figure
 from lightning_hanayo.plotting.palette import ACTIVATION_COLOUR, DARK, KIND_COLOURS, KIND_NAMES, wave_legs
 from lightning_hanayo.plotting.timeline_axes import draw_actions
-from lightning_hanayo.schedule.simulation.comparison import Candidate, Comparison, messages_per_microbatch
+from lightning_hanayo.schedule.comparison import Candidate, Comparison
+from lightning_hanayo.schedule.passes.communication import messages_per_microbatch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +77,7 @@ def _draw_legend(figure: "Figure", candidates: tuple[Candidate, ...]) -> None:
 
 
 def _draw_name(figure: "Figure", one: Candidate, middle: float, height: float) -> None:
-    right, colour = (_NAME - 0.08) / _WIDTH, DARK if one.inside else _GREY
+    right, colour = (_NAME - 0.08) / _WIDTH, DARK if one.within_budget else _GREY
     summary = f"{one.timeline.makespan:.4g}, bubble {one.timeline.bubble_ratio:.1%}"
     figure.text(
         right, (middle + 0.02) / height, one.name, ha="right", va="bottom", weight="bold", fontsize=10, color=colour

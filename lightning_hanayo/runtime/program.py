@@ -59,7 +59,8 @@ class Program:
 
 
 def _compute(action: Action, schedule: Schedule, frees: tuple[MessageKey, ...]) -> Compute:
-    source, target = source_stage(action, schedule.chain_length), target_stage(action, schedule.chain_length)
+    per_replica = schedule.stages_per_replica
+    source, target = source_stage(action, per_replica), target_stage(action, per_replica)
     is_local = source is not None and schedule.stage_ranks[source] == schedule.stage_ranks[action.stage]
     arrives = None if source is None else _key(action, source)
     return Compute(action, arrives, None if target is None else _key(action, target), is_local, frees)
@@ -88,9 +89,9 @@ def _frees(schedule: Schedule, rank: int) -> dict[Action, tuple[MessageKey, ...]
 
 
 def _exchange(run: Iterable[Action], schedule: Schedule) -> Exchange:
-    sends, receives = [], []
+    sends, receives, per_replica = [], [], schedule.stages_per_replica
     for action in run:
-        target, source = target_stage(action, schedule.chain_length), source_stage(action, schedule.chain_length)
+        source, target = source_stage(action, per_replica), target_stage(action, per_replica)
         if target is not None:
             sends.append((_key(action, target), schedule.stage_ranks[target]))
         elif source is not None:

@@ -1,6 +1,7 @@
-"""Action: one thing a pipeline rank does, (stage, kind, micro-batch), and its text form "3I2"."""
+"""Action: one thing that a pipeline rank does (stage, kind, micro-batch), and its text form such as "3I2"."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -8,7 +9,7 @@ from lightning_hanayo.errors import HanayoError
 
 
 class Kind(StrEnum):
-    """What an action does. The values are the cells' middle part in torch's CSV tables."""
+    """What an action does. The values are the middle part of a cell in torch's CSV tables."""
 
     F = "F"
     """forward of one stage"""
@@ -29,11 +30,11 @@ class Kind(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
     """the stage's weight gradients are summed over the data axis"""
 
-    __hash__ = str.__hash__  # Enum's own is a Python call, and tables are full of sets and dicts of actions
+    __hash__ = str.__hash__  # Enum's own hash is a Python call, and actions are hashed very often
 
     @property
     def is_compute(self) -> bool:
-        """Whether a compute-only table may hold it."""
+        """Whether it computes, so that a compute-only table may hold it."""
         return self in COMPUTE
 
     @property
@@ -56,7 +57,7 @@ _CELL = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do. `microbatch` is None only for `REDUCE_GRAD`, which is once per step.
+    """One thing to do. `microbatch` is None only for `REDUCE_GRAD`, which runs once per step.
 
     Example:
         >>> str(Action(3, Kind.I, 2)), Action.parse("2REDUCE_GRAD").microbatch
@@ -85,6 +86,10 @@ class Action:
             wanted = "takes no micro-batch" if kind is Kind.REDUCE_GRAD else "needs a micro-batch"
             raise HanayoError(_not_an_action(text, f"{kind} {wanted}"))
         return cls(int(match[1]), kind, int(match[3]) if match[3] else None)
+
+
+Rows = Sequence[Sequence[Action]]
+"""One list of actions per pipeline rank."""
 
 
 def _not_an_action(text: str, why: str) -> str:

@@ -1,4 +1,4 @@
-"""Auto: `build`, which makes a schedule by its name, or finds the one that simulates best."""
+"""`build`: makes a schedule by its name and validates it, or finds the one that simulates best ("auto")."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -7,15 +7,14 @@ from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.cost import CostModel, WrongLength
-from lightning_hanayo.schedule.registry import Request, build_named, schedule_names, sizes_for
+from lightning_hanayo.schedule.passes.validation import validate
+from lightning_hanayo.schedule.registry import Request, registered, schedule_names, sizes_for
+from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.simulation.simulate import simulate
-from lightning_hanayo.schedule.table import Schedule
 
 AUTO = "auto"
 WAVES = (1, 2, 4, 8)
-"""what `num_waves="auto"` tries"""
-_TWICE = ("chimera",)
-"""schedules that hold the weights twice: no answer to who only asked for a budget of activations"""
+"""the numbers of waves that `num_waves="auto"` tries"""
 
 
 def build(
@@ -32,8 +31,8 @@ def build(
     """The schedule `name` for these sizes, validated. The same arguments always give the same table.
 
     Args:
-        name: one of `schedule_names()`; `"auto"`: the one that simulates best with as many stages per rank as
-            `num_waves` waves have (or one), and the weights once.
+        name: one of `schedule_names()`. `"auto"`: the schedule that simulates best among those with one copy of the
+            model and as many stages per rank as `num_waves` waves have (or one stage per rank).
         num_ranks: P, pipeline ranks.
         num_microbatches: B, micro-batches per step; any number of at least 1.
         num_waves: W, for schedules in waves; a rank then holds 2W stages. `"auto"`: the best of 1, 2, 4 and 8.
@@ -42,11 +41,11 @@ def build(
             T_B = 2, messages free.
         activation_budget: the most activations a rank may hold, in M_a (one micro-batch's activations of one rank's
             whole share); default P for schedules that choose their order and for `"auto"`, no limit for the others.
-        steady: what "best" means where an order, or a schedule, is chosen: the time that each step adds where steps
-            follow each other without a barrier (no norm clipping, say); else the time of one step from a standstill.
+        steady: what "best" means where an order or a schedule is chosen. True: the least time that each step adds if
+            steps follow each other without a barrier (without norm clipping, say). False: the least time of one step.
 
     Raises:
-        HanayoError: an unknown name, a size below 1, or a budget the schedule can't keep.
+        HanayoError: the name is unknown, a size is below 1, or the schedule can't keep to the budget.
 
     Example:
         >>> build("hanayo", num_ranks=4, num_microbatches=4).stage_ranks
@@ -59,41 +58,60 @@ def build(
         name, num_ranks, num_microbatches, waves[0], num_stages_per_rank, costs, activation_budget, steady
     )
     if name != AUTO and len(waves) == 1:
-        return build_named(request)
+        return _build(request)
     if name == AUTO and request.activation_budget is None:
         request = replace(request, activation_budget=float(num_ranks))
-    names = [one for one in schedule_names() if one not in _TWICE] if name == AUTO else [name]
+    names = [one for one in schedule_names() if registered(one).num_replicas == 1] if name == AUTO else [name]
     return _fastest(request, product(names, waves))
 
 
+def _build(request: Request) -> Schedule:
+    schedule = registered(request.name).build(request)
+    validate(schedule)
+    if request.activation_budget is not None:
+        _check_budget(schedule, request.activation_budget)
+    return schedule
+
+
+def _check_budget(schedule: Schedule, budget: float) -> None:
+    peak = simulate(schedule).peak_activations
+    worst = max(range(schedule.num_ranks), key=peak.__getitem__)
+    if peak[worst] > budget + 1e-9:
+        raise HanayoError(
+            f"schedule {schedule.name!r} holds {peak[worst]:g} M_a of activations on rank {worst}, more than "
+            f"activation_budget={budget:g}; allow {max(peak):g}, or use a schedule that keeps to a budget ('hanayo')"
+        )
+
+
 def _fastest(request: Request, choices: Iterable[tuple[str, int]]) -> Schedule:
-    """Among equally fast ones the one with the fewest stages."""
+    """The fastest of `choices` (name, number of waves); among equally fast ones the one with the fewest stages."""
     found: list[tuple[float, int, Schedule]] = []
     refused: dict[str, HanayoError] = {}
     lengths: dict[int, dict[int, WrongLength]] = {}
     for name, num_waves in choices:
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves) if request.num_stages_per_rank is None else {}
-            schedule = build_named(replace(request, name=name, **sizes))
+            schedule = _build(replace(request, name=name, **sizes))
             time = simulate(schedule, request.costs, steps=2 if request.steady else 1).step_times[-1]
         except WrongLength as error:
             lengths.setdefault(num_waves, {})[error.wanted] = error
-        except HanayoError as error:  # not with these sizes, costs or budget
+        except HanayoError as error:  # the schedule can't have these sizes, costs or budget
             refused[name] = error
         else:
             found.append((float(f"{time:.9g}"), schedule.num_stages, schedule))
-    if not found and lengths and not refused.keys() & {"hanayo", "hanayo-zb"}:  # these fit any number of waves
-        raise _no_length(lengths)
-    if not found:
-        raise refused.get("hanayo-zb", next(iter(refused.values())))  # it can keep to the smallest budget
-    return min(found, key=lambda one: one[:2])[2]
+    if found:
+        return min(found, key=lambda one: one[:2])[2]
+    in_waves = [error for name, error in refused.items() if registered(name).depth == "waves"]
+    if lengths and not in_waves:  # schedules in waves can have any number of stages, so only the length is wrong
+        raise _wrong_lengths(lengths)
+    raise in_waves[-1] if in_waves else next(iter(refused.values()))  # the last one, hanayo-zb, needs the least budget
 
 
-def _no_length(lengths: dict[int, dict[int, WrongLength]]) -> HanayoError:
-    """What says which numbers of values fit, by waves."""
+def _wrong_lengths(lengths: dict[int, dict[int, WrongLength]]) -> HanayoError:
+    """The error that lists which numbers of values fit, by number of waves."""
     error = next(one for stages in lengths.values() for one in stages.values())
     fitting = "; ".join(f"W = {waves}: {' or '.join(map(str, sorted(stages)))}" for waves, stages in lengths.items())
     return HanayoError(
-        f"CostModel: {error.field} has {error.given} values, as no schedule here has stages; give one per stage "
-        f"({fitting}), or one number for a rank's whole share"
+        f"CostModel: {error.field} has {error.given} values, but no schedule here has that many stages; give one per "
+        f"stage ({fitting}), or one number for a rank's whole share"
     )

@@ -6,7 +6,7 @@ from typing import Any
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.number import check_numbers
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.table import Table
 
 Cost = float | tuple[float, ...]
 
@@ -21,9 +21,9 @@ class WrongLength(HanayoError):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times of one micro-batch. A number is for one rank's whole share of the model (a stage takes its part of it); a
-    tuple (or a list) gives each stage's own time (where the model is there twice, one copy's are enough). `B` takes
-    input plus weight time.
+    """Times of one micro-batch. A number is the time of one rank's whole share of the model, divided among its stages.
+    A tuple (or a list) gives each stage's own time. For a schedule with two replicas of the model (chimera), the values
+    of one replica are enough. `B` takes the input time plus the weight time.
 
     Example:
         >>> CostModel(forward=1.0, backward_input=1.0, backward_weight=1.0)     # the paper's T_F = 1, T_B = 2
@@ -38,7 +38,7 @@ class CostModel:
     gradient_reduce: Cost = 0.0
     """summing the gradients of a rank's whole share over the data axis, once per step"""
     replica_reduce: Cost = 0.0
-    """what summing them over a stage and its replica adds (chimera), without a data axis too"""
+    """the additional time to sum them over a stage and its twin (chimera), needed without a data axis too"""
     message_between_nodes: float | None = None
     """one hop between ranks of different nodes; `message`, a number then, is the hop within a node"""
     ranks_per_node: int | None = None
@@ -56,66 +56,96 @@ class CostModel:
         if not numbers or not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
             raise HanayoError(
                 f"CostModel: message={self.message!r}, message_between_nodes={nodes[0]!r}, ranks_per_node={nodes[1]!r}"
-                "; hops by node take two numbers and a whole number of ranks of at least 1, all three; a tuple of "
-                "messages already says what each hop takes, so leave the other two out"
+                "; hops by node need two numbers and a whole number of ranks of at least 1, all three; a tuple of "
+                "messages already gives the time of each hop, so leave the other two out"
             )
 
     def scaled(self, factor: float) -> "CostModel":
-        """The same in another unit of time: all times by `factor`.
+        """The same costs in another unit of time: all times multiplied by `factor`.
 
         Example:
             >>> CostModel(forward=0.02, backward_input=(0.1, 0.2), message=0.001).scaled(1e3).backward_input
             (100.0, 200.0)
         """
         times = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "ranks_per_node"}
-        return replace(self, **{name: _by(factor, time) for name, time in times.items()})
+        return replace(self, **{name: _scaled(factor, time) for name, time in times.items()})
 
-    def of(self, schedule: Schedule, action: Action) -> float:
-        """How long `action` takes in `schedule`."""
+    def merged(self, num_stages: int) -> "CostModel":
+        """Per-stage costs for fewer, larger stages, each of which holds an equal number of the smaller ones in a row.
+
+            8 stages   1 1 1 2 | 1 1 1 1        compute times are added; a message leaves the last stage of each group
+            2 stages         5 | 4
+
+        Raises:
+            HanayoError: the given number of values can't be divided so.
+        """
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: _merged(name, value, num_stages) for name, value in values.items()})
+
+    @property
+    def is_per_stage(self) -> bool:
+        """Whether any cost is a tuple of per-stage values."""
+        return any(isinstance(getattr(self, field.name), tuple) for field in fields(self))
+
+    def of(self, table: Table, action: Action) -> float:
+        """How long `action` takes in `table`."""
         match action.kind:
             case Kind.F:
-                return self._stage("forward", schedule, action.stage)
+                return self._stage("forward", table, action.stage)
             case Kind.I:
-                return self._stage("backward_input", schedule, action.stage)
+                return self._stage("backward_input", table, action.stage)
             case Kind.W:
-                return self._stage("backward_weight", schedule, action.stage)
+                return self._stage("backward_weight", table, action.stage)
             case Kind.B:
                 split = ("backward_input", "backward_weight")
-                return sum(self._stage(part, schedule, action.stage) for part in split)
+                return sum(self._stage(part, table, action.stage) for part in split)
             case Kind.REDUCE_GRAD:
-                twins = self._stage("replica_reduce", schedule, action.stage) if schedule.replica_of else 0.0
-                return self._stage("gradient_reduce", schedule, action.stage) + twins
+                twins = self._stage("replica_reduce", table, action.stage) if table.replica_of else 0.0
+                return self._stage("gradient_reduce", table, action.stage) + twins
             case Kind.SEND_F | Kind.RECV_B:
-                return self.hop(schedule, action.stage)
+                return self.hop(table, action.stage)
             case Kind.RECV_F | Kind.SEND_B:
-                return self.hop(schedule, action.stage - 1)
+                return self.hop(table, action.stage - 1)
 
-    def hop(self, schedule: Schedule, stage: int) -> float:
-        """How long a message between `stage` and `stage + 1` takes, were they on different ranks."""
+    def hop(self, table: Table, stage: int) -> float:
+        """How long a message between `stage` and `stage + 1` takes if they are on different ranks."""
         if isinstance(self.message, tuple):
-            return self._own("message", schedule, stage)
+            return self._of_stage("message", table, stage)
         if self.message_between_nodes is None or self.ranks_per_node is None:
             return self.message
-        here, there = (rank // self.ranks_per_node for rank in schedule.stage_ranks[stage : stage + 2])
+        here, there = (rank // self.ranks_per_node for rank in table.stage_ranks[stage : stage + 2])
         return self.message if here == there else self.message_between_nodes
 
-    def _stage(self, name: str, schedule: Schedule, stage: int) -> float:
+    def _stage(self, name: str, table: Table, stage: int) -> float:
         value = getattr(self, name)
-        return self._own(name, schedule, stage) if isinstance(value, tuple) else value * schedule.share_of(stage)
+        return self._of_stage(name, table, stage) if isinstance(value, tuple) else value * table.share_of(stage)
 
-    def _own(self, name: str, schedule: Schedule, stage: int) -> float:
+    def _of_stage(self, name: str, table: Table, stage: int) -> float:
         values: tuple[float, ...] = getattr(self, name)
-        wanted = schedule.chain_length - schedule.loss_stage
-        fitting = {wanted, schedule.chain_length, schedule.num_stages}
+        wanted = table.stages_per_replica - table.loss_stage
+        fitting = {wanted, table.stages_per_replica, table.num_stages}
         if name == "message":
-            fitting.add(wanted - 1)  # one per border
+            fitting.add(wanted - 1)  # one per pair of neighbouring stages
         if len(values) not in fitting:
-            raise WrongLength(name, len(values), schedule.name, wanted)
-        place = stage if len(values) == schedule.num_stages else stage % schedule.chain_length
-        return values[place] if place < len(values) else 0.0
+            raise WrongLength(name, len(values), table.name, wanted)
+        index = stage if len(values) == table.num_stages else stage % table.stages_per_replica
+        return values[index] if index < len(values) else 0.0
 
 
-def _by(factor: float, time: Any) -> Any:
+def _scaled(factor: float, time: Any) -> Any:
     if time is None:
         return None
     return tuple(factor * one for one in time) if isinstance(time, tuple) else factor * time
+
+
+def _merged(name: str, value: Any, num_stages: int) -> Any:
+    if not isinstance(value, tuple) or len(value) == num_stages:
+        return value
+    if name == "message" and (len(value) + 1) % num_stages == 0:
+        value = (*value, 0.0)  # one per pair of neighbouring stages was given
+    size, rest = divmod(len(value), num_stages)
+    if rest or not size:
+        raise HanayoError(f"{name} has {len(value)} values, which can't be shared evenly by {num_stages} stages")
+    if name == "message":
+        return value[size - 1 :: size]
+    return tuple(sum(value[start : start + size]) for start in range(0, len(value), size))

@@ -1,47 +1,47 @@
-"""Dependency: who waits for whom. The one rule that builders, passes, validation and simulation share.
+"""Dependency: which action waits for which. The one rule that passes, search, simulation and the runtime share.
 
     F(s-1) -> F(s) -> F(s+1)            within one micro-batch, down the stages
                 |
-    B(s-1) <- B(s) <- B(s+1)            and back; B may be cut into I (hands on) and W (waits for its own I)
+    B(s-1) <- B(s) <- B(s+1)            and back; B may be split into I (sends the gradient on) and W (waits for its I)
 
-Between two ranks a message stands in between: F(s-1) -> SEND_F(s-1) -> RECV_F(s) -> F(s).
+Between two ranks there is a message: F(s-1) -> SEND_F(s-1) -> RECV_F(s) -> F(s).
 
-Where the model is there several times (chimera), its copies' stages are numbered one chain after another, and nothing
-crosses from one chain into the next; only the gradients of a stage and its twins are summed together:
+With several replicas of the model (chimera), the stages of one replica come after those of the other. Nothing passes
+between replicas, except that the gradients of a stage and its twins are summed together:
 
-    chain 0    F(0) -> F(1) -> ... F(P-1)       B(P-1) ...      REDUCE_GRAD(s) waits for s and s + P
-    chain 1    F(P) -> ... F(2P-1)
+    replica 0    F(0) -> F(1) -> ... F(P-1)       B(P-1) ...      REDUCE_GRAD(s) waits for s and s + P
+    replica 1    F(P) -> ... F(2P-1)
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from lightning_hanayo.schedule.action import Action, Kind
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.action import Action, Kind, Rows
+from lightning_hanayo.schedule.table import Table
 
-Lists = Sequence[Sequence[Action]]
-"""One list of actions per pipeline rank."""
+Dependencies = Mapping[Action, tuple[Action, ...]]
+"""For each action of a table, the actions of the same table that it waits for."""
 
 
 def waits_for(
-    action: Action, num_stages: int, num_microbatches: int = 1, num_chains: int = 1
+    action: Action, num_stages: int, num_microbatches: int = 1, num_replicas: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """All of these must be done before `action`; of each inner tuple, the first that its table holds.
+    """What must be done before `action`: of each inner tuple, the first action that the table holds.
 
-    So a stage's input counts as arrived with its receive where the table has one, else with the previous stage's
-    forward. `num_microbatches` matters for `REDUCE_GRAD` only, which waits for every weight gradient of its stage and
-    its twins. `num_stages` counts the stages of all chains.
+    So a stage's input has arrived with its receive if the table has one, else with the previous stage's forward.
+    `num_microbatches` matters for `REDUCE_GRAD` only, which waits for every weight gradient of its stage and its twins.
+    `num_stages` counts the stages of all replicas.
 
     Example:
         >>> [[str(a) for a in one_of] for one_of in waits_for(Action(1, Kind.B, 0), num_stages=3)]
         [['1F0'], ['1RECV_B0', '2B0', '2I0']]
     """
-    stage, microbatch, chain_length = action.stage, action.microbatch, num_stages // num_chains
+    stage, microbatch, per_replica = action.stage, action.microbatch, num_stages // num_replicas
     match action.kind:
         case Kind.F | Kind.RECV_F | Kind.RECV_B:
-            return _inputs(action, chain_length)
+            return _inputs(action, per_replica)
         case Kind.B | Kind.I:
-            return ((Action(stage, Kind.F, microbatch),), *_inputs(action, chain_length))
+            return ((Action(stage, Kind.F, microbatch),), *_inputs(action, per_replica))
         case Kind.W:
             return ((Action(stage, Kind.I, microbatch),),)
         case Kind.SEND_F:
@@ -49,46 +49,44 @@ def waits_for(
         case Kind.SEND_B:
             return (_input_gradients(stage, microbatch),)
         case Kind.REDUCE_GRAD:
-            twins = range(stage % chain_length, num_stages, chain_length)
+            twins = range(stage % per_replica, num_stages, per_replica)
             return tuple(
                 tuple(Action(twin, kind, m) for twin in twins for kind in (Kind.B, Kind.W))
                 for m in range(num_microbatches)
             )
 
 
-def source_stage(action: Action, chain_length: int) -> int | None:
+def source_stage(action: Action, stages_per_replica: int) -> int | None:
     """The stage that makes what `action` computes on or receives. None: no other stage does.
 
-    `chain_length` is the number of stages of one copy of the model.
-
     Example:
-        >>> [source_stage(Action.parse(cell), chain_length=4) for cell in ("1F0", "1B0", "1RECV_B0", "1SEND_F0", "0F0")]
+        >>> [source_stage(Action.parse(cell), 4) for cell in ("1F0", "1B0", "1RECV_B0", "1SEND_F0", "0F0")]
         [0, 2, 2, None, None]
     """
     if action.kind in (Kind.F, Kind.RECV_F):
-        return action.stage - 1 if action.stage % chain_length else None
+        return action.stage - 1 if action.stage % stages_per_replica else None
     if action.kind in (Kind.B, Kind.I, Kind.RECV_B):
-        return action.stage + 1 if (action.stage + 1) % chain_length else None
+        return action.stage + 1 if (action.stage + 1) % stages_per_replica else None
     return None
 
 
-def target_stage(action: Action, chain_length: int) -> int | None:
+def target_stage(action: Action, stages_per_replica: int) -> int | None:
     """The stage that works on what `action` makes or sends. None: no other stage does.
 
     Example:
-        >>> [target_stage(Action.parse(cell), chain_length=4) for cell in ("1F0", "1B0", "1SEND_B0", "1W0", "3F0")]
+        >>> [target_stage(Action.parse(cell), 4) for cell in ("1F0", "1B0", "1SEND_B0", "1W0", "3F0")]
         [2, 0, 0, None, None]
     """
     if action.kind in (Kind.F, Kind.SEND_F):
-        return action.stage + 1 if (action.stage + 1) % chain_length else None
+        return action.stage + 1 if (action.stage + 1) % stages_per_replica else None
     if action.kind in (Kind.B, Kind.I, Kind.SEND_B):
-        return action.stage - 1 if action.stage % chain_length else None
+        return action.stage - 1 if action.stage % stages_per_replica else None
     return None
 
 
-def _inputs(action: Action, chain_length: int) -> tuple[tuple[Action, ...], ...]:
+def _inputs(action: Action, stages_per_replica: int) -> tuple[tuple[Action, ...], ...]:
     """What brings another stage's output: the receive, if the table holds one, else what computes it."""
-    stage, microbatch, source = action.stage, action.microbatch, source_stage(action, chain_length)
+    stage, microbatch, source = action.stage, action.microbatch, source_stage(action, stages_per_replica)
     if source is None:
         return ()
     match action.kind:
@@ -106,62 +104,65 @@ def _input_gradients(stage: int, microbatch: int | None) -> tuple[Action, ...]:
     return (Action(stage, Kind.B, microbatch), Action(stage, Kind.I, microbatch))
 
 
-Waits = Mapping[Action, tuple[Action, ...]]
-"""For each action of a table, the actions of the same table that it waits for."""
-
-
 def waits_in(
-    lists: Lists, num_stages: int, num_microbatches: int, num_chains: int = 1
+    rows: Rows, num_stages: int, num_microbatches: int, num_replicas: int = 1
 ) -> dict[Action, tuple[Action, ...]]:
-    """The rule applied to one table. What the table doesn't hold isn't waited for (validation reports it)."""
-    present = {action for row in lists for action in row}
+    """The rule applied to one table. Nothing waits for an action that is missing (validation reports it)."""
+    present = {action for row in rows for action in row}
     return {
         action: tuple(
             held
-            for one_of in waits_for(action, num_stages, num_microbatches, num_chains)
+            for one_of in waits_for(action, num_stages, num_microbatches, num_replicas)
             if (held := next((other for other in one_of if other in present), None)) is not None
         )
         for action in present
     }
 
 
-def producers(schedule: Schedule) -> dict[Action, Action]:
+def table_waits(table: Table, rows: Rows | None = None) -> dict[Action, tuple[Action, ...]]:
+    """The rule applied to the actions of `table`, or to other `rows` of the same stages and micro-batches."""
+    rows = table.actions if rows is None else rows
+    return waits_in(rows, table.num_stages, table.num_microbatches, table.num_replicas)
+
+
+def producers(table: Table) -> dict[Action, Action]:
     """For each compute action that works on another stage's output: the action that computes this output."""
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
+    waits = table_waits(table)
     return {action: other for action, others in waits.items() for other in others if other.stage != action.stage}
 
 
-def play(lists: Lists, waits: Waits) -> Iterator[Action]:
-    """The actions in an order in which they can be done, each rank in its own list's order; ends early where all wait.
+def executable_order(rows: Rows, waits: Dependencies) -> Iterator[Action]:
+    """The actions in an order in which they can run, each rank in its row's order. It ends early where all ranks wait.
 
-    Compute holds its rank until what it waits for is done. Communication doesn't: it is posted when reached and is done
-    once what it waits for is. Linear in the number of actions: a rank that waits is woken by the action it waits for.
+    A compute action holds up its rank until what it waits for is done. Communication doesn't: it is posted when its
+    rank reaches it, and is done once what it waits for is. Linear in the number of actions: a rank that waits is woken
+    by the action it waits for.
     """
     done: set[Action] = set()
-    place = [0] * len(lists)
-    wakes_rank: dict[Action, list[int]] = defaultdict(list)
-    wakes_posted: dict[Action, list[Action]] = defaultdict(list)
-    awake = list(range(len(lists)))[::-1]
+    place = [0] * len(rows)
+    waiting_ranks: dict[Action, list[int]] = defaultdict(list)
+    waiting_messages: dict[Action, list[Action]] = defaultdict(list)
+    awake = list(range(len(rows)))[::-1]
     while awake:
         rank = awake.pop()
-        while place[rank] < len(lists[rank]):
-            action = lists[rank][place[rank]]
+        while place[rank] < len(rows[rank]):
+            action = rows[rank][place[rank]]
             missing = next((other for other in waits[action] if other not in done), None)
             if missing is not None and action.kind.is_compute:
-                wakes_rank[missing].append(rank)
+                waiting_ranks[missing].append(rank)
                 break
             place[rank] += 1
             finished = [action] if missing is None else []
             if missing is not None:
-                wakes_posted[missing].append(action)
+                waiting_messages[missing].append(action)
             while finished:
                 last = finished.pop()
                 done.add(last)
                 yield last
-                awake.extend(wakes_rank.pop(last, ()))
-                for posted in wakes_posted.pop(last, ()):
+                awake.extend(waiting_ranks.pop(last, ()))
+                for posted in waiting_messages.pop(last, ()):
                     missing = next((other for other in waits[posted] if other not in done), None)
                     if missing is None:
                         finished.append(posted)
                     else:
-                        wakes_posted[missing].append(posted)
+                        waiting_messages[missing].append(posted)

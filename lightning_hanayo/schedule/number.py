@@ -1,4 +1,4 @@
-"""Number: what counts as one where a user gives costs, bytes or a budget."""
+"""Number: checks the sizes, costs, bytes and budgets that a user gives."""
 
 from dataclasses import fields
 from math import inf
@@ -9,7 +9,7 @@ from lightning_hanayo.errors import HanayoError
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a number of at least 0, infinity too; `True`, `"1"` and NaN are none.
+    """Whether `value` is a number of at least 0, or infinity. `True`, `"1"` and NaN are not.
 
     Example:
         >>> [is_number(value) for value in (0, 2.5, -1, True, "1", float("nan"))]
@@ -25,12 +25,12 @@ def is_size(value: object) -> bool:
 
 
 def check_numbers(model: Any, meaning: str) -> None:
-    """Hold each field of a frozen dataclass to a finite number or a tuple of such; a list becomes one.
+    """Require that each field of a frozen dataclass is a finite number or a tuple of such; a list becomes a tuple.
 
-    A field whose default is None may stay so.
+    A field whose default is None may be None.
 
     Raises:
-        HanayoError: there is something else.
+        HanayoError: a field has another value.
     """
     for field in fields(model):
         value = getattr(model, field.name)

@@ -7,12 +7,12 @@
     rank 2       2           5               rank 2       2        6
     rank 3         3       4                 rank 3         3        7
 
-A zig-zag turns at the ends, so stages 3 and 4 hand over on one rank, and begins and ends on rank 0. A loop jumps back.
+A zig-zag turns at the ends, so stages 3 and 4 are on one rank, and it begins and ends on rank 0. A loop starts again.
 """
 
 
 def zigzag(num_ranks: int, num_waves: int) -> tuple[int, ...]:
-    """The ranks of the 2WP stages of W waves (Hanayo, section 3).
+    """The rank of each of the 2WP stages of W waves (Hanayo, section 3).
 
     Example:
         >>> zigzag(3, 1)
@@ -23,7 +23,7 @@ def zigzag(num_ranks: int, num_waves: int) -> tuple[int, ...]:
 
 
 def loop(num_ranks: int, num_stages_per_rank: int = 1) -> tuple[int, ...]:
-    """The ranks of the VP stages of a round robin.
+    """The rank of each of the VP stages in round-robin order.
 
     Example:
         >>> loop(3, 2)

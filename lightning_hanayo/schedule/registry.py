@@ -1,4 +1,4 @@
-"""Registry: the schedules by name, and what a builder is asked for."""
+"""Registry: the builders of schedules by name, and the request that a builder gets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,17 +7,15 @@ from typing import Literal
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.number import is_number, is_size
-from lightning_hanayo.schedule.passes.validation import validate
-from lightning_hanayo.schedule.simulation.simulate import simulate
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `build` was asked for, as a builder sees it: sizes checked, nothing filled in.
+    """The arguments of `build` as a builder gets them: sizes are checked, defaults are not filled in.
 
     Raises:
-        HanayoError: the name is no text, a size is below 1 or no size, or the budget no number above 0.
+        HanayoError: the name is no text, a size is no whole number of at least 1, or the budget no number above 0.
     """
 
     name: str
@@ -46,10 +44,10 @@ class Request:
             )
 
     def stages_per_rank(self, expected: int | None, *, default: int) -> int:
-        """How many stages a rank holds; a schedule that `expected` a fixed number refuses any other.
+        """How many stages a rank holds. `expected`: the only number that the schedule can have, None: any.
 
         Raises:
-            HanayoError: `num_stages_per_rank` isn't what the schedule can do.
+            HanayoError: `num_stages_per_rank` is another number.
         """
         asked = self.num_stages_per_rank
         if asked is not None and expected is not None and asked != expected:
@@ -60,7 +58,7 @@ class Request:
         return default if asked is None else asked
 
     def refuse_waves(self) -> None:
-        """For schedules whose stages don't lie in a zig-zag.
+        """Reject `num_waves` above 1, for schedules whose stages aren't in waves.
 
         Raises:
             HanayoError: several waves were asked for.
@@ -75,14 +73,30 @@ class Request:
 Builder = Callable[[Request], Schedule]
 
 Depth = Literal["one", "two", "stages", "waves"]
-"""how many stages per rank a schedule can have: one; two (once down the ranks and back); any; or twice its waves"""
-
-_BUILDERS: dict[str, Builder] = {}
-_DEPTHS: dict[str, Depth] = {}
+"""how many stages per rank a schedule can have: one; two (down the ranks and back); any number; twice its waves"""
 
 
-def register_schedule(name: str, depth: Depth = "one") -> Callable[[Builder], Builder]:
-    """Make a builder known to `build` under `name`.
+@dataclass(frozen=True)
+class RegisteredSchedule:
+    """A builder, and what is known of its schedules before one is built."""
+
+    build: Builder
+    depth: Depth
+    num_replicas: int
+    """how many copies of the model a schedule holds"""
+
+
+_SCHEDULES: dict[str, RegisteredSchedule] = {}
+
+
+def register_schedule(name: str, depth: Depth = "one", *, num_replicas: int = 1) -> Callable[[Builder], Builder]:
+    """Make a builder available to `build` under `name`.
+
+    Args:
+        name: of the schedule.
+        depth: how many stages per rank it can have.
+        num_replicas: how many copies of the model it holds. With more than one, `build("auto")` doesn't choose it, and
+            training rejects it, since the losses are on several ranks.
 
     Example:
         >>> @register_schedule("serial")
@@ -93,33 +107,43 @@ def register_schedule(name: str, depth: Depth = "one") -> Callable[[Builder], Bu
     """
 
     def register(builder: Builder) -> Builder:
-        if name in _BUILDERS:
+        if name in _SCHEDULES:
             raise HanayoError(f"a schedule named {name!r} is registered already; choose another name")
-        _BUILDERS[name] = builder
-        _DEPTHS[name] = depth
+        _SCHEDULES[name] = RegisteredSchedule(builder, depth, num_replicas)
         return builder
 
     return register
 
 
+def registered(name: str) -> RegisteredSchedule:
+    """The entry of `name`.
+
+    Raises:
+        HanayoError: there is no such schedule.
+    """
+    if name not in _SCHEDULES:
+        raise HanayoError(f"there is no schedule {name!r}: {nearest(name, (*schedule_names(), 'auto'))}")
+    return _SCHEDULES[name]
+
+
 def schedule_names() -> tuple[str, ...]:
-    """The names `build` knows, sorted."""
-    return tuple(sorted(_BUILDERS))
+    """The names of all registered schedules, sorted."""
+    return tuple(sorted(_SCHEDULES))
 
 
 def sizes_for(name: str, num_waves: int) -> dict[str, int]:
     """The arguments of `build` that give the schedule as many stages per rank as `num_waves` waves have, 2W.
 
-    A schedule of one stage per rank has no such choice, and takes part as it is.
+    None for a schedule with one stage per rank, which is compared as it is.
 
     Example:
         >>> sizes_for("hanayo", 2), sizes_for("interleaved", 2), sizes_for("1f1b", 2)
         ({'num_waves': 2}, {'num_stages_per_rank': 4}, {})
 
     Raises:
-        HanayoError: the schedule has two stages per rank and can't have more.
+        HanayoError: there is no such schedule, or it has two stages per rank and can't have more.
     """
-    match _DEPTHS[name]:
+    match registered(name).depth:
         case "waves":
             return {"num_waves": num_waves}
         case "stages":
@@ -128,25 +152,3 @@ def sizes_for(name: str, num_waves: int) -> dict[str, int]:
             raise HanayoError(f"{name!r} has two stages per rank, as one wave has; got num_waves={num_waves}")
         case _:
             return {}
-
-
-def build_named(request: Request) -> Schedule:
-    """The schedule that `request` names, validated and within the budget."""
-    name = request.name
-    if name not in _BUILDERS:
-        raise HanayoError(f"there is no schedule {name!r}: {nearest(name, (*schedule_names(), 'auto'))}")
-    schedule = _BUILDERS[name](request)
-    validate(schedule)
-    if request.activation_budget is not None:
-        _check_budget(schedule, request.activation_budget)
-    return schedule
-
-
-def _check_budget(schedule: Schedule, budget: float) -> None:
-    peak = simulate(schedule).peak_activations
-    worst = max(range(schedule.num_ranks), key=peak.__getitem__)
-    if peak[worst] > budget + 1e-9:
-        raise HanayoError(
-            f"schedule {schedule.name!r} holds {peak[worst]:g} M_a of activations on rank {worst}, more than "
-            f"activation_budget={budget:g}; allow {max(peak):g}, or use a schedule that keeps to a budget ('hanayo')"
-        )

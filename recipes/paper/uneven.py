@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning_hanayo.schedule import CostModel, Schedule, build, simulate
 from lightning_hanayo.schedule.placement import loop, zigzag
-from lightning_hanayo.schedule.search.list_scheduler import Job
+from lightning_hanayo.schedule.search.problem import SchedulingProblem
 from lightning_hanayo.schedule.search.search import lower_bounds
 from recipes.paper import figure
 from recipes.paper.table import markdown
@@ -106,7 +106,7 @@ def bound(condition: Condition, num_ranks: int, num_waves: int) -> float:
     """A lower bound for W waves: the time before a rank's first stage, plus all its work."""
     placement = zigzag(num_ranks, num_waves)
     shape = Schedule("shape", placement, ((),) * num_ranks, condition.load * num_ranks)
-    return lower_bounds(Job.of(shape, condition.costs(placement), num_ranks))[0]
+    return lower_bounds(SchedulingProblem.of(shape, condition.costs(placement), num_ranks))[0]
 
 
 def _peers(num_waves: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import save_ranking
-from lightning_hanayo.schedule.simulation.comparison import compare
+from lightning_hanayo.schedule.comparison import compare
 
 
 def test_image_shows_each_schedule_with_its_numbers_and_those_left_out(tmp_path: Path) -> None:

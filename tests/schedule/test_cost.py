@@ -74,7 +74,7 @@ def test_a_hop_between_nodes() -> None:
     ],
 )
 def test_hops_by_node_need_all_three_numbers(costs: dict[str, Any]) -> None:
-    with pytest.raises(HanayoError, match=r"message_between_nodes=.* hops by node take two numbers"):
+    with pytest.raises(HanayoError, match=r"message_between_nodes=.* hops by node need two numbers"):
         CostModel(**costs)
 
 
@@ -107,7 +107,7 @@ def test_a_list_is_as_good_as_a_tuple() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "hanayo", "chimera"])
 def test_messages_may_be_one_per_border(name: str) -> None:
     schedule = build(name, num_ranks=2, num_microbatches=2)
-    borders = tuple(0.1 * (1 + stage) for stage in range(schedule.chain_length - 1))
+    borders = tuple(0.1 * (1 + stage) for stage in range(schedule.stages_per_replica - 1))
     assert simulate(schedule, CostModel(message=borders)) == simulate(schedule, CostModel(message=(*borders, 9.0)))
     assert build(name, num_ranks=2, num_microbatches=2, costs=CostModel(message=borders)).num_ranks == 2
 

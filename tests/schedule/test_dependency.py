@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from lightning_hanayo.schedule import Action, Schedule, complete, waits_for
-from lightning_hanayo.schedule.dependency import play, waits_in
+from lightning_hanayo.schedule.dependency import executable_order, table_waits, waits_in
 from tests.schedule.samples import row, schedules, table, unhurried
 
 
@@ -40,8 +40,8 @@ def test_a_table_with_receives_waits_for_them() -> None:
 @given(schedules())
 @unhurried
 def test_playing_does_everything_once_and_nothing_too_early(schedule: Schedule) -> None:
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
-    order = list(play(schedule.actions, waits))
+    waits = table_waits(schedule)
+    order = list(executable_order(schedule.actions, waits))
     place = {action: place for place, action in enumerate(order)}
     assert len(order) == len(place) == sum(map(len, schedule.actions))
     assert all(place[other] < place[action] for action in order for other in waits[action])
@@ -51,4 +51,4 @@ def test_playing_does_everything_once_and_nothing_too_early(schedule: Schedule) 
 
 def test_playing_ends_where_all_wait() -> None:
     lists = (row("0F0 0B0 0F1 0B1"), row("1F1 1B1 1F0 1B0"))
-    assert list(play(lists, waits_in(lists, 2, 2))) == list(row("0F0"))
+    assert list(executable_order(lists, waits_in(lists, 2, 2))) == list(row("0F0"))

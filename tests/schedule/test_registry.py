@@ -56,7 +56,7 @@ def test_a_budget_that_a_fixed_order_cannot_keep() -> None:
 
 
 def test_a_schedule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
 
     @register_schedule("serial")
     def serial(request: Request) -> Schedule:
@@ -69,7 +69,7 @@ def test_a_schedule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_builder_that_errs_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     register_schedule("broken")(lambda request: table("0F0", "1F0 1B0", stage_ranks=(0, 1), num_microbatches=1))
     with pytest.raises(HanayoError, match="stage 0 has no whole backward"):
         build("broken", num_ranks=2, num_microbatches=1)

@@ -10,7 +10,7 @@ from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_c
 from lightning_hanayo.cli.schedule.summary import backward_mode, sizes_text, summary_dict, summary_line
 from lightning_hanayo.cli.schedule.terminal import print_json
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.text.csv_table import check_csv
+from lightning_hanayo.schedule.schedule import check_csv
 
 
 def add_options(parser: ScheduleParser) -> None:

@@ -15,7 +15,8 @@ from lightning_hanayo.cli.schedule.terminal import print_json, print_table
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_ranking, save_trace
 from lightning_hanayo.schedule import schedule_names
-from lightning_hanayo.schedule.simulation.comparison import Candidate, Comparison, compare, messages_per_microbatch
+from lightning_hanayo.schedule.comparison import Candidate, Comparison, compare
+from lightning_hanayo.schedule.passes.communication import messages_per_microbatch
 
 
 def add_options(parser: ScheduleParser) -> None:
@@ -57,7 +58,7 @@ def run(options: Options) -> int:
 
 def _result(one: Candidate, budget: float | None) -> dict[str, Any]:
     result = summary_dict(one.schedule, one.timeline)
-    return result if budget is None else {**result, "inside_budget": one.inside}
+    return result if budget is None else {**result, "inside_budget": one.within_budget}
 
 
 def _print_comparison(comparison: Comparison, budget: float | None) -> None:
@@ -67,10 +68,10 @@ def _print_comparison(comparison: Comparison, budget: float | None) -> None:
     rows = []
     for one in comparison.candidates:
         row = [one.name, f"{one.timeline.makespan:.5g}", f"{one.timeline.bubble_ratio:.1%}", f"{one.peak:.4g}"]
-        row += [f"{one.schedule.num_chains} M_w", f"{messages_per_microbatch(one.schedule):g}"]
+        row += [f"{one.schedule.num_replicas} M_w", f"{messages_per_microbatch(one.schedule):g}"]
         row += [f"{one.timeline.step_bubbles[-1]:.1%}"] * has_steps
-        rows.append(row + ["yes" if one.inside else "no"] * (budget is not None))
-    print_table(columns, rows, [not one.inside for one in comparison.candidates])
+        rows.append(row + ["yes" if one.within_budget else "no"] * (budget is not None))
+    print_table(columns, rows, [not one.within_budget for one in comparison.candidates])
     for name, reason in comparison.refused.items():
         print(f"{name} is left out: {reason}")
 

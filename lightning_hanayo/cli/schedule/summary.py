@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_hanayo.schedule import Kind, Schedule, Timeline
-from lightning_hanayo.schedule.simulation.comparison import messages_per_microbatch
+from lightning_hanayo.schedule.passes.communication import messages_per_microbatch
 
 
 def title(schedule: Schedule) -> str:
@@ -50,7 +50,7 @@ def summary_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "stage_ranks": list(schedule.stage_ranks),
-        "copies_of_the_model": schedule.num_chains,
+        "copies_of_the_model": schedule.num_replicas,
         "backward": backward_mode(schedule),
         "makespan": timeline.makespan,
         "bubble_ratio": timeline.bubble_ratio,

@@ -1,4 +1,4 @@
-"""One file per family of schedules. Importing this package registers them all."""
+"""Builders: one file per family of schedules. Importing this package registers them all."""
 
 from lightning_hanayo.schedule.builders import (
     chimera,
@@ -8,8 +8,7 @@ from lightning_hanayo.schedule.builders import (
     interleaved,
     interleaved_zb,
     one_f_one_b,
-    v_half,
-    v_min,
+    v_half_v_min,
     zb_h1,
     zbv,
 )
@@ -22,8 +21,7 @@ __all__ = [
     "interleaved",
     "interleaved_zb",
     "one_f_one_b",
-    "v_half",
-    "v_min",
+    "v_half_v_min",
     "zb_h1",
     "zbv",
 ]

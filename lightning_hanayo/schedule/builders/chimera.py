@@ -1,21 +1,21 @@
-"""chimera: two copies of the model, one down and one up the ranks, each at work in the other's bubbles, for any B.
+"""chimera: two replicas of the model, one down and one up the ranks, which fill each other's bubbles, for any B.
 
 SC'21, arXiv 2107.06925. Weights 2 M_w, activations at B = P from (P/2 + 1) M_a at both ends to P M_a in the middle.
-B = P is the paper's order (figure 3), half of the micro-batches each way; P = 4, drawn with T_B = T_F:
+B = P is the paper's order (figure 3), half of the micro-batches in each direction; P = 4, drawn with T_B = T_F:
 
     rank 0   F0 .  F1 f2 b2 f3 b3 B0 .  B1          F, B: down, stage r on rank r (0 to P-1)
     rank 1      F0 f2 F1 f3 b2 B0 b3 B1             f, b: up, stage P + i on rank P-1-i
     rank 2      f2 F0 f3 F1 B0 b2 B1 b3
     rank 3   f2 .  f3 F0 B0 F1 B1 b2 .  b3
 
-It is a 1f1b of half speed each way. In slots that hold a forward and then a backward, the i-th micro-batch down runs
-forward on rank r in slot r + 2i and backward in slot 2P-2-r + 2i; up, the same from the other end. So a rank's even
-slots belong to one way and its odd ones to the other, nothing ever meets, and any B goes on like that:
+It is a 1f1b of half speed in each direction. In slots that hold a forward and then a backward, the i-th micro-batch
+down runs forward on rank r in slot r + 2i and backward in slot 2P-2-r + 2i; up, the same from the other end. So a
+rank's even slots belong to one direction and its odd ones to the other, and any B continues without a collision:
 
     rank 1, B = 8   slot   1     2     3     4     5     6     7     8     9     10  ...
                            F0    f2    F1    f3b2  F4B0  f6b3  F5B1  f7b6  B4    b7          (F5B1: F5, then B1)
 
-(The paper puts units of P behind one another instead, which idles in each of them unless T_B = T_F.) No rank ever holds
+(The paper runs units of P one after another instead, which idles in each of them unless T_B = T_F.) No rank ever holds
 more than P M_a. For even B >= P the makespan is
 
     B (T_F + T_B) + (P-2) max(T_F, T_B) + (3P-4) T_C        at B = P one T_C less; for P = 2 always 2 T_C
@@ -24,12 +24,12 @@ more than P M_a. For even B >= P the makespan is
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.registry import Request, register_schedule
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.schedule import Schedule
 
 
-@register_schedule("chimera")
+@register_schedule("chimera", num_replicas=2)
 def chimera(request: Request) -> Schedule:
-    """Two chains of P stages, for even P; any B."""
+    """Two replicas of P stages each, for even P; any B."""
     request.refuse_waves()
     request.stages_per_rank(2, default=2)
     num_ranks = request.num_ranks
@@ -45,10 +45,10 @@ def chimera(request: Request) -> Schedule:
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    """The rank's actions by their slots, forwards first."""
+    """The rank's actions by slot, in each slot the forward first."""
     slots: dict[tuple[int, bool], Action] = {}
     for microbatch in range(num_microbatches):
-        up, item = _way(microbatch, num_ranks, num_microbatches)
+        up, item = _direction(microbatch, num_ranks, num_microbatches)
         place = num_ranks - 1 - rank if up else rank
         stage = num_ranks * up + place
         slots[2 * item + place, False] = Action(stage, Kind.F, microbatch)
@@ -56,8 +56,8 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]
     return tuple(slots[slot] for slot in sorted(slots))
 
 
-def _way(microbatch: int, num_ranks: int, num_microbatches: int) -> tuple[bool, int]:
-    """Whether a micro-batch goes up, and how many go that way before it: of each P, the first half goes down."""
+def _direction(microbatch: int, num_ranks: int, num_microbatches: int) -> tuple[bool, int]:
+    """Whether a micro-batch goes up, and how many before it do the same: of each P, the first half goes down."""
     unit, item = divmod(microbatch, num_ranks)
     down = (min(num_ranks, num_microbatches - unit * num_ranks) + 1) // 2
     return item >= down, unit * (num_ranks // 2) + item % down

@@ -1,4 +1,4 @@
-"""gpipe: every forward, then every backward (GPipe, arXiv 1811.06965).
+"""gpipe: all forwards, then all backwards (GPipe, arXiv 1811.06965).
 
 rank 0   F0 F1 F2 F3 .  .  .  .     .     .     B0    B1    B2    B3
 rank 1      F0 F1 F2 F3 .  .     .        B0    B1    B2    B3
@@ -7,7 +7,7 @@ rank 1      F0 F1 F2 F3 .  .     .        B0    B1    B2    B3
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.placement import loop
 from lightning_hanayo.schedule.registry import Request, register_schedule
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.schedule import Schedule
 
 
 @register_schedule("gpipe")

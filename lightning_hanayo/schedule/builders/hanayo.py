@@ -1,19 +1,20 @@
-"""hanayo: waves with the backward in one piece (SC'23, doi 10.1145/3581784.3607073), extended to any B.
+"""hanayo: wave schedules with whole backwards (SC'23, doi 10.1145/3581784.3607073), extended to any B.
 
-B = P is the paper's order, op for op. Its 4W legs are numbered forward 0..2W-1, backward 2W..4W-1; even legs run down
-the ranks, odd ones up:
+B = P is the paper's order, action for action. Its 4W legs are numbered forward 0..2W-1, backward 2W..4W-1; even legs
+run down the ranks, odd ones up:
 
     P = 4, W = 1     rank 1   F0 F1 F2 F0 F3 F1 B0 F2 B1 F3 B2 B0 B3 B1 B2 B3
                      leg      0  0  0  1  0  1  2  1  2  1  2  3  2  3  3  3
 
-Other B are ours. Micro-batches form groups of P; the paper's start times, each group later by the time a rank works for
-one group, say how soon an action should run, and a list scheduler inside the activation budget follows them:
+The order for other B is our own extension. Micro-batches form groups of P. An action's key is its start time in the
+paper's order, plus the time that a rank works for the groups before its own. A list scheduler runs actions in the order
+of their keys, within the activation budget:
 
-    group 0   v v v         soon = start in the paper's order + group * P (T_F + T_B)
+    group 0   v v v         key = start in the paper's order + group * P (T_F + T_B)
     group 1         v v v
 
-The tail of one group then fills the head of the next. At T_C = 0 the makespan is B (T_F + T_B) + (P-1) max(T_F, T_B)/W
-for every multiple of P: the idle time stays what the paper's single group has.
+So the end of one group overlaps with the begin of the next. At T_C = 0 the makespan is
+B (T_F + T_B) + (P-1) max(T_F, T_B)/W for every multiple of P: the idle time is that of the paper's single group.
 """
 
 from collections.abc import Iterator
@@ -26,51 +27,52 @@ from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.placement import zigzag
 from lightning_hanayo.schedule.registry import Request, register_schedule
+from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, Job, ListScheduler
+from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, ListScheduler
+from lightning_hanayo.schedule.search.problem import SchedulingProblem
 from lightning_hanayo.schedule.simulation.simulate import simulate
-from lightning_hanayo.schedule.table import Schedule
 
 CLOSE = 1.005
-"""An order within half a percent of the one that idles no longer than the paper's single group ends the search."""
+"""an order at most this factor slower than one that idles no longer than the paper's single group ends the search"""
 
 
 @register_schedule("hanayo", depth="waves")
 def hanayo(request: Request) -> Schedule:
-    """The paper's order at B = P, elsewhere the best of a few candidates; always within the budget (default P)."""
+    """The paper's order at B = P, else the best of a few candidates; always within the budget (default P)."""
     budget = budget_of(request)
     costs = request.costs or CostModel()
     paper = paper_order(request.name, request.num_ranks, request.num_waves, request.num_microbatches)
-    played = simulate(paper, costs)
-    fits = max(played.peak_activations) <= budget + 1e-9
+    timeline = simulate(paper, costs)
+    fits = max(timeline.peak_activations) <= budget + 1e-9
     if fits and request.num_microbatches == request.num_ranks:
         return paper
-    compiled = Evaluator(paper, costs)
-    best, makespan = (compiled.rows(paper.actions), played.makespan) if fits else ([], inf)
-    enough = CLOSE * (_paper_idle(request, costs) + max(played.busy))
-    rooms = dict.fromkeys((min(budget, request.num_ranks), budget))  # more than P only if P isn't enough
-    for candidate in (found for room in rooms for found in wave_orders(paper, request.num_waves, costs, room)):
-        rows = compiled.fused(candidate)
-        time = compiled.makespan(rows)
+    evaluator = Evaluator(paper, costs)
+    best, makespan = (evaluator.encode(paper.actions), timeline.makespan) if fits else ([], inf)
+    enough = CLOSE * (_paper_idle(request, costs) + max(timeline.busy))
+    budgets = dict.fromkeys((min(budget, request.num_ranks), budget))  # more than P only if P isn't enough
+    for candidate in (found for limit in budgets for found in wave_orders(paper, request.num_waves, costs, limit)):
+        rows = evaluator.fused(candidate)
+        time = evaluator.makespan(rows)
         if time < makespan * (1 - 1e-9):
             best, makespan = rows, time
         if makespan <= enough:
             break
-    return replace(paper, actions=compiled.actions(best))
+    return replace(paper, actions=evaluator.decode(best))
 
 
 def budget_of(request: Request) -> float:
-    """The activation budget of a schedule in waves.
+    """The activation budget of a wave schedule.
 
     Raises:
-        HanayoError: it is too small for one micro-batch, or the number of stages per rank isn't that of the waves.
+        HanayoError: it is too small for one micro-batch, or `num_stages_per_rank` isn't 2W.
     """
     request.stages_per_rank(2 * request.num_waves, default=2 * request.num_waves)
     budget = request.num_ranks if request.activation_budget is None else request.activation_budget
     if not budget >= 1:
         raise HanayoError(
             f"schedule {request.name!r}: activation_budget={budget:g}, expected at least 1 (in M_a: one micro-batch's "
-            "activations of a rank's whole share, which a wave holds before its first backward)"
+            "activations of a rank's whole share, which a rank holds before its first backward)"
         )
     return budget
 
@@ -82,31 +84,31 @@ def _paper_idle(request: Request, costs: CostModel) -> float:
 
 
 def wave_orders(shape: Schedule, num_waves: int, costs: CostModel, budget: float) -> Iterator[list[list[int]]]:
-    """Orders of forwards and whole backwards, as codes of F and I, to be judged under `costs`.
+    """Candidate orders of forwards and whole backwards, as codes of F and I, to be simulated under `costs`.
 
-    Those made for even stages and free hops are tight and often bear the real costs best: who sees uneven arrivals
-    takes what is there and loses the beat.
+    Orders made for even stages and free messages are often the best under the real costs too: a list scheduler that
+    sees uneven arrivals runs whatever is ready, and so leaves the regular order.
     """
     num_ranks, num_microbatches = shape.num_ranks, shape.num_microbatches
     even = evened(costs, num_ranks)
-    ways = groupings(num_microbatches, num_ranks)
-    tries = [(even, sizes, True) for sizes in ways] + [(even, ways[0], False)]
+    groups = groupings(num_microbatches, num_ranks)
+    tries = [(even, sizes, True) for sizes in groups] + [(even, groups[0], False)]
     if costs != even:
-        tries.append((costs, ways[0], True))
-    for seen, sizes, forwards_first in tries:
-        job = Job.of(shape, seen, budget, split=False)
-        keys = _soon(num_ranks, num_waves, seen, sizes)
+        tries.append((costs, groups[0], True))
+    for assumed, sizes, forwards_first in tries:
+        problem = SchedulingProblem.of(shape, assumed, budget, split=False)
+        keys = _keys(num_ranks, num_waves, assumed, sizes)
         split = len(keys) // 2
         later = 1 + max(keys)
         first, second = (0.0, later) if forwards_first else (later, 0.0)
-        plan = job.rows([key + first for key in keys[:split]] + [key + second for key in keys[split:]])
-        order = ListScheduler(job, plan, FillPolicy(reach=inf))
-        order.play()
-        yield order.rows
+        plan = problem.rows([key + first for key in keys[:split]] + [key + second for key in keys[split:]])
+        scheduler = ListScheduler(problem, plan, FillPolicy(reach=inf))
+        scheduler.run()
+        yield scheduler.rows
 
 
 def evened(costs: CostModel, num_ranks: int) -> CostModel:
-    """The same work, spread evenly over the stages, and free messages."""
+    """The same total work, divided evenly among the stages, and free messages."""
     parts = (costs.forward, costs.backward_input, costs.backward_weight)
     forward, backward_input, backward_weight = (
         sum(part) / num_ranks if isinstance(part, tuple) else part for part in parts
@@ -115,17 +117,17 @@ def evened(costs: CostModel, num_ranks: int) -> CostModel:
 
 
 def groupings(num_microbatches: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Ways to cut 0..B-1 into groups of at most P: the last one smaller, the first one, all even, and each alone."""
+    """Ways to cut B into groups of at most P: the last one smaller, the first one smaller, all even, groups of one."""
     full, rest = divmod(num_microbatches, num_ranks)
     small = (rest,) if rest else ()
     count = full + len(small)
     even = tuple(num_microbatches // count + (group < num_microbatches % count) for group in range(count))
-    ways = [(num_ranks,) * full + small, small + (num_ranks,) * full, even, (1,) * num_microbatches]
-    return list(dict.fromkeys(ways))
+    cuts = [(num_ranks,) * full + small, small + (num_ranks,) * full, even, (1,) * num_microbatches]
+    return list(dict.fromkeys(cuts))
 
 
-def _soon(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ...]) -> list[float]:
-    """By code, when an action would start if each group ran the paper's order, later by a rank's work before it."""
+def _keys(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ...]) -> list[float]:
+    """By code: the start in the paper's order of the action's group, plus a rank's work for the groups before."""
     timelines = {
         size: simulate(paper_order("group", num_ranks, num_waves, size), costs) for size in {*sizes, num_ranks}
     }
@@ -146,7 +148,7 @@ def _soon(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ..
 
 
 def paper_order(name: str, num_ranks: int, num_waves: int, num_microbatches: int) -> Schedule:
-    """The paper's order for groups of P one after another, without the micro-batches beyond the last."""
+    """The paper's order for groups of P one after another, without the micro-batches beyond the last one."""
     rows = tuple(_row(rank, num_ranks, num_waves, num_microbatches) for rank in range(num_ranks))
     return Schedule(name, zigzag(num_ranks, num_waves), rows, num_microbatches)
 
@@ -169,7 +171,7 @@ def _leg(leg: int, rank: int, num_ranks: int, num_waves: int) -> tuple[int, Kind
 
 
 def _order(rank: int, num_ranks: int, num_legs: int) -> list[tuple[int, int]]:
-    """(leg, micro-batch) for one group of P: `lead` items of a leg, then it takes turns with the next leg."""
+    """(leg, micro-batch) for one group of P: `lead` micro-batches of a leg, then it takes turns with the next leg."""
     order: list[tuple[int, int]] = []
     begun = 0
     for leg in range(num_legs):

@@ -1,7 +1,7 @@
-"""interleaved: 1f1b over V stages per rank in a loop (Megatron-LM, arXiv 2104.04473, section 2.2), for any B.
+"""interleaved: 1f1b with V stages per rank in a loop (Megatron-LM, arXiv 2104.04473, section 2.2), for any B.
 
 Micro-batches run in groups of G: a rank runs its first stage for the whole group, then its second, and so on. G is P
-where P divides B; the order is the one that torch.distributed.pipelining generates wherever it has one.
+where P divides B. Where torch.distributed.pipelining has an order for these sizes, this is the same one.
 
     P = 2, V = 2     rank 0   0F0 0F1 2F0 2F1 ...
                      rank 1       1F0 1F1 3F0 ...
@@ -11,12 +11,12 @@ from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.builders.one_f_one_b import alternate
 from lightning_hanayo.schedule.placement import loop
 from lightning_hanayo.schedule.registry import Request, register_schedule
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.schedule import Schedule
 
 
 @register_schedule("interleaved", depth="stages")
 def interleaved(request: Request) -> Schedule:
-    """V stages per rank (default 2), their order as in the picture."""
+    """V stages per rank (default 2)."""
     request.refuse_waves()
     stages_per_rank = request.stages_per_rank(None, default=2)
     rows = tuple(_row(rank, request, stages_per_rank) for rank in range(request.num_ranks))
@@ -24,7 +24,7 @@ def interleaved(request: Request) -> Schedule:
 
 
 def group_size(num_ranks: int, num_microbatches: int) -> int:
-    """torch's G: B cut into as many even groups as have at least P. Where B can't be cut so: P, the last is smaller.
+    """G, as in torch: B divided into as many equal groups of at least P as possible. Else P, with a smaller last group.
 
     Example:
         >>> [group_size(4, num_microbatches) for num_microbatches in (3, 4, 7, 8, 9, 10)]
@@ -35,7 +35,7 @@ def group_size(num_ranks: int, num_microbatches: int) -> int:
 
 
 def _row(rank: int, request: Request, stages_per_rank: int) -> tuple[Action, ...]:
-    """The order for whole groups, without the micro-batches beyond the last: what is left still can't deadlock."""
+    """The order for whole groups, without the micro-batches beyond the last one. Leaving them out can't deadlock."""
     num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
     size = group_size(num_ranks, num_microbatches)
     groups = [range(start, start + size) for start in range(0, num_microbatches, size)]

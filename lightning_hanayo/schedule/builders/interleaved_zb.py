@@ -1,8 +1,8 @@
-"""interleaved-zb: interleaved with the backward split, its weight gradients put off (the ZB1P of arXiv 2401.10241).
+"""interleaved-zb: interleaved with the backward split and weight gradients delayed (ZB1P of arXiv 2401.10241).
 
-The order torch.distributed.pipelining's ScheduleInterleavedZeroBubble generates, for every B it accepts and any other.
-Rank d runs (V-1) G + P-1-d forwards ahead of its first input gradient, in groups of G micro-batches; then F and I take
-turns, and once d weight gradients are owed the oldest follows each I:
+The order of torch.distributed.pipelining's ScheduleInterleavedZeroBubble for every B it accepts, and an order for any
+other B. Rank d runs (V-1) G + P-1-d forwards before its first input gradient, in groups of G micro-batches; then F and
+I take turns, and once d weight gradients are pending the oldest follows each I:
 
     P = 2, V = 2     rank 0   0F0 0F1 2F0 2F1 2I0 2W0 0F2 2I1 2W1 ...
     G = 2            rank 1       1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 ...
@@ -18,10 +18,10 @@ from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.builders.interleaved import group_size
 from lightning_hanayo.schedule.placement import loop
 from lightning_hanayo.schedule.registry import Request, register_schedule
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.schedule import Schedule
 
 Cells = Sequence[tuple[int, int]]
-"""(stage, micro-batch), in the order a rank runs them."""
+"""(stage, micro-batch), in the order in which a rank runs them."""
 
 
 @register_schedule("interleaved-zb", depth="stages")
@@ -34,22 +34,24 @@ def interleaved_zb(request: Request) -> Schedule:
 
 
 def _row(rank: int, request: Request, stages_per_rank: int) -> tuple[Action, ...]:
-    """The order for whole groups, without the micro-batches beyond the last: what is left still can't deadlock."""
+    """The order for whole groups, without the micro-batches beyond the last one. Leaving them out can't deadlock."""
     num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
     size = group_size(num_ranks, num_microbatches)
     groups = [range(start, start + size) for start in range(0, num_microbatches, size)]
     stages = [chunk * num_ranks + rank for chunk in range(stages_per_rank)]
     forward = [(stage, m) for group in groups for stage in stages for m in group]
     backward = [(stage, m) for group in groups for stage in stages[::-1] for m in group]
-    whole = owing_row(forward, backward, ahead=size * (stages_per_rank - 1) + num_ranks - 1 - rank, owed=rank)
+    whole = delayed_weights_row(
+        forward, backward, ahead=size * (stages_per_rank - 1) + num_ranks - 1 - rank, delay=rank
+    )
     return tuple(action for action in whole if action.microbatch in range(num_microbatches))
 
 
-def owing_row(forward: Cells, backward: Cells, ahead: int, owed: int) -> tuple[Action, ...]:
-    """`ahead` forwards; then F, I and the W that is `owed` places behind take turns until all are through."""
+def delayed_weights_row(forward: Cells, backward: Cells, ahead: int, delay: int) -> tuple[Action, ...]:
+    """`ahead` forwards; then F, I and the W that is `delay` places behind take turns until all have run."""
     row = [Action(stage, Kind.F, m) for stage, m in forward[:ahead]]
-    for turn in range(len(backward) + owed):
+    for turn in range(len(backward) + delay):
         row += [Action(stage, Kind.F, m) for stage, m in forward[turn + ahead : turn + ahead + 1]]
         row += [Action(stage, Kind.I, m) for stage, m in backward[turn : turn + 1]]
-        row += [Action(stage, Kind.W, m) for stage, m in backward[max(0, turn - owed) : max(0, turn - owed + 1)]]
+        row += [Action(stage, Kind.W, m) for stage, m in backward[max(0, turn - delay) : max(0, turn - delay + 1)]]
     return tuple(row)

@@ -1,4 +1,4 @@
-"""1f1b: one forward, one backward in turn, after a warm-up (DAPPLE, PipeDream-flush).
+"""1f1b: one forward and one backward in turn, after a warm-up (DAPPLE, PipeDream-flush).
 
 P = 3     rank 0   F0 F1 F2 .  .     .     B0    F3 B1    ...      warm-up of P - rank forwards
           rank 1      F0 F1 .     B0    F2 B1    F3 B2    ...
@@ -8,7 +8,7 @@ P = 3     rank 0   F0 F1 F2 .  .     .     B0    F3 B1    ...      warm-up of P 
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.placement import loop
 from lightning_hanayo.schedule.registry import Request, register_schedule
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.schedule import Schedule
 
 
 @register_schedule("1f1b")

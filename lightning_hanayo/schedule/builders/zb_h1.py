@@ -1,7 +1,7 @@
-"""zb-h1: 1f1b with the backward split, in the memory of 1f1b (arXiv 2401.10241, section 2.1).
+"""zb-h1: 1f1b with the backward split, in the same memory as 1f1b (arXiv 2401.10241, section 2.1).
 
-Rank d runs P-1-d forwards ahead, as 1f1b does, and owes up to d weight gradients, so each rank holds P micro-batches.
-The later ranks hand on input gradients without a pause, and do what they owe when 1f1b would idle:
+Rank d runs P-1-d forwards ahead, as 1f1b does, and delays up to d weight gradients, so each rank holds P micro-batches.
+The later ranks send input gradients without a pause, and run their delayed weight gradients when 1f1b would idle:
 
     P = 3     rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 ...
               rank 1      F0 F1 .  I0 F2 I1 W0 F3 I2 W1 ...
@@ -12,10 +12,10 @@ three, and it is the largest where T_W is at most T_F and T_I. With F = I = W th
 fewer micro-batches it is 2B + 2P - 1, at F = I = W = 1. The peak is min(B, P) M_a.
 """
 
-from lightning_hanayo.schedule.builders.interleaved_zb import owing_row
+from lightning_hanayo.schedule.builders.interleaved_zb import delayed_weights_row
 from lightning_hanayo.schedule.placement import loop
 from lightning_hanayo.schedule.registry import Request, register_schedule
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.schedule import Schedule
 
 
 @register_schedule("zb-h1")
@@ -25,5 +25,7 @@ def zb_h1(request: Request) -> Schedule:
     request.stages_per_rank(1, default=1)
     num_ranks = request.num_ranks
     cells = [[(rank, m) for m in range(request.num_microbatches)] for rank in range(num_ranks)]
-    rows = tuple(owing_row(own, own, ahead=num_ranks - 1 - rank, owed=rank) for rank, own in enumerate(cells))
+    rows = tuple(
+        delayed_weights_row(own, own, ahead=num_ranks - 1 - rank, delay=rank) for rank, own in enumerate(cells)
+    )
     return Schedule(request.name, loop(num_ranks), rows, request.num_microbatches)

@@ -1,1 +1,1 @@
-"""Passes over a schedule: validation, communication, loss stage."""
+"""Passes over a table: each checks it, or makes another table from it."""

@@ -1,18 +1,17 @@
-"""The communication pass: a compute-only table completed with sends, receives and gradient reductions.
+"""The communication pass: adds sends, receives and gradient reductions to a compute-only table.
 
-Between two compute actions of a rank stands one run of communication, which the engine hands to the transport as one
-call:
+Between two compute actions of a rank all communication is posted together, in one call of the transport:
 
     ... 1F2 | 1SEND_F2  1RECV_F4 | 1F3 | ... 1F4
-          sent right after      posted one compute ahead of its consumer, or earlier
+          sent right after      posted one compute action before its consumer, or earlier
 
-A message needs a send and a receive only between different ranks. A pair of ranks matches messages by order alone
-(NCCL), so receives from one rank stand in the order of its sends: one that would come too late moves ahead.
+A message needs a send and a receive only between different ranks. Two ranks match their messages by order alone (NCCL),
+so a rank receives from another in the order of its sends: a receive that would come too late moves ahead.
 
-A stage's reduction stands right after its last weight gradient. Twins reduce together, each rank with an entry of its
-own (also where one of them had no micro-batch). So that both ranks of every pair meet in the same order, all reductions
-of a table have one order; a stage that is done out of turn waits for those before it. The order is the schedule's own
-`reduction_order`, or else that in which both twins are done:
+A stage's reduction comes right after its last weight gradient. Twins reduce together, each rank with an entry of its
+own (also where one of them had no micro-batch). So that both ranks of every pair start them in the same order, all
+reductions of a table have one order; a stage that is ready out of turn waits for those before it. The order is the
+table's own `reduction_order`, or else that in which both twins are ready:
 
     chimera, P = 4      rank 0   ... 7B3 | 7REDUCE_GRAD | 0B0  0B1 | 0REDUCE_GRAD        twins: 0 and 4, 3 and 7
                         rank 3   ... 3B1 | 3REDUCE_GRAD | 4B2  4B3 | 4REDUCE_GRAD
@@ -21,58 +20,57 @@ of a table have one order; a stage that is done out of turn waits for those befo
 from collections import defaultdict
 
 from lightning_hanayo.schedule.action import Action, Kind
-from lightning_hanayo.schedule.dependency import waits_in
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.dependency import producers, source_stage
+from lightning_hanayo.schedule.table import Table
 
 
-def complete(schedule: Schedule, ahead: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """The schedule's actions with communication inserted, one tuple per pipeline rank.
+def complete(table: Table, ahead: int = 1) -> tuple[tuple[Action, ...], ...]:
+    """The table's actions with communication inserted, one tuple per pipeline rank.
 
     Args:
-        schedule: a valid schedule.
+        table: a valid table.
         ahead: how many compute actions before its consumer a receive is posted at the latest.
 
     Sends and receives must not block: a receive is posted before the send it matches can even run. So the transport
     needs a channel of its own per ordered pair of ranks. Where a receive holds up a send (one NCCL stream for both
-    directions, or one grouped call for a whole run), tables hang (decision 3 in docs/design/decisions.md).
+    directions, or one grouped call for all messages), tables deadlock (decision 3 in docs/design/decisions.md).
 
     Nor may reductions block: a rank starts its part when it gets there, goes on computing (its twin may wait for just
-    that before it can start its own), and waits for the sums after its last action.
+    that before it can start its own part), and waits for the sums after its last action.
     """
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
-    rank_of = schedule.stage_ranks
-    place = {action: place for row in schedule.actions for place, action in enumerate(row)}
-    sends: dict[Action, list[Action]] = defaultdict(list)
+    rank_of = table.stage_ranks
+    place = {action: place for row in table.actions for place, action in enumerate(row)}
+    send_after: dict[Action, Action] = {}
     pairs: dict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
-    for row in schedule.actions:
-        for action in row:
-            for source in waits[action]:
-                if rank_of[source.stage] != rank_of[action.stage]:
-                    send, receive = _message(source, action)
-                    sends[source].append(send)
-                    pair = rank_of[source.stage], rank_of[action.stage]
-                    pairs[pair].append((place[source], max(0, place[action] - ahead), receive))
+    for consumer, producer in producers(table).items():
+        pair = rank_of[producer.stage], rank_of[consumer.stage]
+        if pair[0] != pair[1]:
+            send_after[producer], receive = _send_and_receive(producer, consumer)
+            pairs[pair].append((place[producer], max(0, place[consumer] - ahead), receive))
     receives = _in_order_of_sends(pairs)
-    reduces = _reductions(schedule)
-    return tuple(
-        tuple(
-            entry
-            for place, action in enumerate(row)
-            for entry in (
-                *receives[rank, place],
-                *reduces[rank, place],
-                action,
-                *sends[action],
-            )
-        )
-        + tuple(reduces[rank, len(row)])
-        for rank, row in enumerate(schedule.actions)
-    )
+    reductions = _reductions(table)
+    completed: list[tuple[Action, ...]] = []
+    for rank, row in enumerate(table.actions):
+        entries: list[Action] = []
+        for number, action in enumerate(row):
+            entries += [*receives[rank, number], *reductions[rank, number], action]
+            entries += [send_after[action]] if action in send_after else []
+        completed.append((*entries, *reductions[rank, len(row)]))
+    return tuple(completed)
 
 
-def _message(source: Action, consumer: Action) -> tuple[Action, Action]:
+def messages_per_microbatch(table: Table) -> float:
+    """How many messages between ranks one micro-batch needs: forward and, if the table has backwards, backward."""
+    ranks, per_replica = table.stage_ranks, table.stages_per_replica
+    sources = [source_stage(Action(stage, Kind.F, 0), per_replica) for stage in range(table.num_stages)]
+    hops = sum(source is not None and ranks[source] != ranks[stage] for stage, source in enumerate(sources))
+    trains = any(action.kind is not Kind.F for row in table.actions for action in row)
+    return (1 + trains) * hops / table.num_replicas
+
+
+def _send_and_receive(producer: Action, consumer: Action) -> tuple[Action, Action]:
     forward = consumer.kind is Kind.F
-    send = Action(source.stage, Kind.SEND_F if forward else Kind.SEND_B, source.microbatch)
+    send = Action(producer.stage, Kind.SEND_F if forward else Kind.SEND_B, producer.microbatch)
     return send, Action(consumer.stage, Kind.RECV_F if forward else Kind.RECV_B, consumer.microbatch)
 
 
@@ -91,39 +89,41 @@ def _in_order_of_sends(
     return receives
 
 
-def reduction_order(schedule: Schedule) -> tuple[int, ...]:
+def reduction_order(table: Table) -> tuple[int, ...]:
     """The stages in the order in which every rank starts their gradient reductions.
 
-    Data ranks that play different tables of one layout must share it: a collective is matched by its order alone.
+    Data ranks that run different tables of one layout must share it: collectives are matched by their order alone.
     """
-    if schedule.reduction_order:
-        return schedule.reduction_order
-    last = _last_gradients(schedule)
-    twins = schedule.replica_of or range(schedule.num_stages)
-    return tuple(sorted(last, key=lambda stage: (max(last[stage], last[twins[stage]]), stage % schedule.chain_length)))
+    if table.reduction_order:
+        return table.reduction_order
+    last = _last_gradients(table)
+    twins = table.replica_of or range(table.num_stages)
+    return tuple(
+        sorted(last, key=lambda stage: (max(last[stage], last[twins[stage]]), stage % table.stages_per_replica))
+    )
 
 
-def _last_gradients(schedule: Schedule) -> dict[int, int]:
+def _last_gradients(table: Table) -> dict[int, int]:
     """Where in its rank's row each stage makes its last weight gradient; -1 where only its twin had a micro-batch."""
     ends = (
         (action.stage, place)
-        for row in schedule.actions
+        for row in table.actions
         for place, action in enumerate(row)
         if action.kind in (Kind.B, Kind.W)
     )
     last = dict(ends)
-    twins = schedule.replica_of or range(schedule.num_stages)
+    twins = table.replica_of or range(table.num_stages)
     return {**{twins[stage]: -1 for stage in last}, **last}
 
 
-def _reductions(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
-    """The reductions by (rank, place before which they are started): all ranks meet in them in one order."""
-    last = _last_gradients(schedule)
-    reduces: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    begun = [0] * schedule.num_ranks
-    for stage in reduction_order(schedule):
+def _reductions(table: Table) -> dict[tuple[int, int], list[Action]]:
+    """The reductions by (rank, place before which they are started), in one order on all ranks."""
+    last = _last_gradients(table)
+    reductions: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    begun = [0] * table.num_ranks
+    for stage in reduction_order(table):
         if stage in last:
-            rank = schedule.stage_ranks[stage]
+            rank = table.stage_ranks[stage]
             begun[rank] = max(begun[rank], last[stage] + 1)
-            reduces[rank, begun[rank]].append(Action(stage, Kind.REDUCE_GRAD, None))
-    return reduces
+            reductions[rank, begun[rank]].append(Action(stage, Kind.REDUCE_GRAD, None))
+    return reductions

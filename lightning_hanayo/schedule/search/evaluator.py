@@ -1,11 +1,11 @@
-"""Evaluator: a schedule's shape and costs as numbers, to play many tables of that shape fast.
+"""Evaluator: computes when each action of a table starts and ends, fast enough for thousands of tables.
 
-An action is one whole number, its code; what it waits for lies at a fixed distance, whatever the micro-batch:
+An action is one whole number, its code. What it waits for has a code at a fixed distance, for every micro-batch:
 
     code = (kind * S + stage) * B + microbatch        kinds in the order F, I, W, B
 
     0F0 0F1 0F2 | 1F0 1F1 1F2 | 0I0 0I1 0I2 | 1I0 1I1 1I2 | 0W0 ...         S = 2, B = 3
-         ^-----------'  1F1 waits for what stands B places to its left
+         ^-----------'  1F1 waits for the code B places to its left
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,18 +15,18 @@ from math import inf
 from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.table import Table
 
 _KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
 _BASE = {kind: base for base, kind in enumerate(_KINDS)}
 
-Rows = Sequence[Sequence[int]]
+CodeRows = Sequence[Sequence[int]]
 """A table as codes, one row per rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """When each action of some rows starts and ends: in the rows' own shape, and each rank's last end."""
+class ActionTimes:
+    """When each action of some rows starts and ends (lists of the rows' shape), and each rank's last end."""
 
     starts: list[list[float]]
     ends: list[list[float]]
@@ -34,20 +34,20 @@ class Played:
 
     @property
     def makespan(self) -> float:
-        """The last end of all; the time before the first start counts."""
+        """The last end of all ranks, counted from time 0."""
         return max(self.last)
 
 
 class Evaluator:
-    """Plays tables that share placement, micro-batches and costs with `shape`, whose own actions don't matter.
+    """Times tables that share placement, micro-batches and costs with `shape`, whose own actions don't matter.
 
     Example:
-        >>> compiled = Evaluator(schedule, CostModel(message=0.1))
-        >>> rows = compiled.rows(schedule.actions)
-        >>> compiled.makespan(rows)             # as simulate(schedule, CostModel(message=0.1)).makespan
+        >>> evaluator = Evaluator(schedule, CostModel(message=0.1))
+        >>> rows = evaluator.encode(schedule.actions)
+        >>> evaluator.makespan(rows)            # equals simulate(schedule, CostModel(message=0.1)).makespan
     """
 
-    def __init__(self, shape: Schedule, costs: CostModel) -> None:
+    def __init__(self, shape: Table, costs: CostModel) -> None:
         self._num_stages, self._num_microbatches = shape.num_stages, shape.num_microbatches
         self._num_ranks = shape.num_ranks
         stages = range(shape.num_stages)
@@ -64,30 +64,30 @@ class Evaluator:
         kind, stage = divmod(node, self._num_stages)
         return Action(stage, _KINDS[kind], microbatch)
 
-    def rows(self, lists: Iterable[Iterable[Action]]) -> list[list[int]]:
-        """The codes of a table."""
+    def encode(self, rows: Iterable[Iterable[Action]]) -> list[list[int]]:
+        """The codes of a table's actions."""
         code = self.code
-        return [[code(action) for action in row] for row in lists]
+        return [[code(action) for action in row] for row in rows]
 
-    def actions(self, rows: Rows) -> tuple[tuple[Action, ...], ...]:
-        """The table of codes."""
+    def decode(self, rows: CodeRows) -> tuple[tuple[Action, ...], ...]:
+        """The actions of a table's codes."""
         return tuple(tuple(map(self.action, row)) for row in rows)
 
-    def fused(self, rows: Rows) -> list[list[int]]:
-        """The same rows, each I of them a whole backward."""
+    def fused(self, rows: CodeRows) -> list[list[int]]:
+        """The same rows with each I replaced by a whole backward."""
         kind = self._num_stages * self._num_microbatches
         return [[code if code < kind else code + 2 * kind for code in row] for row in rows]
 
-    def makespan(self, rows: Rows) -> float:
-        """How long the table takes; infinity where its ranks wait for each other."""
-        played = self.play(rows)
-        return inf if played is None else played.makespan
+    def makespan(self, rows: CodeRows) -> float:
+        """How long the table takes; infinity if its ranks deadlock."""
+        times = self.run(rows)
+        return inf if times is None else times.makespan
 
-    def play(self, rows: Rows, begin: Sequence[float] | None = None) -> Played | None:
-        """Each action as early as its rank is free and what it waits for has arrived; None where all wait.
+    def run(self, rows: CodeRows, begin: Sequence[float] | None = None) -> ActionTimes | None:
+        """Start each action as soon as its rank is free and what it waits for has arrived. None: the ranks deadlock.
 
         Args:
-            rows: the table; nothing is checked but the waiting.
+            rows: the table; only dependencies are checked.
             begin: when each rank may start, at least 0; default 0.
 
         Linear: a rank that waits is woken by what it waits for.
@@ -125,18 +125,18 @@ class Evaluator:
                 break
             last[rank] = time
         stuck = any(len(row) > len(row_ends) for row, row_ends in zip(rows, ends, strict=True))
-        return None if stuck else Played(starts, ends, last)
+        return None if stuck else ActionTimes(starts, ends, last)
 
 
 Node = tuple[float, int, tuple[tuple[int, float], ...]]
-"""What all micro-batches of a (stage, kind) share: the time it takes; how far from its code the slot stands where it is
-noted as done; and what it waits for: how far that slot stands, and the hop from there."""
+"""What all micro-batches of a (stage, kind) share: its time; the distance from its code to the slot that holds its end;
+and, for each thing it waits for, the distance to that slot and the time of the hop from there."""
 
 
-def _node(shape: Schedule, costs: CostModel, action: Action) -> Node:
+def _node(shape: Table, costs: CostModel, action: Action) -> Node:
     code = (_BASE[action.kind] * shape.num_stages + action.stage) * shape.num_microbatches
     waits = []
-    for one_of in waits_for(action, shape.num_stages, num_chains=shape.num_chains):
+    for one_of in waits_for(action, shape.num_stages, num_replicas=shape.num_replicas):
         (slot,) = {_slot(shape, other) for other in one_of if other.kind in COMPUTE}
         other = one_of[-1]
         near = shape.stage_ranks[other.stage] == shape.stage_ranks[action.stage]
@@ -145,7 +145,7 @@ def _node(shape: Schedule, costs: CostModel, action: Action) -> Node:
     return costs.of(shape, action), _slot(shape, action) - code, tuple(waits)
 
 
-def _slot(shape: Schedule, action: Action) -> int:
-    """Where micro-batch 0 is noted as done. Whoever wants an input's gradient takes it from `B` or `I`: one slot."""
+def _slot(shape: Table, action: Action) -> int:
+    """The slot that holds the end of micro-batch 0. `B` and `I` share one, as both make the input's gradient."""
     kind = Kind.I if action.kind is Kind.B else action.kind
     return (_BASE[kind] * shape.num_stages + action.stage) * shape.num_microbatches

@@ -1,15 +1,14 @@
-"""Pattern: what one micro-batch does when, so that its like can follow every period without two meeting on a rank.
+"""Pattern: when one micro-batch runs what, such that a next one can follow every period without a collision on a rank.
 
-The cells of a rank have one length, the time of one stage's F, I or W; 3V of them (V stages per rank) make a period, in
-which each micro-batch takes one for each of its actions on the rank:
+A rank's time is divided into cells of one length, the time of one stage's F, I or W. 3V cells (V stages per rank) make
+a period, in which each micro-batch takes one cell for each of its actions on the rank:
 
     P = 2, W = 1      cell     0  1  2  3  4  5 | 6  7  8  9 10
-    no pauses         rank 0   F0       F3 I3 W3 |    I0 W0             6 cells until micro-batch 1 does the same
-                      rank 1      F1 F2       I2 | I1       W2 W1       in the cells still free
+    no pauses         rank 0   F0       F3 I3 W3 |    I0 W0             6 cells later, micro-batch 1 does the same
+                      rank 1      F1 F2       I2 | I1       W2 W1       in the cells that are still free
 
-Pauses leave messages their time, and cost memory: a micro-batch holds its activations for longer, so more of them are
-under way at once. The steady state of the whole schedule is one such pattern; its memory is known before anything is
-played.
+Pauses leave time for messages, and cost memory: a micro-batch holds its activations for longer, so more of them are
+under way at once. The steady state of the whole schedule is one such pattern, so its memory is known in advance.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Cells left free: behind messages down (to the next rank) and up, forward and backward; at the turn from forward
-    to backward; before the weight gradients; and how many more than 3V a period has.
+    """Cells left free: after messages down (to the next rank) and up, in the forward and in the backward; between
+    forward and backward; before the weight gradients; and the cells of a period beyond 3V.
     """
 
     down: int = 0
@@ -32,7 +31,7 @@ class Pauses:
 
 
 class Pattern:
-    """One micro-batch's cells: the first free ones along its way that keep to `pauses`."""
+    """One micro-batch's cells: at each stage the first free one that keeps to `pauses`."""
 
     def __init__(self, stage_ranks: Sequence[int], pauses: Pauses) -> None:
         stages = range(len(stage_ranks))
@@ -47,9 +46,9 @@ class Pattern:
             row[cell % self.period] = True
             return cell
 
-        def walk(way: Sequence[int], cell: int, down: int, up: int) -> dict[int, int]:
+        def walk(order: Sequence[int], cell: int, down: int, up: int) -> dict[int, int]:
             cells: dict[int, int] = {}
-            for stage in way:
+            for stage in order:
                 here = stage_ranks[stage]
                 before = stage_ranks[next(reversed(cells))] if cells else here
                 cell = cells[stage] = place(stage, cell + (down if here > before else up if here < before else 0))
@@ -66,7 +65,7 @@ class Pattern:
 
     @property
     def cells(self) -> tuple[tuple[int, ...], ...]:
-        """When each F, I and W runs: what makes two patterns the same, with the period."""
+        """The cells of all F, all I and all W, and the period. Two patterns with the same cells are the same."""
         return tuple(map(tuple, (self.forward, self.backward, self.weights, [self.period])))
 
     @property
@@ -76,7 +75,7 @@ class Pattern:
 
     @property
     def peak(self) -> int:
-        """The most activations on any rank once micro-batches follow each other every period, counted in stages."""
+        """The most activations on any rank in the steady state, counted in stages."""
         held = [[0] * self.period for _ in range(max(self._stage_ranks) + 1)]
         for rank, begin, end in zip(self._stage_ranks, self.forward, self.weights, strict=True):
             whole, rest = divmod(end + 1 - begin, self.period)
@@ -85,7 +84,7 @@ class Pattern:
         return max(map(max, held))
 
     def keys(self, num_microbatches: int, weights: bool) -> list[float]:
-        """The cell of each F and I, and W if asked for, by code."""
+        """By code: the cell of each F and I, and of each W if `weights`."""
         kinds = [self.forward, self.backward, self.weights][: 3 if weights else 2]
         return [
             float(cell + microbatch * self.period)

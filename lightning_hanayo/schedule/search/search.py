@@ -1,156 +1,158 @@
-"""The search: the best order met so far, and how much may still be played for a better one.
+"""Search: tries plans and small changes to them, and keeps the best order found, within a limited effort.
 
 plans ---> ListScheduler ---> order ---> makespan, and by how much a second step ends later ---> best so far
                            ^                                                                   |
                            +------------- some actions a little earlier or later -------------+
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from math import inf
 from random import Random
 
-from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, Job, ListScheduler
+from lightning_hanayo.schedule.search.evaluator import CodeRows, Evaluator
+from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, ListScheduler
+from lightning_hanayo.schedule.search.problem import SchedulingProblem
 
 EFFORT = 600_000
-"""Actions played in search of a better order. The first order is always played to its end, however large."""
-PLAYS = 1000
-"""The most orders played: in a small table, where `EFFORT` would allow many more, that is plenty."""
-
+"""how many actions a search may run in total; the first order is always run to its end, however large"""
+MAX_RUNS = 1000
+"""how many orders a search runs at most: enough for a small table, where `EFFORT` would allow many more"""
 
 Score = tuple[float, float]
+"""of an order, the lower the better: the time of one step and what a following step adds, or the other way round"""
 
 
 class Search:
     """The best order so far.
 
     Args:
-        job: what is scheduled.
-        compiled: its rules and costs.
-        steady: better is what takes less as one of many steps that follow each other without a barrier, and among these
-            what takes less by itself; else the other way round.
+        problem: sizes, costs and capacity.
+        evaluator: for the same placement and costs.
+        steady: compare orders by the time that each of many steps adds if they follow each other without a barrier, and
+            then by the time of one step alone; else the other way round.
     """
 
-    def __init__(self, job: Job, compiled: Evaluator, *, steady: bool = False) -> None:
-        self.job, self.compiled, self.steady = job, compiled, steady
+    def __init__(self, problem: SchedulingProblem, evaluator: Evaluator, *, steady: bool = False) -> None:
+        self.problem, self.evaluator, self.steady = problem, evaluator, steady
         self.best: list[list[int]] = []
         self.score: Score = (inf, inf)
-        self._bounds = self._score(*map(_rounded, lower_bounds(job)))
+        self._bounds = self._score(*map(_rounded, lower_bounds(problem)))
         self._enough = self._bounds[0]
-        if all(len(set(times)) == 1 for times in job.times) and job.capacity >= job.num_stages:
-            self._enough += sum(job.hops)  # the closed form: hardly ever is anything faster
+        if all(len(set(times)) == 1 for times in problem.times) and problem.capacity >= problem.num_stages:
+            self._enough += sum(problem.hops)  # the closed form: other orders are hardly ever faster
         self.effort = EFFORT
-        self.left = min(self.effort, PLAYS * job.num_actions)  # actions that may still be played
+        self.actions_left = min(self.effort, MAX_RUNS * problem.num_actions)  # how many more actions may be run
         if steady:
-            self.left //= 4  # the builder's own plans are hardly ever bettered
+            self.actions_left //= 4  # the builder's own plans are hardly ever improved
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a better order can be hoped for, and may be looked for."""
-        return self._goes_on(until=0)
+    def can_improve(self) -> bool:
+        """Whether a better order is possible, and some effort is left to look for it."""
+        return self._can_improve(until=0)
 
-    def _goes_on(self, until: float) -> bool:
-        return not self.best or (self.left > until and self.score > self._bounds)
+    def _can_improve(self, until: float) -> bool:
+        return not self.best or (self.actions_left > until and self.score > self._bounds)
 
-    def along(self, plans: Iterator[tuple[list[list[int]], FillPolicy]], until: float = 0) -> None:
-        """Play plan after plan, as long as more than `until` of the effort is left."""
-        while self._goes_on(until) and (one := next(plans, None)) is not None:
-            self.play(*one)
+    def try_plans(self, plans: Iterator[tuple[list[list[int]], FillPolicy]], until: float = 0) -> None:
+        """Run plan after plan, while more than `until` actions of the effort are left."""
+        while self._can_improve(until) and (one := next(plans, None)) is not None:
+            self.run(*one)
 
-    def take(self, rows: list[list[int]]) -> None:
-        """Keep an order made elsewhere, as it is, if it fits and is the best so far."""
-        kind = self.job.num_actions // 3
+    def try_order(self, rows: list[list[int]]) -> None:
+        """Keep an order that another builder made, unchanged, if it fits the capacity and is the best so far."""
+        kind = self.problem.num_actions // 3
         for row in rows:
             held = accumulate((code < kind) - (code >= 2 * kind) for code in row)
-            if max(held) > self.job.capacity:
+            if max(held) > self.problem.capacity:
                 return
-        self._keep(rows, self.compiled.makespan(rows))
+        self._keep(rows, self.evaluator.makespan(rows))
 
     def _score(self, makespan: float, following: float) -> Score:
         return (following, makespan) if self.steady else (makespan, following)
 
     def _keep(self, rows: list[list[int]], makespan: float) -> Score:
-        """The score of an order, which becomes the best if it is better."""
+        """Score an order; it becomes the best if it is better than that."""
         makespan = _rounded(makespan)
-        if not self.steady and (makespan > self.score[0] or (makespan == self.score[0] and self.left <= 0)):
+        if not self.steady and (makespan > self.score[0] or (makespan == self.score[0] and self.actions_left <= 0)):
             return makespan, inf
-        score = self._score(makespan, self._following(rows) if self.steady or self.left > 0 else inf)
+        score = self._score(makespan, self._following(rows) if self.steady or self.actions_left > 0 else inf)
         if score < self.score:
             self.best, self.score = rows, score
-        if self.score[0] <= self._enough:
-            self.left = min(self.left, self.effort // 8, PLAYS // 25 * self.job.num_actions)  # little is left to gain
+        if self.score[0] <= self._enough:  # there is little left to gain
+            self.actions_left = min(self.actions_left, self.effort // 8, MAX_RUNS // 25 * self.problem.num_actions)
         return score
 
     def _following(self, rows: list[list[int]]) -> float:
-        """By how much a second step ends later, each rank beginning it as soon as its own first one is over."""
-        one = self.compiled.play(rows)
+        """By how much a second step ends later, if each rank begins it as soon as its own first step is done."""
+        one = self.evaluator.run(rows)
         assert one is not None
-        two = self.compiled.play(rows, one.last)
+        two = self.evaluator.run(rows, one.last)
         assert two is not None
         return _rounded(two.makespan - one.makespan)
 
-    def play(self, plan: Sequence[Sequence[int]], manner: FillPolicy) -> tuple[Score, list[list[int]]]:
-        """One play: the order, and how good it is. It is kept if it is the best so far."""
-        follower = ListScheduler(self.job, plan, manner)
-        makespan = follower.play()
-        self.left -= self.job.num_actions * (3 if self.steady else 1)  # to see what follows takes two plays more
-        return self._keep(follower.rows, makespan), follower.rows
+    def run(self, plan: CodeRows, policy: FillPolicy) -> tuple[Score, list[list[int]]]:
+        """Run one plan. Returns the order and its score, and keeps it if it is the best so far."""
+        scheduler = ListScheduler(self.problem, plan, policy)
+        makespan = scheduler.run()
+        runs = 3 if self.steady else 1  # the time of a following step takes two more runs
+        self.actions_left -= self.problem.num_actions * runs
+        return self._keep(scheduler.rows, makespan), scheduler.rows
 
     def improve(self) -> None:
-        """Change the best order a little and play it again, as long as the effort lasts; what is no worse is kept."""
-        if not self.goes_on or self.score[0] <= self._enough:
+        """Change the best order a little and run it again, while effort is left; keep what is no worse."""
+        if not self.can_improve or self.score[0] <= self._enough:
             return
         random = Random(0)
-        manners = [
+        policies = [
             FillPolicy(),
             FillPolicy(reach=1),
             FillPolicy(2, 0.5, True),
             FillPolicy(4),
-            FillPolicy(reach=2, patience=0.5),
+            FillPolicy(reach=2, tolerance=0.5),
         ]
         rows, time = self.best, self.score[0]
         keys = self._starts(rows)
-        while self.goes_on:
-            changed = _changed(keys, self.job, random)
-            (found, _), found_rows = self.play(self.job.rows(changed), random.choice(manners))
+        while self.can_improve:
+            changed = _changed(keys, self.problem, random)
+            (found, _), found_rows = self.run(self.problem.rows(changed), random.choice(policies))
             if found <= time * (1 + 1e-9):
                 rows, time = found_rows, found
                 keys = self._starts(rows)
 
     def _starts(self, rows: list[list[int]]) -> list[float]:
         """When each F and I starts, by code."""
-        played = self.compiled.play(rows)
-        assert played is not None
-        starts = [0.0] * self.job.num_actions
-        for row, times in zip(rows, played.starts, strict=True):
+        timed = self.evaluator.run(rows)
+        assert timed is not None
+        starts = [0.0] * self.problem.num_actions
+        for row, times in zip(rows, timed.starts, strict=True):
             for code, start in zip(row, times, strict=True):
                 starts[code] = start
         return starts[: len(starts) // 3 * 2]
 
 
-def lower_bounds(job: Job) -> tuple[float, float]:
-    """No step can take less, and no step that follows others: a rank's work behind what comes before it; its work."""
+def lower_bounds(problem: SchedulingProblem) -> tuple[float, float]:
+    """The least time of one step (a rank's work and what must run before it), and of each following one (its work)."""
     lead = bound = 0.0
-    work = [0.0] * job.num_ranks
-    for stage, rank in enumerate(job.stage_ranks):
-        work[rank] += job.num_microbatches * sum(times[stage] for times in job.times)
-    for stage in range(job.num_ranks):
-        bound = max(bound, lead + work[job.stage_ranks[stage]])
-        lead += job.times[0][stage] + (job.hops[stage] if stage < len(job.hops) else 0.0)
+    work = [0.0] * problem.num_ranks
+    for stage, rank in enumerate(problem.stage_ranks):
+        work[rank] += problem.num_microbatches * sum(times[stage] for times in problem.times)
+    for stage in range(problem.num_ranks):
+        bound = max(bound, lead + work[problem.stage_ranks[stage]])
+        lead += problem.times[0][stage] + (problem.hops[stage] if stage < len(problem.hops) else 0.0)
     return bound, max(work)
 
 
 def _rounded(time: float) -> float:
-    """Without the noise of adding in another order."""
+    """Rounded, so that sums in another order compare equal."""
     return float(f"{time:.9g}")
 
 
-def _changed(keys: list[float], job: Job, random: Random) -> list[float]:
-    """Some actions that belong together, a little earlier or later: one, a stage's or a leg's or a micro-batch's."""
+def _changed(keys: list[float], problem: SchedulingProblem, random: Random) -> list[float]:
+    """Move some related actions a little: of one stage, of one leg (P stages in a row) or of one micro-batch."""
     keys = list(keys)
-    num_ranks, num_stages, num_microbatches = job.num_ranks, job.num_stages, job.num_microbatches
-    cell = sum(map(sum, job.times)) / (3 * num_stages)
+    num_ranks, num_stages, num_microbatches = problem.num_ranks, problem.num_stages, problem.num_microbatches
+    cell = sum(map(sum, problem.times)) / (3 * num_stages)
     for _ in range(random.choice((1, 1, 2, 3))):
         shift = random.choice((-1, 1)) * random.choice((0.5, 1, 1.5, 2, 3, 4, 6, 8, 12)) * cell
         kind, stage = random.randrange(2), random.randrange(num_stages)

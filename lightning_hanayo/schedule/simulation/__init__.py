@@ -1,1 +1,1 @@
-"""Simulates schedules: when each action runs, what each rank holds, and which schedule is fastest."""
+"""Simulates schedules: when each action runs, how much memory each rank holds, how large the bubble is."""

@@ -1,4 +1,4 @@
-"""MemoryModel: what stages hold in bytes, and so what each rank holds over time."""
+"""MemoryModel: computes from the bytes of each stage how many bytes each rank holds over time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Bytes = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The most that one rank holds, in bytes, by what it is for."""
+    """The most bytes that one rank holds, by purpose."""
 
     weights: float
     gradients: float
@@ -22,20 +22,20 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """All of it: everything but the activations is there all the time."""
+        """All of it at the peak."""
         return self.standing + self.activations
 
     @property
     def standing(self) -> float:
-        """What is there all the time."""
+        """The part that is held all the time: weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes. A number is for one rank's whole share of the model (a stage takes its part of it); a tuple (or a
-    list) gives each stage's own, the loss stage's too or not. Where the model is there twice (chimera) a rank holds two
-    shares of it, and one copy's values are enough.
+    """Bytes. A number is for one rank's whole share of the model, divided among its stages. A tuple (or a list) gives
+    each stage's own bytes, with or without the loss stage's. With two replicas of the model (chimera) a rank holds two
+    shares, and the values of one replica are enough.
 
         bytes   |       ____        activations: from the start of a stage's F to the end of its B or W
                 |   ___|    |___
@@ -51,7 +51,7 @@ class MemoryModel:
     """
 
     activation: Bytes
-    """what one micro-batch leaves behind for its backward"""
+    """what one micro-batch keeps for its backward"""
     weights: Bytes = 0.0
     gradients: Bytes = 0.0
     optimizer: Bytes = 0.0
@@ -72,7 +72,7 @@ class MemoryModel:
         )
 
     def curve(self, timeline: Timeline, rank: int) -> Curve:
-        """All that a rank holds, from the timeline's begin on: (time, bytes from then on)."""
+        """The bytes that a rank holds: (time, bytes from then on), from the begin of the timeline."""
         standing = sum(self._sum(name, timeline, rank) for name in ("weights", "gradients", "optimizer"))
         activations = timeline.held(rank, self._of_stages("activation", timeline))
         return tuple((time, standing + held) for time, held in activations)
@@ -88,13 +88,13 @@ class MemoryModel:
             return [value * share for share in shares]
         if 2 * len(value) == len(shares) and _visited(timeline) == len(value):
             return value * 2
-        loss_stage = bool(shares) and shares[-1] == 0
-        if len(value) not in (len(shares) - loss_stage, len(shares)):
+        has_loss_stage = bool(shares) and shares[-1] == 0
+        if len(value) not in (len(shares) - has_loss_stage, len(shares)):
             raise HanayoError(f"MemoryModel: {name} has {len(value)} values, the timeline {len(shares)} stages")
         return value if len(value) == len(shares) else (*value, 0.0)
 
 
 def _visited(timeline: Timeline) -> int:
-    """How many stages one micro-batch visits: half of them where the model is there twice."""
+    """How many stages one micro-batch visits: half of them with two replicas of the model."""
     one = timeline.spans[0].action.microbatch
     return len({span.action.stage for span in timeline.spans if span.action.microbatch == one})

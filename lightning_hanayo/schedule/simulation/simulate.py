@@ -1,4 +1,4 @@
-"""Simulation: a schedule under a cost model, as a timeline."""
+"""Simulation: runs a schedule under a cost model and returns its timeline."""
 
 from collections.abc import Iterator
 from itertools import repeat
@@ -8,24 +8,24 @@ from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.number import is_size
 from lightning_hanayo.schedule.passes.validation import validate
-from lightning_hanayo.schedule.search.evaluator import Evaluator, Played
+from lightning_hanayo.schedule.search.evaluator import ActionTimes, Evaluator
 from lightning_hanayo.schedule.simulation.timeline import Span, Timeline
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.table import Table
 
 
-def simulate(schedule: Schedule, costs: CostModel | None = None, steps: int = 1) -> Timeline:
-    """When each action of `schedule` runs: as early as its rank is free and what it waits for has arrived.
+def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) -> Timeline:
+    """When each action of `schedule` runs: as soon as its rank is free and what it waits for has arrived.
 
-    A message takes `costs.hop` from its sender's end to its receiver's earliest start and holds up nobody else: the
+    A message takes `costs.hop` from its sender's end to its receiver's earliest start. It delays nothing else: the
     sender goes on at once, any number of messages travel at the same time, receives are posted early enough, and a hop
-    within a rank costs nothing. (With this meaning the closed forms of Hanayo, GPipe, 1F1B and interleaved 1F1B hold
-    exactly for T_B >= T_F: tests/schedule/builders.)
+    within a rank costs nothing. Under these rules the closed forms of Hanayo, GPipe, 1F1B and interleaved 1F1B hold
+    exactly for T_B >= T_F (tests/schedule/builders).
 
-    With a cost for it, a stage's gradient reduction starts after its last weight gradient, one at a time per rank,
-    beside the compute; a stage and its replica reduce together, once both are ready and neither rank reduces.
+    If it has a cost, a stage's gradient reduction starts after its last weight gradient and overlaps with compute. A
+    rank runs one reduction at a time. A stage and its twin reduce together, when both are ready and both ranks free.
 
-    With `steps` > 1 there is no barrier between steps: a rank starts the next as soon as its own actions of the last
-    are done, its reductions included. `Timeline.step_times` tells what each step adds.
+    With `steps` > 1 there is no barrier between steps: a rank starts the next step as soon as its own actions of the
+    last one are done, its reductions included. `Timeline.step_times` has the time that each step adds.
 
     Raises:
         HanayoError: the schedule isn't valid, a tuple in `costs` has the wrong length, or `steps` is no whole number of
@@ -33,30 +33,30 @@ def simulate(schedule: Schedule, costs: CostModel | None = None, steps: int = 1)
     """
     if not is_size(steps):
         raise HanayoError(f"simulate: steps={steps!r}, expected at least 1, a whole number")
-    if not _can_be_coded(schedule):
+    if not _can_be_encoded(schedule):
         validate(schedule)
     costs = costs or CostModel()
-    compiled = Evaluator(schedule, costs)
-    rows = compiled.rows(schedule.actions)
+    evaluator = Evaluator(schedule, costs)
+    rows = evaluator.encode(schedule.actions)
     reductions = _Reductions(schedule, costs)
     begin = [0.0] * schedule.num_ranks
     spans: list[Span] = []
     for _ in range(steps):
-        played = compiled.play(rows, begin)
-        if played is None:
+        times = evaluator.run(rows, begin)
+        if times is None:
             validate(schedule)
-        assert played is not None
-        for rank, timed in enumerate(zip(schedule.actions, played.starts, played.ends, strict=True)):
+        assert times is not None
+        for rank, timed in enumerate(zip(schedule.actions, times.starts, times.ends, strict=True)):
             spans.extend(map(Span, repeat(rank), *timed))
-        begin = played.last
-        for span in reductions.after(played):
+        begin = times.last
+        for span in reductions.after(times):
             spans.append(span)
             begin[span.rank] = max(begin[span.rank], span.end)
     return Timeline.of(schedule, spans, steps)
 
 
-def _can_be_coded(schedule: Schedule) -> bool:
-    """Whether every action is one of this placement's, on its rank."""
+def _can_be_encoded(schedule: Table) -> bool:
+    """Whether every action has a known stage, kind and micro-batch, and is on its stage's rank."""
     rank_of, microbatches = dict(enumerate(schedule.stage_ranks)), range(schedule.num_microbatches)
     return all(
         rank_of.get(action.stage) == rank and action.kind in COMPUTE and action.microbatch in microbatches
@@ -66,9 +66,9 @@ def _can_be_coded(schedule: Schedule) -> bool:
 
 
 class _Reductions:
-    """The gradient reductions of a step, each of one stage or of a stage and its twin, on both ranks at once."""
+    """The gradient reductions of a step, each of one stage, or of a stage and its twin on two ranks at once."""
 
-    def __init__(self, schedule: Schedule, costs: CostModel) -> None:
+    def __init__(self, schedule: Table, costs: CostModel) -> None:
         self._rank_of = schedule.stage_ranks
         self._lasts = _last_weight_gradients(schedule)
         twins = schedule.replica_of or range(schedule.num_stages)
@@ -80,22 +80,22 @@ class _Reductions:
             if (takes := max(costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)) for stage in stages)) > 0
         ]
 
-    def after(self, played: Played) -> Iterator[Span]:
-        """The reductions after a step's compute: what is ready first goes first, one at a time on each rank."""
-        lane = [0.0] * len(played.last)
-        ends = {stage: played.ends[rank][place] for stage, (rank, place) in self._lasts.items()}
+    def after(self, times: ActionTimes) -> Iterator[Span]:
+        """The reductions of a step whose compute ran at `times`: by the time they are ready, one at a time per rank."""
+        free = [0.0] * len(times.last)
+        ends = {stage: times.ends[rank][place] for stage, (rank, place) in self._lasts.items()}
         ready = [
             (max(ends[stage] for stage in stages if stage in ends), stages, takes) for stages, takes in self._groups
         ]
         for time, stages, takes in sorted(ready):
-            start = max([time, *(lane[self._rank_of[stage]] for stage in stages)])
+            start = max([time, *(free[self._rank_of[stage]] for stage in stages)])
             for stage in stages:
                 rank = self._rank_of[stage]
-                lane[rank] = start + takes
-                yield Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, lane[rank])
+                free[rank] = start + takes
+                yield Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, free[rank])
 
 
-def _last_weight_gradients(schedule: Schedule) -> dict[int, tuple[int, int]]:
+def _last_weight_gradients(schedule: Table) -> dict[int, tuple[int, int]]:
     """The rank and place of each stage's last `B` or `W`."""
     return {
         action.stage: (rank, place)

@@ -1,4 +1,4 @@
-"""Timeline: which rank did what from when to when, simulated or measured."""
+"""Timeline: the start and end of every action on every rank, simulated or measured, with figures such as the bubble."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Span:
 
 
 Curve = tuple[tuple[float, float], ...]
-"""A step function: (time, how much from then on), ascending."""
+"""A step function: (time, amount from then on), in ascending order of time."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans and what follows from them. Times are in whatever unit the spans have (T_F, seconds).
+    """Spans and the figures that follow from them. Times have the unit of the spans (T_F, seconds).
 
     Example:
         >>> timeline = simulate(build("gpipe", num_ranks=4, num_microbatches=4), CostModel())
@@ -37,9 +37,9 @@ class Timeline:
 
     spans: tuple[Span, ...]
     shares: tuple[float, ...] = ()
-    """the part of M_a that one micro-batch's activations of each stage take; empty: equal parts of each rank"""
+    """per stage, the part of M_a that one micro-batch's activations take; empty: all stages of a rank take the same"""
     num_steps: int = 1
-    """how many steps `spans` holds, one after another, each of as many spans"""
+    """how many steps `spans` holds, one after another, each with the same number of spans"""
 
     def __post_init__(self) -> None:
         if self.num_steps < 1 or len(self.spans) % self.num_steps:
@@ -49,8 +49,8 @@ class Timeline:
             )
 
     @classmethod
-    def of(cls, schedule: Schedule, spans: Iterable[Span], num_steps: int = 1) -> "Timeline":
-        """The timeline of spans that were run (or simulated) for `schedule`."""
+    def of(cls, schedule: Table, spans: Iterable[Span], num_steps: int = 1) -> "Timeline":
+        """The timeline of spans that were measured or simulated for `schedule`."""
         return cls(tuple(spans), tuple(schedule.share_of(stage) for stage in range(schedule.num_stages)), num_steps)
 
     @cached_property
@@ -79,22 +79,22 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """The part of all ranks' time in which they don't compute: 1 - busy / (P makespan)."""
+        """The part of all ranks' time in which they don't compute: 1 - busy / (P * makespan)."""
         return _idle(self.busy, self.makespan)
 
     @cached_property
     def steps(self) -> tuple["Timeline", ...]:
-        """Each step by itself, at the times it has here."""
+        """Each step as a timeline, at its times in this one."""
         size = len(self.spans) // self.num_steps
         starts = range(0, size * self.num_steps, size) if size else range(0)
         return tuple(Timeline(self.spans[start : start + size], self.shares) for start in starts)
 
     @property
     def step_times(self) -> tuple[float, ...]:
-        """What each step adds: from the end of the one before, for the first from the begin, to its own end.
+        """The time that each step adds: from the end of the step before (for the first: from the begin) to its own end.
 
-        rank 0   000000 111111 222222          the first step fills and drains the pipeline alone;
-        rank 1      000000 111111 222222       the others begin in the slope of the one before
+        rank 0   000000 111111 222222          only the first step waits for the whole pipeline to fill;
+        rank 1      000000 111111 222222       the others begin while the step before drains
                  |       |      |      |
         """
         ends = [step.begin + step.makespan for step in self.steps]
@@ -102,7 +102,7 @@ class Timeline:
 
     @property
     def step_bubbles(self) -> tuple[float, ...]:
-        """The bubble ratio of each of `step_times`; the last one is nearest to that of a long training."""
+        """The bubble ratio of each step, over `step_times`; the last one is closest to that of a long training."""
         return tuple(_idle(step.busy, time) for step, time in zip(self.steps, self.step_times, strict=True))
 
     @cached_property
@@ -123,7 +123,7 @@ class Timeline:
         return self.held(rank, self.stage_shares)
 
     def held(self, rank: int, sizes: Sequence[float]) -> Curve:
-        """The same where an activation of stage s takes `sizes[s]` of anything."""
+        """The amount that a rank holds if an activation of stage s takes `sizes[s]` of any unit."""
         changes = [
             (span.start, sizes[span.action.stage])
             if span.action.kind is Kind.F
@@ -133,7 +133,7 @@ class Timeline:
         ]
         now = 0.0
         curve = [(self.begin, now)]
-        for time, size in sorted(changes):  # at one time, what is freed first
+        for time, size in sorted(changes):  # at equal times, frees come first
             now += size
             if time == curve[-1][0]:
                 curve.pop()
@@ -142,7 +142,7 @@ class Timeline:
 
     @cached_property
     def stage_shares(self) -> tuple[float, ...]:
-        """`shares`, filled in."""
+        """`shares`, or equal parts for all stages of a rank if it is empty."""
         if self.shares:
             return self.shares
         ranks = list(self.rank_of.values())
@@ -164,7 +164,7 @@ class Timeline:
         return tuple(map(tuple, rows))
 
     def to_json(self) -> str:
-        """The timeline as JSON text, with the figures that follow from it for readers without this package."""
+        """The timeline as JSON text. The derived figures are included for readers without this package."""
         return json.dumps(
             {
                 "makespan": self.makespan,
@@ -185,7 +185,7 @@ class Timeline:
         """The timeline that `to_json` wrote.
 
         Raises:
-            HanayoError: the text is no such JSON.
+            HanayoError: the text is not such JSON.
         """
         try:
             data = json.loads(text)

@@ -1,1 +1,1 @@
-"""Schedules as text: CSV tables, and drawings for a terminal."""
+"""Schedules as text: CSV files, and drawings for a terminal."""

@@ -1,4 +1,4 @@
-"""CSV: the table as torch.distributed.pipelining writes and reads it, a row per rank, a cell per action."""
+"""CSV: reads and writes rows of actions in the format of torch.distributed.pipelining, a row per rank."""
 
 import csv
 import re
@@ -6,97 +6,55 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.action import Action
-from lightning_hanayo.schedule.dependency import Lists
-from lightning_hanayo.schedule.passes.validation import validate
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.action import Action, Rows
 
 MAX_BYTES = 64 << 20
 MAX_CELLS = 600_000
-"""The largest file that is read, checked within half a minute: a table of 600,000 actions, completed of a third."""
+"""the largest file that is read: the check of such a table takes half a minute, with communication a third of that"""
 _LONGEST_CELL = 64
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
-Found = Sequence[tuple[Action, int]]
-"""Compute actions and the ranks in whose rows they stand."""
 
-
-def write_csv(path: str | Path, lists: Lists) -> None:
-    """Write one row per rank.
+def write_rows(path: str | Path, rows: Rows) -> None:
+    """Write one line per rank.
 
     Raises:
         HanayoError: the file can't be written.
     """
     try:
         with open(path, "w", newline="") as file:
-            csv.writer(file).writerows(lists)
+            csv.writer(file).writerows(rows)
     except OSError as error:
         raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
 
 
-def read_csv(path: str | Path) -> Schedule:
-    """The schedule in the file (see `Schedule.from_csv`)."""
-    path = Path(path)
-    rows = [tuple(action for action in row if action.kind.is_compute) for row in read_lists(path)]
-    found = [(action, rank) for rank, row in enumerate(rows) for action in row]
-    if not found:
-        raise HanayoError(f"{path} holds no action; expected a row per rank with cells like 0F0, 3B2")
-    stage_ranks = _stage_ranks(path, found)
-    schedule = Schedule(
-        name=path.stem,
-        stage_ranks=stage_ranks,
-        actions=tuple(rows),
-        num_microbatches=1 + max(action.microbatch or 0 for action, _ in found),
-        replica_of=_twins(found, len(stage_ranks)),
-    )
-    try:
-        validate(schedule)
-    except HanayoError as error:
-        raise _located(path, error, compute_only=True) from None
-    return schedule
-
-
-def check_csv(path: str | Path) -> Schedule:
-    """The schedule in the file, its communication held to be complete too, if it has any.
+def read_rows(path: Path) -> Rows:
+    """All actions in the file, communication too, one row per line.
 
     Raises:
-        HanayoError: as `Schedule.from_csv`, or a message is missing, superfluous or misplaced.
+        HanayoError: the file can't be read, is too large, or has a cell that is no action.
     """
-    from lightning_hanayo.schedule.passes.completeness import check_communication
-
-    schedule = read_csv(path)
-    try:
-        check_communication(schedule, read_lists(path))
-    except HanayoError as error:
-        raise _located(Path(path), error, compute_only=False) from None
-    return schedule
-
-
-def _located(path: Path, error: HanayoError, compute_only: bool) -> HanayoError:
-    """The error with its row and cell of the file, where idle cells count too, and those that were dropped."""
-    if error.cell is None:
-        return HanayoError(f"{path}: {error}")
-    rank, place = error.cell
-    row = _cells(path)[rank]
-    counted = [
-        column
-        for column, cell in enumerate(row)
-        for action in _actions(cell.strip())
-        if action.kind.is_compute or not compute_only
-    ]
-    where = f"cell {counted[place] + 1}" if place < len(counted) else "behind its last cell"
-    return HanayoError(f"{path}, row {rank + 1}, {where}: {error}")
-
-
-def read_lists(path: str | Path) -> Lists:
-    """All actions in the file, communication too, one list per row."""
-    path = Path(path)
     return [_row(path, rank, cells) for rank, cells in enumerate(_cells(path))]
 
 
+def locate_error(path: Path, error: HanayoError, *, compute_only: bool) -> HanayoError:
+    """The error with its line and cell in the file. There, idle cells count, and so do those that were dropped."""
+    if error.cell is None:
+        return HanayoError(f"{path}: {error}")
+    rank, place = error.cell
+    columns = [
+        column
+        for column, cell in enumerate(_cells(path)[rank])
+        for action in _actions(cell.strip())
+        if action.kind.is_compute or not compute_only
+    ]
+    where = f"cell {columns[place] + 1}" if place < len(columns) else "behind its last cell"
+    return HanayoError(f"{path}, row {rank + 1}, {where}: {error}")
+
+
 def _cells(path: Path) -> list[list[str]]:
-    """The file's cells as text. Refuses what is too large before it is taken apart."""
+    """The file's cells as text. A file that is too large is rejected before it is parsed."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -113,7 +71,7 @@ def _cells(path: Path) -> list[list[str]]:
         raise HanayoError(f"the schedule table {path} can't be read: {error}") from None
 
 
-_SMALLER = "that is no schedule, or too large a one: write it without communication, or for fewer micro-batches"
+_SMALLER = "that is no schedule, or it is too large: write it without communication, or for fewer micro-batches"
 
 
 def _row(path: Path, rank: int, cells: Sequence[str]) -> tuple[Action, ...]:
@@ -127,8 +85,8 @@ def _row(path: Path, rank: int, cells: Sequence[str]) -> tuple[Action, ...]:
 
 
 def _actions(cell: str) -> Iterator[Action]:
-    """What a cell names. torch's own tables also gather and free sharded parameters (dropped here), and have pairs of
-    actions that may overlap, `(3F1;2B4)OVERLAP_F_B` (taken one after the other).
+    """The actions of a cell. torch's own tables also gather and free sharded parameters (dropped here), and have pairs
+    of actions that may overlap, `(3F1;2B4)OVERLAP_F_B` (read as one after the other).
     """
     if len(cell) > _LONGEST_CELL:
         cell = f"{cell[:_LONGEST_CELL]}..."
@@ -138,24 +96,3 @@ def _actions(cell: str) -> Iterator[Action]:
         yield from map(Action.parse, both[1].split(";"))
     else:
         yield Action.parse(cell)
-
-
-def _stage_ranks(path: Path, found: Found) -> tuple[int, ...]:
-    """The rank of each stage: the first that has an action of it (validation refuses a second)."""
-    ranks: dict[int, int] = {}
-    for action, rank in found:
-        ranks.setdefault(action.stage, rank)
-    missing = next((stage for stage, held in enumerate(sorted(ranks)) if stage != held), None)
-    if missing is not None:
-        raise HanayoError(f"{path} has stages up to {max(ranks)} but no action of stage {missing}")
-    return tuple(ranks[stage] for stage in range(len(ranks)))
-
-
-def _twins(found: Found, num_stages: int) -> tuple[int, ...]:
-    """`replica_of`: two chains where each micro-batch stays in one half of the stages, and both halves have some."""
-    half = num_stages // 2
-    up: dict[int | None, bool] = {}
-    stays = all(up.setdefault(action.microbatch, action.stage >= half) is (action.stage >= half) for action, _ in found)
-    if num_stages % 2 or not stays or len(set(up.values())) < 2:
-        return ()
-    return tuple((stage + half) % num_stages for stage in range(num_stages))

@@ -1,4 +1,4 @@
-"""Text: a schedule drawn in a terminal, over time, idle visible: as a string, or as pieces that a caller may colour."""
+"""Draws a schedule or timeline as text, a row per rank: as a string, or in pieces that a caller may colour."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from math import ceil
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.simulation.simulate import simulate
 from lightning_hanayo.schedule.simulation.timeline import Span, Timeline
-from lightning_hanayo.schedule.table import Schedule
+from lightning_hanayo.schedule.table import Table
 
-MOST = 20_000
-"""characters in a row that isn't wrapped; where it would be longer, labels are cut short"""
+MAX_COLUMNS = 20_000
+"""characters in a row that isn't wrapped; labels are cut short to fit"""
 SHORT = 0.05
-"""of the longest action: shorter ones don't get the room for their labels"""
+"""in parts of the longest action: shorter actions don't widen the drawing to fit their labels"""
 
 
 def schedule_text(
-    schedule: Schedule, costs: CostModel | None = None, columns: int | None = None, wrap: bool = False
+    schedule: Table, costs: CostModel | None = None, columns: int | None = None, wrap: bool = False
 ) -> str:
-    """The schedule over time under `costs`, a row per rank.
+    """The schedule, simulated under `costs`, over time, a row per rank.
 
     Example:
         >>> print(schedule_text(build("1f1b", num_ranks=2, num_microbatches=2)))
@@ -33,8 +33,8 @@ def timeline_text(timeline: Timeline, columns: int | None = None, wrap: bool = F
 
     Args:
         timeline: simulated or measured.
-        columns: the most characters per row; None: as many as every label needs. In too few, labels are cut short.
-        wrap: cut the time instead, into bands of at most `columns` characters, with an empty line between them.
+        columns: the most characters per row; None: enough for every label. With too few, labels are cut short.
+        wrap: instead, cut the drawing into bands of at most `columns` characters, with an empty line between them.
     """
     lines = timeline_lines(timeline, columns, wrap)
     return "\n".join((line.head + "".join(piece.text for piece in line.pieces)).rstrip() for line in lines)
@@ -42,7 +42,7 @@ def timeline_text(timeline: Timeline, columns: int | None = None, wrap: bool = F
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of characters: of one span, or idle (None)."""
+    """A run of characters that belongs to one span, or to idle time (None)."""
 
     text: str
     span: Span | None
@@ -50,20 +50,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One rank's row, or part of it; without pieces, the empty line between two bands."""
+    """One rank's row, or part of it. Without pieces: the empty line between two bands."""
 
     head: str
     pieces: tuple[Piece, ...]
 
 
 def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = False) -> Iterator[Line]:
-    """The same as `timeline_text`, in pieces."""
+    """The lines of `timeline_text`, in pieces."""
     compute = [span for span in timeline.spans if span.action.kind.is_compute and span.end > span.start]
     if not compute:
         return
     margin = len(f"rank {timeline.num_ranks - 1}") + 2
     longest = max(len(_label(span)) for span in compute)
-    scale = min((longest + 1) / _shortest(compute), MOST / timeline.makespan)
+    scale = min((longest + 1) / _shortest(compute), MAX_COLUMNS / timeline.makespan)
     if columns is not None and not wrap:
         scale = min(scale, max(1, columns - margin) / timeline.makespan)
     width = max(1, round(timeline.makespan * scale))
@@ -81,7 +81,7 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
 
 
 def _shortest(spans: Sequence[Span]) -> float:
-    """The length of the shortest action whose label is to fit."""
+    """The length of the shortest action whose label should fit."""
     lengths = [span.end - span.start for span in spans]
     longest = max(lengths)
     return min(length for length in lengths if length >= SHORT * longest)

@@ -49,7 +49,7 @@ def plan_model(
         activation_budget=options.activation_budget,
         costs=options.costs,
         steady=steady,
-        apart=prod(topology.cube) > 1,
+        separate_loss_stage=prod(topology.cube) > 1,
     )
     if not isinstance(options.balance, str) and len(options.balance) != len(stack):
         raise HanayoError(f"balance has {len(options.balance)} costs, but {stack.name} has {len(stack)} blocks")

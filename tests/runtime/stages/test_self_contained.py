@@ -90,9 +90,9 @@ class Player:
 
     def __init__(self, schedule: Schedule, transport: Transport, reduce: Callable[[int], None]) -> None:
         self.schedule, self.rank = schedule, transport.rank
-        per_stage = 4 // schedule.chain_length
+        per_stage = 4 // schedule.stages_per_replica
         self.blocks = {
-            stage: list(stack())[stage % schedule.chain_length * per_stage :][:per_stage]
+            stage: list(stack())[stage % schedule.stages_per_replica * per_stage :][:per_stage]
             for stage in schedule.stages_of(self.rank)
         }
         self.stages = {stage: self._stage(stage, blocks) for stage, blocks in self.blocks.items()}
@@ -102,12 +102,12 @@ class Player:
     def _stage(self, stage: int, blocks: list[nn.Module]) -> Stage:
         queue = WeightGradientQueue()
         linear_patch.install(blocks, queue)
-        place = stage % self.schedule.chain_length
+        place = stage % self.schedule.stages_per_replica
         if place == 0:
             return SelfContainedFirstStage(blocks, 4, queue)
         return (
             SelfContainedLastStage(blocks, queue)
-            if place == self.schedule.chain_length - 1
+            if place == self.schedule.stages_per_replica - 1
             else MiddleStage(blocks, queue)
         )
 
@@ -141,9 +141,9 @@ def play_all(players: list[Player], schedule: Schedule) -> None:
 
 def check(gradients: Mapping[int, Sequence[Tensor | None]], schedule: Schedule) -> None:
     """Summed over twins, the stages' gradients are those of one process."""
-    length, num_chains = schedule.chain_length, schedule.num_chains
-    chains = [[g for place in range(length) for g in gradients[chain * length + place]] for chain in range(num_chains)]
-    for copies, theirs in zip(zip(*chains, strict=True), expected(schedule.num_microbatches), strict=True):
+    length, num_replicas = schedule.stages_per_replica, schedule.num_replicas
+    replicas = [[g for place in range(length) for g in gradients[r * length + place]] for r in range(num_replicas)]
+    for copies, theirs in zip(zip(*replicas, strict=True), expected(schedule.num_microbatches), strict=True):
         ours = sum((gradient for gradient in copies if gradient is not None), torch.zeros_like(theirs))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
@@ -220,5 +220,5 @@ def test_twins_sum_their_gradients_over_processes(pool: Pool, num_ranks: int, nu
     for stage, twin in enumerate(schedule.replica_of):
         for ours, theirs in zip(gradients[stage], gradients[twin], strict=True):
             assert torch.equal(ours, theirs)
-    half = schedule.chain_length
+    half = schedule.stages_per_replica
     check({stage: own if stage < half else [None] * len(own) for stage, own in gradients.items()}, schedule)

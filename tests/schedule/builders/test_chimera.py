@@ -103,7 +103,7 @@ def test_a_micro_batch_on_both_chains_is_refused() -> None:
     both = table("0F0 0B0 3F1 3B1", "2F1 2B1 1F0 1B0 2F0", stage_ranks=(0, 1, 1, 0), num_microbatches=2)
     with pytest.raises(HanayoError) as error:
         validate(Schedule(both.name, both.stage_ranks, both.actions, 2, replica_of=(2, 3, 0, 1)))
-    assert "2F0: micro-batch 0 visits stage 0 of the other chain too" in str(error.value)
+    assert "2F0: micro-batch 0 also visits stage 0 of the other replica" in str(error.value)
     assert "[2F0]" in str(error.value)
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, Kind, Schedule, Timeline, build, simulate, validate
 from lightning_hanayo.schedule.placement import loop, zigzag
-from lightning_hanayo.schedule.search.list_scheduler import Job, ListScheduler
+from lightning_hanayo.schedule.search.list_scheduler import ListScheduler
+from lightning_hanayo.schedule.search.problem import SchedulingProblem
 from lightning_hanayo.schedule.search.search import lower_bounds
 from tests.harness.thorough import covered
 from tests.schedule.drawing import drawn
@@ -112,18 +113,18 @@ def test_one_rank_never_idles(num_waves: int) -> None:
     assert timeline.peak_activations == (1,)
 
 
-def test_how_little_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where both bounds are met, of a step and of one that follows others, nothing more is tried."""
-    plays = []
-    play = ListScheduler.play
+def test_the_search_ends_where_both_bounds_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds of one step and of a step that follows others."""
+    runs = []
+    run = ListScheduler.run
 
-    def spied(self: ListScheduler) -> float:
-        plays.append(self)
-        return play(self)
+    def counted(self: ListScheduler) -> float:
+        runs.append(self)
+        return run(self)
 
-    monkeypatch.setattr(ListScheduler, "play", spied)
+    monkeypatch.setattr(ListScheduler, "run", counted)
     wave("hanayo-zb", (8, 2, 32))
-    assert len(plays) <= 20
+    assert len(runs) <= 20
 
 
 # Messages and uneven stages: beside the others with as many stages per rank
@@ -214,7 +215,7 @@ def test_a_loop_may_have_a_slow_stage_where_a_wave_has_not() -> None:
 def bound(sizes: Sizes, costs: CostModel, budget: float = inf) -> float:
     num_ranks, num_waves, num_microbatches = sizes
     shape = Schedule("shape", zigzag(num_ranks, num_waves), ((),) * num_ranks, num_microbatches)
-    return lower_bounds(Job.of(shape, costs, budget))[0]
+    return lower_bounds(SchedulingProblem.of(shape, costs, budget))[0]
 
 
 def test_the_lower_bound_with_messages_and_a_slow_stage() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hanayo.schedule import Action, Kind, Schedule, build, complete, forward_only
-from lightning_hanayo.schedule.dependency import play, waits_in
+from lightning_hanayo.schedule.dependency import executable_order, waits_in
 from tests.schedule.samples import row, schedules, table, unhurried
 
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
@@ -112,8 +112,8 @@ def test_a_completed_table_never_hangs(schedule: Schedule, ahead: int) -> None:
     """Sends and receives don't block, a compute waits for its own receive: then everything gets done."""
     for one in (schedule, forward_only(schedule)):
         completed = complete(one, ahead)
-        waits = waits_in(completed, one.num_stages, one.num_microbatches, one.num_chains)
-        assert sum(1 for _ in play(completed, waits)) == sum(map(len, completed))
+        waits = waits_in(completed, one.num_stages, one.num_microbatches, one.num_replicas)
+        assert sum(1 for _ in executable_order(completed, waits)) == sum(map(len, completed))
 
 
 @given(schedules())

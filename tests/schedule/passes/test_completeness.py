@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, Schedule, build, complete
 from lightning_hanayo.schedule.passes.completeness import check_communication
-from lightning_hanayo.schedule.text.csv_table import read_lists
+from lightning_hanayo.schedule.text.csv_table import read_rows
 from tests.schedule.samples import make, row, schedules, table, unhurried
 from tests.schedule.test_torch_oracle import loaded
 
@@ -62,7 +62,7 @@ def test_a_pair() -> None:
         ("0F0 0SEND_F0", "0SEND_F0 0F0", "rank 0, place 0: 0SEND_F0 stands before 0F0, which it needs"),
         ("0RECV_B0 0B0", "0B0 0RECV_B0", "rank 0, place 4: 0B0 stands before 0RECV_B0, which it needs"),
         ("0F1 ", "0F1 1SEND_B1 ", "rank 0, place 3: 1SEND_B1 doesn't belong here: it belongs on rank 1"),
-        ("0F1 ", "0F1 1SEND_F1 ", "rank 0, place 3: 1SEND_F1 doesn't belong here: nobody needs that message"),
+        ("0F1 ", "0F1 1SEND_F1 ", "rank 0, place 3: 1SEND_F1 doesn't belong here: nothing needs that message"),
         (
             "0RECV_B0 0B0 0RECV_B1",
             "0RECV_B1 0RECV_B0 0B0",
@@ -86,12 +86,12 @@ def test_what_torch_lowers_is_complete(tmp_path: Path, name: str) -> None:
     schedule.to_csv(tmp_path / "table.csv")
     runtime, _ = loaded(schedules, tmp_path / "table.csv", schedule)
     runtime._dump_csv(str(tmp_path / "lowered.csv"), format="compute_comms")
-    lists = read_lists(tmp_path / "lowered.csv")
+    lists = read_rows(tmp_path / "lowered.csv")
     assert any(action.kind.is_message for one in lists for action in one)
     check_communication(Schedule.from_csv(tmp_path / "lowered.csv"), lists)
 
 
 def test_an_action_that_torch_knows_and_a_schedule_has_not_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n")
-    (only,) = read_lists(tmp_path / "table.csv")
+    (only,) = read_rows(tmp_path / "table.csv")
     assert only == (*row("0F0 0B0"), Action.parse("0REDUCE_GRAD"))

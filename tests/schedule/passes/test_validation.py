@@ -56,7 +56,7 @@ def test_a_rank_that_waits_for_itself() -> None:
 
 def test_shapes_that_make_no_sense() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
-    with pytest.raises(HanayoError, match="stage 1 lies on rank 2, but there are rows for 2 ranks"):
+    with pytest.raises(HanayoError, match="stage 1 is on rank 2, but there are rows for 2 ranks"):
         validate(replace(schedule, stage_ranks=(0, 2)))
     with pytest.raises(HanayoError, match="ranks 0 and 1 both claim stage 1"):
         validate(replace(schedule, stage_ranks=(0, 0)))

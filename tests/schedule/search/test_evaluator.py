@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hanayo.schedule import Action, CostModel, Schedule, build
-from lightning_hanayo.schedule.dependency import play, waits_in
+from lightning_hanayo.schedule.dependency import executable_order, table_waits
 from lightning_hanayo.schedule.search.evaluator import Evaluator
 from tests.schedule.samples import schedules, split, table, unhurried
 
@@ -20,11 +20,11 @@ def test_the_codes_of_two_stages_and_three_micro_batches() -> None:
     0F0 0F1 0F2 | 1F0 1F1 1F2 | 0I0 0I1 0I2 | 1I0 1I1 1I2 | 0W0 ...
      0   1   2     3   4   5     6   7   8     9  10  11    12
     """
-    compiled = Evaluator(table("", "", stage_ranks=(0, 1), num_microbatches=3), COSTS)
+    evaluator = Evaluator(table("", "", stage_ranks=(0, 1), num_microbatches=3), COSTS)
     cells = ["0F0", "0F2", "1F1", "0I0", "1I2", "0W0", "0B0", "1B2"]
-    codes = [compiled.code(Action.parse(cell)) for cell in cells]
+    codes = [evaluator.code(Action.parse(cell)) for cell in cells]
     assert codes == [0, 2, 4, 6, 11, 12, 18, 23]
-    assert [str(compiled.action(code)) for code in codes] == cells
+    assert [str(evaluator.action(code)) for code in codes] == cells
 
 
 @given(schedules(), st.floats(0, 1))
@@ -32,14 +32,14 @@ def test_the_codes_of_two_stages_and_three_micro_batches() -> None:
 def test_each_action_starts_when_its_rank_is_free_and_all_has_arrived(schedule: Schedule, message: float) -> None:
     """Against the rule itself, applied to whole actions."""
     costs = CostModel(forward=1.0, backward_input=1.25, backward_weight=0.75, message=message)
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
+    waits = table_waits(schedule)
     rank_of, free, ends = schedule.stage_ranks, [0.0] * schedule.num_ranks, dict[Action, float]()
-    for action in play(schedule.actions, waits):
+    for action in executable_order(schedule.actions, waits):
         rank = rank_of[action.stage]
         arrivals = [ends[other] + (message if rank_of[other.stage] != rank else 0.0) for other in waits[action]]
         ends[action] = free[rank] = max([free[rank], *arrivals]) + costs.of(schedule, action)
-    compiled = Evaluator(schedule, costs)
-    played = compiled.play(compiled.rows(schedule.actions))
+    evaluator = Evaluator(schedule, costs)
+    played = evaluator.run(evaluator.encode(schedule.actions))
     assert played is not None
     assert played.ends == [[ends[action] for action in row] for row in schedule.actions]
     assert played.last == free
@@ -53,16 +53,16 @@ def test_backwards_in_one_piece_and_in_two_in_one_table() -> None:
     schedule = table(
         "0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1F1 1B1 1W0", stage_ranks=(0, 1), num_microbatches=2
     )  # fmt: skip
-    compiled = Evaluator(schedule, CostModel())
-    played = compiled.play(compiled.rows(schedule.actions))
+    evaluator = Evaluator(schedule, CostModel())
+    played = evaluator.run(evaluator.encode(schedule.actions))
     assert played is not None
     assert played.starts == [[0, 1, 3, 6, 7], [1, 2, 3, 4, 6]]
 
 
 def test_a_rank_may_begin_later() -> None:
     schedule = build("gpipe", num_ranks=2, num_microbatches=1)
-    compiled = Evaluator(schedule, CostModel(message=0.5))
-    played = compiled.play(compiled.rows(schedule.actions), begin=[2.0, 5.0])
+    evaluator = Evaluator(schedule, CostModel(message=0.5))
+    played = evaluator.run(evaluator.encode(schedule.actions), begin=[2.0, 5.0])
     assert played is not None
     assert played.starts == [[2, 8.5], [5, 6]]
     assert played.last == [10.5, 8]
@@ -71,14 +71,14 @@ def test_a_rank_may_begin_later() -> None:
 @pytest.mark.parametrize("rows", [("0B0 0F0", "1F0 1B0"), ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")])
 def test_ranks_that_wait_for_each_other_never_end(rows: tuple[str, ...]) -> None:
     schedule = table(*rows, stage_ranks=(0, 1), num_microbatches=2)
-    compiled = Evaluator(schedule, COSTS)
-    assert compiled.play(compiled.rows(schedule.actions)) is None
-    assert compiled.makespan(compiled.rows(schedule.actions)) == inf
+    evaluator = Evaluator(schedule, COSTS)
+    assert evaluator.run(evaluator.encode(schedule.actions)) is None
+    assert evaluator.makespan(evaluator.encode(schedule.actions)) == inf
 
 
 def test_many_tables_of_one_shape() -> None:
     shape = build("1f1b", num_ranks=4, num_microbatches=8)
-    compiled = Evaluator(shape, CostModel())
-    whole, cut = (compiled.makespan(compiled.rows(one.actions)) for one in (shape, split(shape)))
+    evaluator = Evaluator(shape, CostModel())
+    whole, cut = (evaluator.makespan(evaluator.encode(one.actions)) for one in (shape, split(shape)))
     assert whole == (4 - 1 + 8) * 3
     assert cut < whole

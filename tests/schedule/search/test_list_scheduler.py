@@ -1,4 +1,4 @@
-"""The follower: along the plan while it can, and what it does in a hole.
+"""The scheduler: along the plan while it can, and what it does in a hole.
 
 plan     0F0 0F1 0I0 0F2 ...       0I0 isn't there yet: 0F2, a weight gradient, or nothing
                 ^ hole
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from lightning_hanayo.schedule import CostModel, Schedule, simulate, validate
 from lightning_hanayo.schedule.placement import zigzag
 from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, Job, ListScheduler
+from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, ListScheduler
+from lightning_hanayo.schedule.search.problem import SchedulingProblem
 from tests.schedule.samples import row, unhurried
 
 EVEN = CostModel(1, 1, 1)
@@ -23,16 +24,16 @@ THERE = "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3"
 
 
 def played(
-    here: str, there: str, manner: FillPolicy | None = None, costs: CostModel = EVEN, budget: float = 9
+    here: str, there: str, policy: FillPolicy | None = None, costs: CostModel = EVEN, budget: float = 9
 ) -> list[str]:
     """What two ranks with a stage each run, the plan and the answer written as a table is."""
     shape = Schedule("line", (0, 1), ((), ()), here.count("0F"))
-    compiled = Evaluator(shape, costs)
-    follower = ListScheduler(
-        Job.of(shape, costs, budget), compiled.rows([row(here), row(there)]), manner or FillPolicy()
+    evaluator = Evaluator(shape, costs)
+    scheduler = ListScheduler(
+        SchedulingProblem.of(shape, costs, budget), evaluator.encode([row(here), row(there)]), policy or FillPolicy()
     )
-    follower.play()
-    return [" ".join(map(str, actions)) for actions in compiled.actions(follower.rows)]
+    scheduler.run()
+    return [" ".join(map(str, actions)) for actions in evaluator.decode(scheduler.rows)]
 
 
 def test_weight_gradients_fill_what_is_left() -> None:
@@ -60,10 +61,10 @@ def test_from_ahead_or_a_weight_gradient(weights_first: bool, ran: str) -> None:
     assert here.startswith(f"0F0 0F1 0I0 {ran} 0I1")
 
 
-@pytest.mark.parametrize(("patience", "ran"), [(0, "0F2 0I0"), (0.4, "0F2 0I0"), (0.6, "0I0 0F2"), (1, "0I0 0F2")])
-def test_its_patience(patience: float, ran: str) -> None:
+@pytest.mark.parametrize(("tolerance", "ran"), [(0, "0F2 0I0"), (0.4, "0F2 0I0"), (0.6, "0I0 0F2"), (1, "0I0 0F2")])
+def test_its_patience(tolerance: float, ran: str) -> None:
     """The hole is half as long as 0F2: 0F1 ends at 2, 0I0 comes at 2.5."""
-    here, _ = played(HERE, THERE, FillPolicy(1, patience), CostModel((1, 0.5), 1, 1))
+    here, _ = played(HERE, THERE, FillPolicy(1, tolerance), CostModel((1, 0.5), 1, 1))
     assert here.startswith(f"0F0 0F1 {ran}")
 
 
@@ -85,30 +86,30 @@ def test_time_goes_on_where_all_wait() -> None:
     """0F1 has no room until 0W0, and 0I0, which comes at 7, is beyond the reach: nothing starts before it is there."""
     costs = CostModel(1, 1, 1, message=2)
     shape = Schedule("line", (0, 1), ((), ()), 2)
-    compiled = Evaluator(shape, costs)
+    evaluator = Evaluator(shape, costs)
     plan = [row("0F0 0F1 0I0 0I1"), row("1F0 1I0 1F1 1I1")]
-    follower = ListScheduler(Job.of(shape, costs, 1), compiled.rows(plan), FillPolicy(reach=0))
-    assert follower.play() == pytest.approx(compiled.makespan(follower.rows))
+    scheduler = ListScheduler(SchedulingProblem.of(shape, costs, 1), evaluator.encode(plan), FillPolicy(reach=0))
+    assert scheduler.run() == pytest.approx(evaluator.makespan(scheduler.rows))
 
 
 def test_a_job() -> None:
     shape = Schedule("v", zigzag(2, 1), ((), ()), 3)
     costs = CostModel(forward=(1, 2, 3, 4), backward_input=6, backward_weight=2, message=0.1)
-    job = Job.of(shape, costs, budget=1.5)
-    assert job.times == ((1.0, 2.0, 3.0, 4.0), (3.0,) * 4, (1.0,) * 4)
-    assert job.hops == (0.1, 0.0, 0.1)
-    assert (job.num_ranks, job.num_stages, job.capacity, job.num_actions) == (2, 4, 3, 36)
-    whole = Job.of(shape, costs, budget=inf, split=False)
+    problem = SchedulingProblem.of(shape, costs, budget=1.5)
+    assert problem.times == ((1.0, 2.0, 3.0, 4.0), (3.0,) * 4, (1.0,) * 4)
+    assert problem.hops == (0.1, 0.0, 0.1)
+    assert (problem.num_ranks, problem.num_stages, problem.capacity, problem.num_actions) == (2, 4, 3, 36)
+    whole = SchedulingProblem.of(shape, costs, budget=inf, split=False)
     assert (whole.times[1], whole.capacity, whole.num_actions) == ((4.0,) * 4, 6, 24)
 
 
 def test_rows_in_the_order_of_their_keys() -> None:
-    job = Job.of(Schedule("v", (0, 1), ((), ()), 2), EVEN, 2)
-    assert job.rows([0, 1, 1, 2, 5, 5, 4, 3]) == [[0, 1, 4, 5], [2, 3, 7, 6]]
+    problem = SchedulingProblem.of(Schedule("v", (0, 1), ((), ()), 2), EVEN, 2)
+    assert problem.rows([0, 1, 1, 2, 5, 5, 4, 3]) == [[0, 1, 4, 5], [2, 3, 7, 6]]
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Schedule, CostModel, float]:
+def problems(draw: st.DrawFn) -> tuple[Schedule, CostModel, float]:
     num_ranks, num_waves = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     shape = Schedule("any", zigzag(num_ranks, num_waves), ((),) * num_ranks, draw(st.integers(1, 6)))
     cost = st.sampled_from([0, 0.25, 1, 1.5])
@@ -117,22 +118,22 @@ def jobs(draw: st.DrawFn) -> tuple[Schedule, CostModel, float]:
     return shape, costs, draw(st.sampled_from([1, 1.3, 1.5, 2, 3, 7]))
 
 
-manners = st.builds(FillPolicy, st.sampled_from([0, 1, 3, inf]), st.sampled_from([0, 0.5, 1]), st.booleans())
+policies = st.builds(FillPolicy, st.sampled_from([0, 1, 3, inf]), st.sampled_from([0, 0.5, 1]), st.booleans())
 
 
-@given(jobs(), manners, st.booleans(), st.randoms(use_true_random=False))
+@given(problems(), policies, st.booleans(), st.randoms(use_true_random=False))
 @unhurried
 def test_any_plan_comes_to_its_end_within_its_room(
-    sizes: tuple[Schedule, CostModel, float], manner: FillPolicy, weights: bool, random: Random
+    sizes: tuple[Schedule, CostModel, float], policy: FillPolicy, weights: bool, random: Random
 ) -> None:
     """Its own makespan is no promise where all waited for what lay beyond their reach: the table may be faster."""
     shape, costs, budget = sizes
-    job, compiled = Job.of(shape, costs, budget), Evaluator(shape, costs)
-    num_planned = job.num_actions if weights else job.num_actions // 3 * 2
-    plan = job.rows([random.random() for _ in range(num_planned)])
-    follower = ListScheduler(job, plan, manner)
-    makespan = follower.play()
-    table = Schedule("any", shape.stage_ranks, compiled.actions(follower.rows), shape.num_microbatches)
+    problem, evaluator = SchedulingProblem.of(shape, costs, budget), Evaluator(shape, costs)
+    num_planned = problem.num_actions if weights else problem.num_actions // 3 * 2
+    plan = problem.rows([random.random() for _ in range(num_planned)])
+    scheduler = ListScheduler(problem, plan, policy)
+    makespan = scheduler.run()
+    table = Schedule("any", shape.stage_ranks, evaluator.decode(scheduler.rows), shape.num_microbatches)
     validate(table)
     timeline = simulate(table, costs)
     assert max(timeline.peak_activations) <= budget + 1e-6

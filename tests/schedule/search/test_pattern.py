@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from lightning_hanayo.schedule import CostModel, Schedule, simulate
 from lightning_hanayo.schedule.placement import zigzag
 from lightning_hanayo.schedule.search.evaluator import Evaluator
-from lightning_hanayo.schedule.search.list_scheduler import Job
 from lightning_hanayo.schedule.search.pattern import Pattern, Pauses
+from lightning_hanayo.schedule.search.problem import SchedulingProblem
 from tests.schedule.samples import unhurried
 
 few = st.integers(0, 3)
@@ -97,9 +97,9 @@ def test_played_to_the_letter_it_keeps_its_cells_and_its_peak(
     stages_per_rank = stage_ranks.count(0)
     costs = CostModel(stages_per_rank, stages_per_rank, stages_per_rank)
     shape = Schedule("pattern", stage_ranks, ((),) * (max(stage_ranks) + 1), num_microbatches)
-    job, compiled = Job.of(shape, costs, num_microbatches), Evaluator(shape, costs)
-    rows = job.rows(pattern.keys(num_microbatches, weights=True))
-    timeline = simulate(Schedule("pattern", stage_ranks, compiled.actions(rows), num_microbatches), costs)
+    problem, evaluator = SchedulingProblem.of(shape, costs, num_microbatches), Evaluator(shape, costs)
+    rows = problem.rows(pattern.keys(num_microbatches, weights=True))
+    timeline = simulate(Schedule("pattern", stage_ranks, evaluator.decode(rows), num_microbatches), costs)
     kinds = dict(zip("FIW", pattern.cells, strict=False))
     for span in timeline.spans:
         action = span.action

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, forward_only, simulate
-from lightning_hanayo.schedule.dependency import waits_in
+from lightning_hanayo.schedule.dependency import table_waits
 from tests.schedule.samples import make, schedules, table, unhurried
 
 times = st.integers(0, 64).map(lambda count: count / 32)
@@ -31,7 +31,7 @@ def test_no_action_could_start_earlier_or_later(
     costs = CostModel(forward, backward_input, backward_weight, message)
     timeline = simulate(schedule, costs)
     span_of = {span.action: span for span in timeline.spans}
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
+    waits = table_waits(schedule)
     assert len(span_of) == len(timeline.spans) == sum(map(len, schedule.actions))
     for rank, actions in enumerate(schedule.actions):
         free = 0.0
@@ -49,7 +49,7 @@ def test_a_step_takes_as_long_as_its_busiest_rank_and_a_micro_batchs_way(
     schedule: Schedule, forward: float, backward_input: float, backward_weight: float, message: float
 ) -> None:
     timeline = simulate(schedule, CostModel(forward, backward_input, backward_weight, message))
-    stages = range(schedule.chain_length)
+    stages = range(schedule.stages_per_replica)
     chain = sum((forward + backward_input) * schedule.share_of(stage) for stage in stages)
     hops = sum(schedule.stage_ranks[a] != schedule.stage_ranks[b] for a, b in pairwise(stages))
     assert timeline.makespan >= max(timeline.busy) - 1e-9
@@ -93,7 +93,7 @@ def test_the_closed_form_of_gpipe_with_hops_by_node(num_ranks: int, num_microbat
 def test_everything_runs_once_in_order_and_after_what_it_waits_for(schedule: Schedule) -> None:
     timeline = simulate(schedule, CostModel(message=0.1))
     span_of = {span.action: span for span in timeline.spans}
-    waits = waits_in(schedule.actions, schedule.num_stages, schedule.num_microbatches, schedule.num_chains)
+    waits = table_waits(schedule)
     for rank, actions in enumerate(schedule.actions):
         end = 0.0
         for action in actions:

@@ -1,13 +1,17 @@
-"""Schedules as values and as CSV files."""
+"""Schedules as values, and as CSV files."""
 
+import pickle
 import tracemalloc
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule import Schedule, build, with_loss_stage
+from lightning_hanayo.schedule import Schedule, build, forward_only, with_loss_stage
+from lightning_hanayo.schedule.table import Table
 from tests.schedule.samples import make, row, schedules
 
 
@@ -23,6 +27,14 @@ def test_properties() -> None:
     assert schedule.stages_of(0) == (0, 2, 4, 6)
     assert [schedule.share_of(stage) for stage in (0, 1, 6)] == [1 / 3, 1 / 3, 0]
     assert hash(schedule) == hash(with_loss_stage(make("interleaved", 2, 4, 3)))
+
+
+def test_a_schedule_stays_a_schedule() -> None:
+    schedule = make("chimera", 2, 4)
+    copies = (pickle.loads(pickle.dumps(schedule)), replace(schedule), deepcopy(schedule), forward_only(schedule))
+    assert all(type(one) is Schedule for one in copies)
+    assert copies[:3] == (schedule,) * 3 and copies[3] != schedule
+    assert type(with_loss_stage(make("1f1b", 2, 2))) is Schedule and isinstance(schedule, Table)
 
 
 @given(schedules())

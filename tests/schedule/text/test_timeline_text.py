@@ -1,8 +1,7 @@
 """Schedules drawn as text."""
 
 from lightning_hanayo.schedule import CostModel, Timeline, build, schedule_text, simulate, timeline_text
-from lightning_hanayo.schedule.text.table_text import grid
-from lightning_hanayo.schedule.text.timeline_text import MOST, timeline_lines
+from lightning_hanayo.schedule.text.timeline_text import MAX_COLUMNS, timeline_lines
 from tests.schedule.samples import make
 
 
@@ -27,13 +26,6 @@ def test_few_columns() -> None:
 
 def test_nothing() -> None:
     assert timeline_text(Timeline(())) == ""
-
-
-def test_a_table_with_a_mark() -> None:
-    assert grid(build("1f1b", num_ranks=2, num_microbatches=1).actions, mark=(1, 0)).splitlines() == [
-        "rank 0  0F0   0B0",
-        "rank 1 [1F0]  1B0",
-    ]
 
 
 def test_a_long_schedule_wraps_into_bands_that_lose_nothing() -> None:
@@ -68,4 +60,4 @@ def test_a_tiny_action_makes_no_endless_line() -> None:
 
 def test_a_long_schedule_makes_no_endless_line() -> None:
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=3000))
-    assert max(map(len, timeline_text(timeline).splitlines())) <= MOST + 10
+    assert max(map(len, timeline_text(timeline).splitlines())) <= MAX_COLUMNS + 10

@@ -6,9 +6,9 @@ import pytest
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import CostModel, build, register_schedule, registry, schedule_names, simulate
-from lightning_hanayo.schedule.passes.communication import complete
+from lightning_hanayo.schedule.comparison import compare
+from lightning_hanayo.schedule.passes.communication import complete, messages_per_microbatch
 from lightning_hanayo.schedule.registry import sizes_for
-from lightning_hanayo.schedule.simulation.comparison import compare, merged, messages_per_microbatch
 
 
 def test_everyone_takes_part_or_has_a_reason() -> None:
@@ -27,13 +27,12 @@ def test_the_fastest_stands_first() -> None:
 @pytest.mark.parametrize("num_waves", [1, 2])
 def test_the_depth_is_that_of_the_waves(num_waves: int) -> None:
     for one in compare(num_ranks=4, num_microbatches=4, num_waves=num_waves).candidates:
-        per_rank = len(one.schedule.stages_of(0)) // one.schedule.num_chains
+        per_rank = len(one.schedule.stages_of(0)) // one.schedule.num_replicas
         assert per_rank in (1, 2 * num_waves), one.name
 
 
 def test_a_schedule_says_itself_how_deep_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
-    monkeypatch.setattr(registry, "_DEPTHS", dict(registry._DEPTHS))
+    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     for name, depth in (("one", "one"), ("two", "two"), ("any", "stages"), ("waves", "waves")):
         register_schedule(name, depth)(lambda request: build("gpipe", num_ranks=1, num_microbatches=1))
     assert [sizes_for(name, 3) for name in ("one", "any", "waves")] == [
@@ -46,13 +45,14 @@ def test_a_schedule_says_itself_how_deep_it_can_be(monkeypatch: pytest.MonkeyPat
         sizes_for("two", 3)
 
 
-def test_who_stays_inside_the_budget_is_marked() -> None:
-    inside = {one.name: one.inside for one in compare(num_ranks=4, num_microbatches=8, activation_budget=3).candidates}
-    assert inside["hanayo"]
-    assert not inside["1f1b"]
-    assert not inside["gpipe"]
-    for one in compare(num_ranks=4, num_microbatches=8, activation_budget=3).candidates:
-        assert one.inside == (one.peak <= 3)
+def test_schedules_within_the_budget_are_marked() -> None:
+    candidates = compare(num_ranks=4, num_microbatches=8, activation_budget=3).candidates
+    within_budget = {one.name: one.within_budget for one in candidates}
+    assert within_budget["hanayo"]
+    assert not within_budget["1f1b"]
+    assert not within_budget["gpipe"]
+    for one in candidates:
+        assert one.within_budget == (one.peak <= 3)
 
 
 def test_a_name_given_twice_takes_part_once() -> None:
@@ -66,8 +66,8 @@ def test_what_is_wrong_for_all_is_said_once(wrong: dict[str, Any]) -> None:
         compare(**{"num_ranks": 2, "num_microbatches": 2} | wrong)
 
 
-def test_without_a_budget_all_are_inside() -> None:
-    assert all(one.inside for one in compare(num_ranks=2, num_microbatches=4).candidates)
+def test_without_a_budget_all_are_within_it() -> None:
+    assert all(one.within_budget for one in compare(num_ranks=2, num_microbatches=4).candidates)
 
 
 def test_steps_follow_each_other() -> None:
@@ -77,12 +77,12 @@ def test_steps_follow_each_other() -> None:
 
 def test_costs_of_small_stages_add_up_for_large_ones() -> None:
     fine = CostModel(forward=(1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0), backward_input=2.0, message=(0.1,) * 7 + (0.0,))
-    coarse = merged(fine, 2)
+    coarse = fine.merged(2)
     assert coarse.forward == (5.0, 4.0)
     assert coarse.backward_input == 2.0
     assert coarse.message == (0.1, 0.0)
-    assert merged(fine, 8) == fine
-    assert merged(CostModel(message=(0.1, 0.2, 0.3)), 2).message == (0.2, 0.0)
+    assert fine.merged(8) == fine
+    assert CostModel(message=(0.1, 0.2, 0.3)).merged(2).message == (0.2, 0.0)
 
 
 def test_costs_that_cannot_be_shared_are_a_reason() -> None:

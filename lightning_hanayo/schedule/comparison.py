@@ -1,0 +1,100 @@
+"""Comparison: simulates all schedules for the same ranks, micro-batches, depth and costs, and sorts them by time."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule.build import build
+from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.registry import Request, schedule_names, sizes_for
+from lightning_hanayo.schedule.schedule import Schedule
+from lightning_hanayo.schedule.simulation.simulate import simulate
+from lightning_hanayo.schedule.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule of a comparison."""
+
+    name: str
+    schedule: Schedule
+    timeline: Timeline
+    within_budget: bool = True
+    """whether its activations keep to the budget that was given"""
+
+    @property
+    def peak(self) -> float:
+        """The most activations on any rank, in M_a."""
+        return max(self.timeline.peak_activations)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The schedules that can be built, the fastest first, and the reasons why others can't."""
+
+    candidates: tuple[Candidate, ...]
+    refused: dict[str, str]
+    """the reason by name of schedule"""
+
+
+def compare(
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_waves: int = 1,
+    costs: CostModel | None = None,
+    activation_budget: float | None = None,
+    steps: int = 1,
+    names: Iterable[str] | None = None,
+) -> Comparison:
+    """All registered schedules (or `names`) for these sizes, each with 2W stages per rank (as W waves have) if it can.
+
+    Args:
+        num_ranks: P.
+        num_microbatches: B.
+        num_waves: W.
+        costs: what all are simulated with, and those that choose their order optimize for. Per-stage costs are those of
+            the schedule with the most stages; a schedule with larger stages gets the sum of several of them.
+        activation_budget: in M_a; schedules that can keep to it do, the others are marked.
+        steps: the number of steps simulated in a row, without a barrier.
+        names: of the schedules to compare; None: all.
+
+    Raises:
+        HanayoError: a size or the budget makes no sense for any schedule.
+
+    Example:
+        >>> [one.name for one in compare(num_ranks=4, num_microbatches=8, names=["1f1b", "hanayo"]).candidates]
+        ['hanayo', '1f1b']
+    """
+    candidates: list[Candidate] = []
+    refused: dict[str, str] = {}
+    for name in dict.fromkeys(schedule_names() if names is None else names):
+        Request(
+            name, num_ranks, num_microbatches, num_waves, None, costs, activation_budget
+        )  # raises what is wrong for all schedules
+        try:
+            sizes: dict[str, Any] = {
+                **sizes_for(name, num_waves),
+                "num_ranks": num_ranks,
+                "num_microbatches": num_microbatches,
+            }
+            candidates.append(_candidate(name, sizes, costs or CostModel(), activation_budget, steps))
+        except HanayoError as error:
+            refused[name] = str(error).partition("\n")[0]
+    return Comparison(tuple(sorted(candidates, key=lambda one: (one.timeline.makespan, one.peak, one.name))), refused)
+
+
+def _candidate(name: str, sizes: dict[str, Any], costs: CostModel, budget: float | None, steps: int) -> Candidate:
+    if costs.is_per_stage:
+        costs = costs.merged(build(name, **sizes).stages_per_replica)
+    keeps_budget = True
+    try:
+        schedule = build(name, **sizes, costs=costs, activation_budget=budget)
+    except HanayoError:
+        if budget is None:
+            raise
+        schedule, keeps_budget = build(name, **sizes, costs=costs), False
+    timeline = simulate(schedule, costs, steps)
+    within_budget = keeps_budget and (budget is None or max(timeline.peak_activations) <= budget)
+    return Candidate(name, schedule, timeline, within_budget)

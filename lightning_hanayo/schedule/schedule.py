@@ -1,0 +1,106 @@
+"""Schedule: a table that is read from and written to CSV files. What `build` returns and the runtime runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.schedule.action import Action
+from lightning_hanayo.schedule.passes.communication import complete
+from lightning_hanayo.schedule.passes.completeness import check_communication
+from lightning_hanayo.schedule.passes.validation import validate
+from lightning_hanayo.schedule.table import Table
+from lightning_hanayo.schedule.text.csv_table import locate_error, read_rows, write_rows
+
+
+@dataclass(frozen=True)
+class Schedule(Table):
+    """Which compute actions each pipeline rank runs, in which order.
+
+    Example:
+        >>> schedule = build("1f1b", num_ranks=2, num_microbatches=2)
+        >>> [str(action) for action in schedule.actions[1]]
+        ['1F0', '1B0', '1F1', '1B1']
+    """
+
+    def to_csv(self, path: str | Path, communication: bool = False) -> None:
+        """Write the table in the format of torch.distributed.pipelining: a row per rank, a cell per action.
+
+        Args:
+            path: the file to write.
+            communication: also write sends, receives and gradient reductions (torch's `compute_comms` format).
+                Receives come before the sends they match, so a runtime must post them without blocking. torch's own
+                runtime adds the communication itself: give it the compute actions alone.
+
+        Raises:
+            HanayoError: the file can't be written.
+        """
+        write_rows(path, complete(self) if communication else self.actions)
+
+    @classmethod
+    def from_csv(cls, path: str | Path) -> "Schedule":
+        """Read and validate a table: a row per rank. An empty cell is idle. Communication cells are dropped.
+
+        The schedule's name is the file's. A stage belongs to the rank in whose row its actions are. So the second chain
+        of a chimera schedule is lost where no micro-batch visits it (one micro-batch).
+
+        Raises:
+            HanayoError: the file is no table, or the table can't run; the message draws it and marks the cell.
+        """
+        path = Path(path)
+        rows = [tuple(action for action in row if action.kind.is_compute) for row in read_rows(path)]
+        found = [(action, rank) for rank, row in enumerate(rows) for action in row]
+        if not found:
+            raise HanayoError(f"{path} holds no action; expected a row per rank with cells like 0F0, 3B2")
+        stage_ranks = _stage_ranks(path, found)
+        schedule = cls(
+            name=path.stem,
+            stage_ranks=stage_ranks,
+            actions=tuple(rows),
+            num_microbatches=1 + max(action.microbatch or 0 for action, _ in found),
+            replica_of=_replicas(found, len(stage_ranks)),
+        )
+        try:
+            validate(schedule)
+        except HanayoError as error:
+            raise locate_error(path, error, compute_only=True) from None
+        return schedule
+
+
+def check_csv(path: str | Path) -> Schedule:
+    """The schedule in the file. Its communication, if it has any, must be complete too.
+
+    Raises:
+        HanayoError: the file holds no valid schedule, or a message is missing, superfluous or misplaced.
+    """
+    schedule = Schedule.from_csv(path)
+    try:
+        check_communication(schedule, read_rows(Path(path)))
+    except HanayoError as error:
+        raise locate_error(Path(path), error, compute_only=False) from None
+    return schedule
+
+
+Found = Sequence[tuple[Action, int]]
+"""Compute actions, each with the rank in whose row it is."""
+
+
+def _stage_ranks(path: Path, found: Found) -> tuple[int, ...]:
+    """The rank of each stage: the first that has an action of it (validation rejects a second)."""
+    ranks: dict[int, int] = {}
+    for action, rank in found:
+        ranks.setdefault(action.stage, rank)
+    missing = next((stage for stage, held in enumerate(sorted(ranks)) if stage != held), None)
+    if missing is not None:
+        raise HanayoError(f"{path} has stages up to {max(ranks)} but no action of stage {missing}")
+    return tuple(ranks[stage] for stage in range(len(ranks)))
+
+
+def _replicas(found: Found, num_stages: int) -> tuple[int, ...]:
+    """`replica_of`: there are two chains if each micro-batch stays in one half of the stages, and both are visited."""
+    half = num_stages // 2
+    up: dict[int | None, bool] = {}
+    stays = all(up.setdefault(action.microbatch, action.stage >= half) is (action.stage >= half) for action, _ in found)
+    if num_stages % 2 or not stays or len(set(up.values())) < 2:
+        return ()
+    return tuple((stage + half) % num_stages for stage in range(num_stages))

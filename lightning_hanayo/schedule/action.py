@@ -80,7 +80,7 @@ class Action:
         """
         match = _CELL.fullmatch(text.strip())
         if match is None or match[2] not in Kind.__members__:
-            raise HanayoError(_not_an_action(text, f"kinds are {', '.join(Kind)}"))
+            raise HanayoError(_not_an_action(text, f"the kinds are {', '.join(Kind)}"))
         kind = Kind(match[2])
         if (kind is Kind.REDUCE_GRAD) != (match[3] == ""):
             wanted = "takes no micro-batch" if kind is Kind.REDUCE_GRAD else "needs a micro-batch"

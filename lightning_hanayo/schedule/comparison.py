@@ -70,9 +70,8 @@ def compare(
     candidates: list[Candidate] = []
     refused: dict[str, str] = {}
     for name in dict.fromkeys(schedule_names() if names is None else names):
-        Request(
-            name, num_ranks, num_microbatches, num_waves, None, costs, activation_budget
-        )  # raises what is wrong for all schedules
+        # Sizes that are wrong for all schedules raise here, outside of the `try`
+        Request(name, num_ranks, num_microbatches, num_waves, None, costs, activation_budget)
         try:
             sizes: dict[str, Any] = {
                 **sizes_for(name, num_waves),

@@ -139,19 +139,19 @@ def executable_order(rows: Rows, waits: Dependencies) -> Iterator[Action]:
     by the action it waits for.
     """
     done: set[Action] = set()
-    place = [0] * len(rows)
+    position = [0] * len(rows)
     waiting_ranks: dict[Action, list[int]] = defaultdict(list)
     waiting_messages: dict[Action, list[Action]] = defaultdict(list)
     awake = list(range(len(rows)))[::-1]
     while awake:
         rank = awake.pop()
-        while place[rank] < len(rows[rank]):
-            action = rows[rank][place[rank]]
+        while position[rank] < len(rows[rank]):
+            action = rows[rank][position[rank]]
             missing = next((other for other in waits[action] if other not in done), None)
             if missing is not None and action.kind.is_compute:
                 waiting_ranks[missing].append(rank)
                 break
-            place[rank] += 1
+            position[rank] += 1
             finished = [action] if missing is None else []
             if missing is not None:
                 waiting_messages[missing].append(action)

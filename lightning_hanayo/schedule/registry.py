@@ -33,9 +33,11 @@ class Request:
         sizes = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches, "num_waves": self.num_waves}
         if self.num_stages_per_rank is not None:
             sizes["num_stages_per_rank"] = self.num_stages_per_rank
-        for what, size in sizes.items():
+        for argument, size in sizes.items():
             if not is_size(size):
-                raise HanayoError(f"schedule {self.name!r}: {what} must be a whole number of at least 1, got {size!r}")
+                raise HanayoError(
+                    f"schedule {self.name!r}: {argument} must be a whole number of at least 1, got {size!r}"
+                )
         budget = self.activation_budget
         if budget is not None and (not is_number(budget) or budget == 0):
             raise HanayoError(
@@ -78,7 +80,7 @@ Depth = Literal["one", "two", "stages", "waves"]
 
 @dataclass(frozen=True)
 class RegisteredSchedule:
-    """A builder, and what is known of its schedules before one is built."""
+    """A builder, and the properties that all its schedules have."""
 
     build: Builder
     depth: Depth
@@ -116,7 +118,7 @@ def register_schedule(name: str, depth: Depth = "one", *, num_replicas: int = 1)
 
 
 def registered(name: str) -> RegisteredSchedule:
-    """The entry of `name`.
+    """The registered schedule `name`.
 
     Raises:
         HanayoError: there is no such schedule.

@@ -1,4 +1,4 @@
-"""Schedule: a table that is read from and written to CSV files. What `build` returns and the runtime runs."""
+"""Schedule: what `build` returns and the runtime runs. A table that can be read from and written to CSV files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ class Schedule(Table):
     def from_csv(cls, path: str | Path) -> "Schedule":
         """Read and validate a table: a row per rank. An empty cell is idle. Communication cells are dropped.
 
-        The schedule's name is the file's. A stage belongs to the rank in whose row its actions are. So the second chain
-        of a chimera schedule is lost where no micro-batch visits it (one micro-batch).
+        The schedule's name is the file's. A stage is on the rank in whose row its actions are. So the second replica of
+        a chimera schedule is lost if no micro-batch visits it (one micro-batch).
 
         Raises:
             HanayoError: the file is no table, or the table can't run; the message draws it and marks the cell.
@@ -97,7 +97,7 @@ def _stage_ranks(path: Path, found: Found) -> tuple[int, ...]:
 
 
 def _replicas(found: Found, num_stages: int) -> tuple[int, ...]:
-    """`replica_of`: there are two chains if each micro-batch stays in one half of the stages, and both are visited."""
+    """`replica_of`: two replicas if each micro-batch stays in one half of the stages and both are visited."""
     half = num_stages // 2
     up: dict[int | None, bool] = {}
     stays = all(up.setdefault(action.microbatch, action.stage >= half) is (action.stage >= half) for action, _ in found)

@@ -19,8 +19,8 @@ class Table:
     loss_stage: bool = False
     """whether the last stage holds only head and loss (see `with_loss_stage`)"""
     replica_of: tuple[int, ...] = ()
-    """for each stage its twin, where the schedule has two copies of the model (chimera): stages 0..S/2-1 are one chain,
-    the others are its copy, and a micro-batch visits one of the two; empty: no stage has a twin"""
+    """for each stage its twin, if the schedule has two replicas of the model (chimera): stages 0..S/2-1 are the first
+    one, the others the second, and a micro-batch visits one of the two; empty: no stage has a twin"""
     reduction_order: tuple[int, ...] = ()
     """the order of stages in which all ranks start their gradient reductions; empty: as the gradients are ready"""
 
@@ -36,7 +36,7 @@ class Table:
 
     @property
     def num_replicas(self) -> int:
-        """Copies of the model, each a chain of stages."""
+        """Copies of the model, each with stages of its own."""
         return 2 if self.replica_of else 1
 
     @property

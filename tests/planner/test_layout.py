@@ -1,4 +1,4 @@
-"""The layout: what "auto" means, and what is said when it can't be."""
+"""The layout: what "auto" chooses, and the errors where nothing fits."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,14 +62,14 @@ TOO_FEW = [
 
 
 @pytest.mark.parametrize(("asked", "named"), TOO_FEW)
-def test_too_few_blocks_name_what_fits(asked: tuple[int, int, int, str], named: list[str]) -> None:
+def test_too_few_blocks_name_sizes_that_fit(asked: tuple[int, int, int, str], named: list[str]) -> None:
     ranks, blocks, waves, schedule = asked
     with pytest.raises(HanayoError) as caught:
         choose(num_ranks=ranks, num_blocks=blocks, num_waves=waves, schedule=schedule)
     assert [part for part in named if part not in str(caught.value)] == [], str(caught.value)
 
 
-def test_a_table_from_a_file_serves_smaller_batches_too(tmp_path: Path) -> None:
+def test_a_table_from_a_file_works_for_smaller_batches(tmp_path: Path) -> None:
     path = str(tmp_path / "table.csv")
     build("hanayo", num_ranks=2, num_microbatches=6).to_csv(path)
     layout = choose(num_ranks=2, num_blocks=4, schedule=path)
@@ -92,7 +92,7 @@ def test_a_table_for_other_ranks(tmp_path: Path) -> None:
     ("name", "named"),
     [("hanyo", "did you mean 'hanayo'"), ("chimera", "two ranks at once"), ("nowhere.csv", "there is no such file")],
 )
-def test_schedules_that_cant_be_played(name: str, named: str) -> None:
+def test_schedules_that_training_rejects(name: str, named: str) -> None:
     with pytest.raises(HanayoError, match=named):
         check_schedule(name)
 
@@ -119,7 +119,7 @@ def test_a_wave_ends_where_it_begins_and_a_loop_doesnt() -> None:
     assert not choose(num_ranks=2, num_blocks=8, schedule="1f1b").ends_on_first_rank
 
 
-def test_steady_steps_are_judged_by_what_each_adds() -> None:
+def test_steady_layouts_are_compared_by_what_each_step_adds() -> None:
     """P = 4, T_C = 0.05: one wave's steps overlap better, two waves' are shorter by themselves."""
     single, steady = (choose(num_ranks=4, num_blocks=16, num_microbatches=8, steady=steady) for steady in (False, True))
     assert (single.num_waves, steady.num_waves) == (2, 1)
@@ -137,7 +137,7 @@ def reductions(schedule: Schedule) -> list[list[int]]:
     return [[a.stage for a in actions if a.kind is Kind.REDUCE_GRAD] for actions in complete(schedule)]
 
 
-def test_gradients_are_reduced_in_one_order_whatever_the_batch() -> None:
+def test_gradients_are_reduced_in_one_order_for_every_batch_size() -> None:
     """Data ranks match collectives by their order alone, and may play different numbers of micro-batches."""
     layout = choose(
         num_ranks=2, num_blocks=4, num_waves=1, schedule="hanayo-zb", num_microbatches=4, costs=UNEVEN, steady=True

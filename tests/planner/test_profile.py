@@ -46,13 +46,13 @@ def test_bad_costs_are_named(given: Any, named: str) -> None:
         costs_from(given)
 
 
-def test_costs_as_a_mapping_or_as_they_are() -> None:
+def test_costs_as_a_mapping_or_a_model() -> None:
     assert costs_from({"message": 0.5}) == CostModel(message=0.5)
     assert costs_from(SLOW_END) is SLOW_END
     assert costs_from(None) is None
 
 
-def test_it_cant_be_written(tmp_path: Path) -> None:
+def test_a_path_that_cant_be_written(tmp_path: Path) -> None:
     with pytest.raises(HanayoError, match="can't be written"):
         PROFILE.save(tmp_path / "nowhere" / "profile.json")
 
@@ -64,13 +64,13 @@ def chosen(costs: CostModel | None, **options: Any) -> Any:
     return choose(**{"num_ranks": 2, "num_blocks": 32, "num_microbatches": 4, "costs": costs, **options})
 
 
-def test_the_order_is_made_for_the_costs_measured() -> None:
+def test_the_order_is_optimized_for_the_measured_costs() -> None:
     measured, guessed = (chosen(costs, num_waves=2, schedule="hanayo-zb").table(4) for costs in (SLOW_END, None))
     validate(measured)
     assert simulate(measured, SLOW_END).makespan < simulate(guessed, SLOW_END).makespan
 
 
-def test_an_order_depends_on_ratios_alone() -> None:
+def test_an_order_depends_only_on_the_ratios_of_costs() -> None:
     a, b = (chosen(SLOW_END.scaled(factor), num_waves=2) for factor in (1.0, 1024.0))
     assert a == b
     assert a.predict() == pytest.approx(simulate(a.table(4), SLOW_END).bubble_ratio)

@@ -1,4 +1,4 @@
-"""A V's timeline as the papers draw it: cells of what is done for stage 0 (on the way down) or 1, which micro-batch."""
+"""Draws a V's timeline as the papers do: each cell has the kind, the stage (0 down, 1 up) and the micro-batch."""
 
 from lightning_hanayo.schedule import Schedule, simulate
 

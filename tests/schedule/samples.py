@@ -1,4 +1,4 @@
-"""Schedules to try things on: every family, drawn by hypothesis or listed."""
+"""Schedules for tests: every family, drawn by hypothesis or listed."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from lightning_hanayo.schedule import Action, Kind, Schedule, build, with_loss_stage
 
 unhurried = settings(deadline=None, max_examples=50)
-"""For every property: a busy machine is no failure."""
+"""for every property test: no deadline, as the machine may be busy"""
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "interleaved-zb", "zbv", "v-half", "v-min", "hanayo", "hanayo-zb")
-"""one chain of stages each; chimera has two, needs an even number of ranks, and has no loss stage"""
+"""those with one replica of the model; chimera has two, needs an even number of ranks, and has no loss stage"""
 
 
 def row(text: str) -> tuple[Action, ...]:
@@ -25,7 +25,7 @@ def table(*rows: str, stage_ranks: tuple[int, ...], num_microbatches: int) -> Sc
 
 
 def make(name: str, num_ranks: int, num_microbatches: int, depth: int = 1) -> Schedule:
-    """`depth` waves, or stages per rank, where the schedule has such a thing. What is searched for isn't for long."""
+    """`depth` waves, or stages per rank, where the schedule has a choice. Searches are kept short."""
     if name in ("hanayo", "hanayo-zb"):
         with patch("lightning_hanayo.schedule.search.search.EFFORT", 2_000):
             return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_waves=depth)

@@ -37,12 +37,12 @@ def test_text_and_back(stage: int, kind: Kind, microbatch: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "F0", "0X0", "0f0", "0F", "0F-1", "1UNSHARD", "2REDUCE_GRAD0", "0F0 0F1", "(0F0;1B0)"]
 )
-def test_what_is_no_action_is_refused_readably(text: str) -> None:
+def test_text_that_is_no_action_is_rejected(text: str) -> None:
     with pytest.raises(HanayoError, match="is no action: expected <stage><kind><micro-batch>"):
         Action.parse(text)
 
 
-def test_compute_and_messages_are_told_apart() -> None:
+def test_compute_and_messages_are_distinct() -> None:
     assert [kind for kind in Kind if kind.is_compute] == [Kind.F, Kind.B, Kind.I, Kind.W]
     assert [kind for kind in Kind if kind.is_message] == [Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B]
 

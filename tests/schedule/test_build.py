@@ -1,4 +1,4 @@
-"""`auto`: what is said where nothing fits."""
+"""`auto`: its choice, and the errors where nothing fits."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_costs_that_fit_some_waves_decide_them() -> None:
         build("hanayo", num_ranks=2, num_microbatches=2, num_waves="auto", costs=costs, activation_budget=0.5)
 
 
-def test_steady_prefers_what_follows_itself() -> None:
+def test_steady_prefers_the_schedule_whose_steps_overlap_best() -> None:
     """The order whose single step is shortest lets its second step begin later."""
     sizes = {"num_ranks": 4, "num_microbatches": 8, "num_waves": 2}
     costs = CostModel(message=0.01)

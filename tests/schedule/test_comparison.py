@@ -1,4 +1,4 @@
-"""Comparisons: who takes part, with which depth, and what is said of the others."""
+"""Comparisons: which schedules are compared, with which depth, and why others aren't."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning_hanayo.schedule.passes.communication import complete, messages_pe
 from lightning_hanayo.schedule.registry import sizes_for
 
 
-def test_everyone_takes_part_or_has_a_reason() -> None:
+def test_every_schedule_is_compared_or_has_a_reason() -> None:
     comparison = compare(num_ranks=4, num_microbatches=8, num_waves=2)
     taken = [one.name for one in comparison.candidates]
     assert sorted([*taken, *comparison.refused]) == sorted(schedule_names())
@@ -19,7 +19,7 @@ def test_everyone_takes_part_or_has_a_reason() -> None:
     assert comparison.refused["zbv"] == "'zbv' has two stages per rank, as one wave has; got num_waves=2"
 
 
-def test_the_fastest_stands_first() -> None:
+def test_the_fastest_comes_first() -> None:
     times = [one.timeline.makespan for one in compare(num_ranks=4, num_microbatches=8).candidates]
     assert times == sorted(times)
 
@@ -31,7 +31,7 @@ def test_the_depth_is_that_of_the_waves(num_waves: int) -> None:
         assert per_rank in (1, 2 * num_waves), one.name
 
 
-def test_a_schedule_says_itself_how_deep_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_follow_from_the_registered_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     for name, depth in (("one", "one"), ("two", "two"), ("any", "stages"), ("waves", "waves")):
         register_schedule(name, depth)(lambda request: build("gpipe", num_ranks=1, num_microbatches=1))
@@ -55,13 +55,13 @@ def test_schedules_within_the_budget_are_marked() -> None:
         assert one.within_budget == (one.peak <= 3)
 
 
-def test_a_name_given_twice_takes_part_once() -> None:
+def test_a_name_given_twice_is_compared_once() -> None:
     names = ["hanayo", "hanayo"]
     assert len(compare(num_ranks=2, num_microbatches=2, names=names).candidates) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"num_waves": 0}, {"num_ranks": 0}, {"activation_budget": float("nan")}])
-def test_what_is_wrong_for_all_is_said_once(wrong: dict[str, Any]) -> None:
+def test_sizes_that_are_wrong_for_all_raise(wrong: dict[str, Any]) -> None:
     with pytest.raises(HanayoError, match=next(iter(wrong))):
         compare(**{"num_ranks": 2, "num_microbatches": 2} | wrong)
 
@@ -85,7 +85,7 @@ def test_costs_of_small_stages_add_up_for_large_ones() -> None:
     assert CostModel(message=(0.1, 0.2, 0.3)).merged(2).message == (0.2, 0.0)
 
 
-def test_costs_that_cannot_be_shared_are_a_reason() -> None:
+def test_costs_that_cannot_be_divided_are_a_reason() -> None:
     comparison = compare(num_ranks=2, num_microbatches=2, costs=CostModel(forward=(1.0, 2.0, 3.0)))
     assert not comparison.candidates
     assert comparison.refused["1f1b"] == "forward has 3 values, which can't be shared evenly by 2 stages"

@@ -39,7 +39,7 @@ def test_a_tuple_gives_each_stages_own_time() -> None:
     ]
 
 
-def test_the_loss_stage_is_free_unless_told() -> None:
+def test_the_loss_stage_is_free_by_default() -> None:
     schedule = with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))
     loss = Action.parse("2F0")
     assert COSTS.of(schedule, Action.parse("0F0")) == 1.0
@@ -79,7 +79,7 @@ def test_hops_by_node_need_all_three_numbers(costs: dict[str, Any]) -> None:
 
 
 def test_a_stage_and_its_replica() -> None:
-    """A tuple may have one copy's stages or both; summing over the replica comes on top of the data axis."""
+    """A tuple may have the stages of one replica or of both; summing over twins adds to summing over the data axis."""
     schedule = build("chimera", num_ranks=2, num_microbatches=2)
     cells = [Action.parse(f"{stage}F0") for stage in range(4)]
     assert [CostModel(forward=(1.0, 3.0)).of(schedule, cell) for cell in cells] == [1, 3, 1, 3]
@@ -97,7 +97,7 @@ def test_a_cost_is_no_negative_number(value: object) -> None:
         CostModel(forward=value)  # type: ignore[arg-type]
 
 
-def test_a_list_is_as_good_as_a_tuple() -> None:
+def test_a_list_becomes_a_tuple() -> None:
     costs = CostModel(forward=[1.0, 3.0], message=[0.5])  # type: ignore[arg-type]
     assert costs == CostModel(forward=(1.0, 3.0), message=(0.5,))
     assert hash(costs)
@@ -105,14 +105,14 @@ def test_a_list_is_as_good_as_a_tuple() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "hanayo", "chimera"])
-def test_messages_may_be_one_per_border(name: str) -> None:
+def test_messages_may_be_one_per_pair_of_neighbouring_stages(name: str) -> None:
     schedule = build(name, num_ranks=2, num_microbatches=2)
     borders = tuple(0.1 * (1 + stage) for stage in range(schedule.stages_per_replica - 1))
     assert simulate(schedule, CostModel(message=borders)) == simulate(schedule, CostModel(message=(*borders, 9.0)))
     assert build(name, num_ranks=2, num_microbatches=2, costs=CostModel(message=borders)).num_ranks == 2
 
 
-def test_a_border_to_the_loss_stage() -> None:
+def test_the_message_to_the_loss_stage() -> None:
     schedule = with_loss_stage(build("1f1b", num_ranks=3, num_microbatches=2))
     hops = [[CostModel(message=given).hop(schedule, s) for s in range(3)] for given in ((1.0, 2.0), (1.0, 2.0, 3.0))]
     assert hops == [[1, 2, 0], [1, 2, 3]]

@@ -1,4 +1,4 @@
-"""The one rule: who waits for whom."""
+"""The dependency rule: which action waits for which."""
 
 import pytest
 from hypothesis import given
@@ -39,7 +39,7 @@ def test_a_table_with_receives_waits_for_them() -> None:
 
 @given(schedules())
 @unhurried
-def test_playing_does_everything_once_and_nothing_too_early(schedule: Schedule) -> None:
+def test_the_executable_order_has_every_action_once_after_what_it_waits_for(schedule: Schedule) -> None:
     waits = table_waits(schedule)
     order = list(executable_order(schedule.actions, waits))
     place = {action: place for place, action in enumerate(order)}
@@ -49,6 +49,6 @@ def test_playing_does_everything_once_and_nothing_too_early(schedule: Schedule) 
         assert [place[action] for action in actions] == sorted(place[action] for action in actions)
 
 
-def test_playing_ends_where_all_wait() -> None:
+def test_the_executable_order_ends_where_all_ranks_wait() -> None:
     lists = (row("0F0 0B0 0F1 0B1"), row("1F1 1B1 1F0 1B0"))
     assert list(executable_order(lists, waits_in(lists, 2, 2))) == list(row("0F0"))

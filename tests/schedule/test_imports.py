@@ -1,4 +1,4 @@
-"""Deciding needs no torch."""
+"""Importing schedules and plots loads no torch."""
 
 import subprocess
 import sys

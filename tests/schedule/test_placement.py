@@ -1,4 +1,4 @@
-"""Where stages lie.
+"""The rank of each stage.
 
 zigzag, P = 3, W = 2             loop, P = 3, V = 2
 

@@ -1,4 +1,4 @@
-"""`build`, and schedules of one's own."""
+"""`build`, and schedules that users register."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_a_budget_is_a_number_above_zero(name: str, budget: object) -> None:
         build(name, num_ranks=2, num_microbatches=2, activation_budget=budget)  # type: ignore[arg-type]
 
 
-def test_an_endless_budget_is_none() -> None:
+def test_an_infinite_budget_is_no_limit() -> None:
     for name in ("1f1b", "hanayo", "hanayo-zb"):
         endless = build(name, num_ranks=2, num_microbatches=3, activation_budget=float("inf"))
         assert max(simulate(endless).peak_activations) <= 3
@@ -55,7 +55,7 @@ def test_a_budget_that_a_fixed_order_cannot_keep() -> None:
         build("1f1b", num_ranks=4, num_microbatches=8, activation_budget=3)
 
 
-def test_a_schedule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_can_register_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
 
     @register_schedule("serial")
@@ -68,7 +68,7 @@ def test_a_schedule_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         register_schedule("serial")(serial)
 
 
-def test_a_builder_that_errs_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_a_faulty_builder_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     register_schedule("broken")(lambda request: table("0F0", "1F0 1B0", stage_ranks=(0, 1), num_microbatches=1))
     with pytest.raises(HanayoError, match="stage 0 has no whole backward"):

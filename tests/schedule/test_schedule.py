@@ -70,13 +70,13 @@ def test_empty_cells_are_idle(tmp_path: Path) -> None:
         ("0F0,0B0\n2F0,2B0\n", "stages up to 2 but no action of stage 1"),
         ("0F0,0B0\n99999999999F0\n", "stages up to 99999999999 but no action of stage 1"),
         ("0F0,0B0,0F99999999999\n", "no forward of micro-batch 1"),
-        ("0F0,0B0\n1F0\n", r"mine\.csv, row 2, cell 1: .* rank 1, place 0: stage 1 has no whole(.|\n)*\[1F0\]"),
-        ("0F0,0B0\n0F1,0B1\n", r"rank 1, place 0: ranks 0 and 1 both claim stage 0(.|\n)*\[0F1\]"),
+        ("0F0,0B0\n1F0\n", r"mine\.csv, row 2, cell 1: .* rank 1, position 0: stage 1 has no whole(.|\n)*\[1F0\]"),
+        ("0F0,0B0\n0F1,0B1\n", r"rank 1, position 0: ranks 0 and 1 both claim stage 0(.|\n)*\[0F1\]"),
         ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", r"wait for each other(.|\n)*\[0B0\]"),
         ("0F0,0B0\n\n", "rank 1 holds no stage"),
     ],
 )
-def test_a_bad_file_is_refused(tmp_path: Path, text: str, why: str) -> None:
+def test_a_bad_file_is_rejected(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(HanayoError, match=why) as error:
         Schedule.from_csv(written(tmp_path, text))
     assert len(str(error.value)) < 1000
@@ -85,7 +85,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("count", "cell", "why"), [(13_000_000, "10F1000,", "more than 64 MiB"), (1_100_000, ",", "1,100,000 cells")]
 )
-def test_a_huge_file_is_refused_before_it_is_taken_apart(tmp_path: Path, count: int, cell: str, why: str) -> None:
+def test_a_huge_file_is_rejected_before_it_is_parsed(tmp_path: Path, count: int, cell: str, why: str) -> None:
     file = written(tmp_path, count * cell)
     tracemalloc.start()
     try:
@@ -96,7 +96,7 @@ def test_a_huge_file_is_refused_before_it_is_taken_apart(tmp_path: Path, count: 
         tracemalloc.stop()
 
 
-def test_what_is_no_text(tmp_path: Path) -> None:
+def test_a_binary_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(bytes(range(256)))
     with pytest.raises(HanayoError, match="it is no text, see byte 128"):
         Schedule.from_csv(tmp_path / "a.csv")
@@ -112,26 +112,26 @@ def test_no_such_file(tmp_path: Path) -> None:
         Schedule.from_csv(tmp_path)
 
 
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     for path, why in ((tmp_path, "Is a directory"), (tmp_path / "none" / "a.csv", "No such file")):
         with pytest.raises(HanayoError, match=f"can't be written: {why}"):
             schedule.to_csv(path)
 
 
-def test_a_table_with_torchs_other_cells(tmp_path: Path) -> None:
+def test_torchs_other_cells_are_dropped_or_split(tmp_path: Path) -> None:
     """It gathers and frees sharded parameters, and may let a forward and a backward overlap."""
     text = "0UNSHARD,0F0,0F1,(0B0;0F2)OVERLAP_F_B,0B1,0B2,0RESHARD,0REDUCE_GRAD"
     schedule = Schedule.from_csv(written(tmp_path, text))
     assert schedule.actions == (row("0F0 0F1 0B0 0F2 0B1 0B2"),)
 
 
-def test_two_chains_are_told_by_their_micro_batches(tmp_path: Path) -> None:
+def test_two_replicas_are_recognized_by_their_micro_batches(tmp_path: Path) -> None:
     schedule = make("chimera", 4, 6)
     schedule.to_csv(tmp_path / "chimera.csv")
     assert Schedule.from_csv(tmp_path / "chimera.csv") == schedule
 
 
-def test_a_chain_that_no_micro_batch_visits_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_replica_without_micro_batches_is_not_in_the_file(tmp_path: Path) -> None:
     make("chimera", 4, 1).to_csv(tmp_path / "a.csv")
     assert Schedule.from_csv(tmp_path / "a.csv").stage_ranks == (0, 1, 2, 3)

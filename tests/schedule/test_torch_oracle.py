@@ -22,7 +22,7 @@ def torchs() -> Any:
 
 
 def loaded(torchs: Any, path: Path, schedule: Schedule) -> tuple[Any, Callable[[int], int]]:
-    """A runtime of torch's that has read the file, without the process group and stages it would need to run."""
+    """A torch runtime that has read the file, without the process group and the stages that it would need to run."""
     runtime = object.__new__(torchs._PipelineScheduleRuntime)
     runtime.pipeline_order = {}
     runtime._num_stages = schedule.num_stages
@@ -62,7 +62,7 @@ def test_torch_reads_our_communication_too(torchs: Any, tmp_path: Path, name: st
             assert str(torchs._Action.from_str(cell)) == cell
 
 
-def test_torch_refuses_what_we_refuse(torchs: Any, tmp_path: Path) -> None:
+def test_torch_rejects_what_we_reject(torchs: Any, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("0F0,0B0\n1F0\n")
     with pytest.raises(AssertionError):
         loaded(torchs, tmp_path / "table.csv", make("1f1b", 2, 1))
@@ -70,7 +70,7 @@ def test_torch_refuses_what_we_refuse(torchs: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
 def test_we_read_the_tables_torch_makes(tmp_path: Path, name: str) -> None:
-    """DualPipeV's have cells of two actions."""
+    """DualPipeV's tables have cells with two actions."""
     order = torch_order(name, 4, 8, 2)
     (tmp_path / "torchs.csv").write_text("\n".join(map(",".join, order)))
     schedule = Schedule.from_csv(tmp_path / "torchs.csv")

@@ -49,10 +49,10 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]
     slots: dict[tuple[int, bool], Action] = {}
     for microbatch in range(num_microbatches):
         up, item = _direction(microbatch, num_ranks, num_microbatches)
-        place = num_ranks - 1 - rank if up else rank
-        stage = num_ranks * up + place
-        slots[2 * item + place, False] = Action(stage, Kind.F, microbatch)
-        slots[2 * item + 2 * num_ranks - 2 - place, True] = Action(stage, Kind.B, microbatch)
+        position = num_ranks - 1 - rank if up else rank
+        stage = num_ranks * up + position
+        slots[2 * item + position, False] = Action(stage, Kind.F, microbatch)
+        slots[2 * item + 2 * num_ranks - 2 - position, True] = Action(stage, Kind.B, microbatch)
     return tuple(slots[slot] for slot in sorted(slots))
 
 

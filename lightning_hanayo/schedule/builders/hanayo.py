@@ -138,12 +138,14 @@ def _keys(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ..
         for size, timeline in timelines.items()
     }
     begins = list(accumulate(sizes, initial=0))
-    places = [(begin, starts[size], item) for begin, size in zip(begins, sizes, strict=False) for item in range(size)]
+    positions = [
+        (begin, starts[size], item) for begin, size in zip(begins, sizes, strict=False) for item in range(size)
+    ]
     return [
         float(round((start[stage, kind, item] + begin * work) / tick))
         for kind in (Kind.F, Kind.B)
         for stage in range(2 * num_waves * num_ranks)
-        for begin, start, item in places
+        for begin, start, item in positions
     ]
 
 
@@ -164,10 +166,10 @@ def _row(rank: int, num_ranks: int, num_waves: int, num_microbatches: int) -> tu
 
 def _leg(leg: int, rank: int, num_ranks: int, num_waves: int) -> tuple[int, Kind]:
     """The stage and kind of a leg on a rank."""
-    place = rank if leg % 2 == 0 else num_ranks - 1 - rank
+    position = rank if leg % 2 == 0 else num_ranks - 1 - rank
     if leg < 2 * num_waves:
-        return leg * num_ranks + place, Kind.F
-    return 4 * num_waves * num_ranks - 1 - (leg * num_ranks + place), Kind.B
+        return leg * num_ranks + position, Kind.F
+    return 4 * num_waves * num_ranks - 1 - (leg * num_ranks + position), Kind.B
 
 
 def _order(rank: int, num_ranks: int, num_legs: int) -> list[tuple[int, int]]:

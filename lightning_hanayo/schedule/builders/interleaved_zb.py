@@ -20,7 +20,7 @@ from lightning_hanayo.schedule.placement import loop
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
 
-Cells = Sequence[tuple[int, int]]
+StageOrder = Sequence[tuple[int, int]]
 """(stage, micro-batch), in the order in which a rank runs them."""
 
 
@@ -47,7 +47,7 @@ def _row(rank: int, request: Request, stages_per_rank: int) -> tuple[Action, ...
     return tuple(action for action in whole if action.microbatch in range(num_microbatches))
 
 
-def delayed_weights_row(forward: Cells, backward: Cells, ahead: int, delay: int) -> tuple[Action, ...]:
+def delayed_weights_row(forward: StageOrder, backward: StageOrder, ahead: int, delay: int) -> tuple[Action, ...]:
     """`ahead` forwards; then F, I and the W that is `delay` places behind take turns until all have run."""
     row = [Action(stage, Kind.F, m) for stage, m in forward[:ahead]]
     for turn in range(len(backward) + delay):

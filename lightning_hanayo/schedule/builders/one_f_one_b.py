@@ -30,7 +30,7 @@ def alternate(forward: list[Action], backward: list[Action], warm_up: int) -> tu
     """`warm_up` forwards, then backward and forward in turn until both are through."""
     row = forward[:warm_up]
     rest = forward[warm_up:]
-    for place, action in enumerate(backward):
+    for position, action in enumerate(backward):
         row.append(action)
-        row.extend(rest[place : place + 1])
+        row.extend(rest[position : position + 1])
     return tuple(row)

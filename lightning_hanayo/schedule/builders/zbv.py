@@ -43,6 +43,6 @@ def _row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]
     order += [*_DOWN, *_UP] * (whole - num_ranks)
     order += [_I0, _I1] * rank + [_I0, _W0] * below + [_W1] * rank + [_W0] * rank
     stages = (rank, 2 * num_ranks - 1 - rank)
-    microbatch = {what: count() for what in (*_DOWN, *_UP)}
+    microbatch = {leg_and_kind: count() for leg_and_kind in (*_DOWN, *_UP)}
     actions = (Action(stages[leg], kind, next(microbatch[leg, kind])) for leg, kind in order)
     return tuple(action for action in actions if action.microbatch in range(num_microbatches))

@@ -8,7 +8,7 @@ Between two compute actions of a rank all communication is posted together, in o
 A message needs a send and a receive only between different ranks. Two ranks match their messages by order alone (NCCL),
 so a rank receives from another in the order of its sends: a receive that would come too late moves ahead.
 
-A stage's reduction comes right after its last weight gradient. Twins reduce together, each rank with an entry of its
+A stage's reduction comes right after its last weight gradient. Twins reduce together, each rank with an action of its
 own (also where one of them had no micro-batch). So that both ranks of every pair start them in the same order, all
 reductions of a table have one order; a stage that is ready out of turn waits for those before it. The order is the
 table's own `reduction_order`, or else that in which both twins are ready:
@@ -39,23 +39,23 @@ def complete(table: Table, ahead: int = 1) -> tuple[tuple[Action, ...], ...]:
     that before it can start its own part), and waits for the sums after its last action.
     """
     rank_of = table.stage_ranks
-    place = {action: place for row in table.actions for place, action in enumerate(row)}
+    position = {action: position for row in table.actions for position, action in enumerate(row)}
     send_after: dict[Action, Action] = {}
     pairs: dict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
     for consumer, producer in producers(table).items():
         pair = rank_of[producer.stage], rank_of[consumer.stage]
         if pair[0] != pair[1]:
             send_after[producer], receive = _send_and_receive(producer, consumer)
-            pairs[pair].append((place[producer], max(0, place[consumer] - ahead), receive))
+            pairs[pair].append((position[producer], max(0, position[consumer] - ahead), receive))
     receives = _in_order_of_sends(pairs)
     reductions = _reductions(table)
     completed: list[tuple[Action, ...]] = []
     for rank, row in enumerate(table.actions):
-        entries: list[Action] = []
+        actions: list[Action] = []
         for number, action in enumerate(row):
-            entries += [*receives[rank, number], *reductions[rank, number], action]
-            entries += [send_after[action]] if action in send_after else []
-        completed.append((*entries, *reductions[rank, len(row)]))
+            actions += [*receives[rank, number], *reductions[rank, number], action]
+            actions += [send_after[action]] if action in send_after else []
+        completed.append((*actions, *reductions[rank, len(row)]))
     return tuple(completed)
 
 
@@ -77,15 +77,15 @@ def _send_and_receive(producer: Action, consumer: Action) -> tuple[Action, Actio
 def _in_order_of_sends(
     pairs: dict[tuple[int, int], list[tuple[int, int, Action]]],
 ) -> dict[tuple[int, int], list[Action]]:
-    """The receives by (rank, place before which they are posted), none after a later-sent one of the same pair."""
+    """The receives by (rank, position before which they are posted), none after a later-sent one of the same pair."""
     receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for (_, rank), messages in sorted(pairs.items()):
         placed, latest = [], None
-        for _, place, receive in sorted(messages, key=lambda message: message[0], reverse=True):
-            latest = place if latest is None else min(place, latest)
+        for _, position, receive in sorted(messages, key=lambda message: message[0], reverse=True):
+            latest = position if latest is None else min(position, latest)
             placed.append((latest, receive))
-        for place, receive in reversed(placed):
-            receives[rank, place].append(receive)
+        for position, receive in reversed(placed):
+            receives[rank, position].append(receive)
     return receives
 
 
@@ -106,9 +106,9 @@ def reduction_order(table: Table) -> tuple[int, ...]:
 def _last_gradients(table: Table) -> dict[int, int]:
     """Where in its rank's row each stage makes its last weight gradient; -1 where only its twin had a micro-batch."""
     ends = (
-        (action.stage, place)
+        (action.stage, position)
         for row in table.actions
-        for place, action in enumerate(row)
+        for position, action in enumerate(row)
         if action.kind in (Kind.B, Kind.W)
     )
     last = dict(ends)
@@ -117,7 +117,7 @@ def _last_gradients(table: Table) -> dict[int, int]:
 
 
 def _reductions(table: Table) -> dict[tuple[int, int], list[Action]]:
-    """The reductions by (rank, place before which they are started), in one order on all ranks."""
+    """The reductions by (rank, position before which they are started), in one order on all ranks."""
     last = _last_gradients(table)
     reductions: dict[tuple[int, int], list[Action]] = defaultdict(list)
     begun = [0] * table.num_ranks

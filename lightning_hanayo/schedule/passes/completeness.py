@@ -14,8 +14,8 @@ from lightning_hanayo.schedule.passes.communication import complete
 from lightning_hanayo.schedule.passes.table_error import reject
 from lightning_hanayo.schedule.table import Table
 
-Places = dict[Action, tuple[int, int]]
-"""The rank of each action, and its place in that rank's row."""
+Positions = dict[Action, tuple[int, int]]
+"""The rank of each action, and its position in that rank's row."""
 
 
 def check_communication(table: Table, rows: Rows) -> None:
@@ -24,35 +24,35 @@ def check_communication(table: Table, rows: Rows) -> None:
     Raises:
         HanayoError: a message is missing, superfluous or misplaced; the error draws the table and marks the action.
     """
-    found = _places(table, rows)
+    found = _positions(table, rows)
     if not any(action.kind.is_message for action in found):
         return
     expected = {a: rank for rank, row in enumerate(complete(table)) for a in row if a.kind.is_message}
-    for action, (rank, place) in found.items():
+    for action, (rank, position) in found.items():
         if action.kind.is_message and expected.get(action) != rank:
             belongs = f"it belongs on rank {expected[action]}" if action in expected else "nothing needs that message"
-            reject(table.name, rows, (rank, place), f"{action} doesn't belong here: {belongs}")
+            reject(table.name, rows, (rank, position), f"{action} doesn't belong here: {belongs}")
     waits = table_waits(table, rows)
     for action, rank in expected.items():
         if action not in found:
             here = next(found[other] for other in waits if _computes_for(other, action))
             reject(table.name, rows, here, f"{action} is missing on rank {rank}")
-    _check_places(table, rows, found, waits)
+    _check_positions(table, rows, found, waits)
     _check_pairs(table, rows, found)
     done = set(executable_order(rows, waits))
     for rank, row in enumerate(rows):
-        for place, action in enumerate(row):
+        for position, action in enumerate(row):
             if action not in done:
-                reject(table.name, rows, (rank, place), f"{action} waits for something that waits for it")
+                reject(table.name, rows, (rank, position), f"{action} waits for something that waits for it")
 
 
-def _places(table: Table, rows: Rows) -> Places:
-    found: Places = {}
+def _positions(table: Table, rows: Rows) -> Positions:
+    found: Positions = {}
     for rank, row in enumerate(rows):
-        for place, action in enumerate(row):
+        for position, action in enumerate(row):
             if action in found and not action.kind.is_compute:
-                reject(table.name, rows, (rank, place), f"{action} stands twice, first on rank {found[action][0]}")
-            found[action] = (rank, place)
+                reject(table.name, rows, (rank, position), f"{action} appears twice, first on rank {found[action][0]}")
+            found[action] = (rank, position)
     return found
 
 
@@ -62,16 +62,16 @@ def _computes_for(action: Action, message: Action) -> bool:
     return (action.stage, action.microbatch) == (message.stage, message.microbatch) and action.kind in kinds
 
 
-def _check_places(table: Table, rows: Rows, found: Places, waits: Dependencies) -> None:
+def _check_positions(table: Table, rows: Rows, found: Positions, waits: Dependencies) -> None:
     """On one rank, an action must come after what it waits for."""
     for action, others in waits.items():
-        rank, place = found[action]
+        rank, position = found[action]
         for other in others:
-            if found[other][0] == rank and found[other][1] > place:
-                reject(table.name, rows, (rank, place), f"{action} stands before {other}, which it needs")
+            if found[other][0] == rank and found[other][1] > position:
+                reject(table.name, rows, (rank, position), f"{action} comes before {other}, which it needs")
 
 
-def _check_pairs(table: Table, rows: Rows, found: Places) -> None:
+def _check_pairs(table: Table, rows: Rows, found: Positions) -> None:
     """A rank must receive from each other rank in the order of that one's sends."""
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, row in enumerate(rows):
@@ -82,10 +82,10 @@ def _check_pairs(table: Table, rows: Rows, found: Places) -> None:
                 receive = Action(target, kind, action.microbatch)
                 received[rank, found[receive][0]].append(receive)
     for (sender, rank), receives in received.items():
-        places = [found[receive][1] for receive in receives]
-        late = next((i for i in range(1, len(places)) if places[i] < places[i - 1]), None)
+        positions = [found[receive][1] for receive in receives]
+        late = next((i for i in range(1, len(positions)) if positions[i] < positions[i - 1]), None)
         if late is not None:
             reason = (
                 f"{receives[late]} comes before {receives[late - 1]}, but rank {sender} sends them the other way round"
             )
-            reject(table.name, rows, (rank, places[late]), reason)
+            reject(table.name, rows, (rank, positions[late]), reason)

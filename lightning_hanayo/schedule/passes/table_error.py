@@ -6,21 +6,21 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Rows
 
 CONTEXT = 6
-"""places drawn before and after the marked one, and ranks above and below it"""
+"""positions drawn before and after the marked one, and ranks above and below it"""
 MAX_RANKS = 32
 """up to this many ranks, all are drawn"""
 
 
 def reject(name: str, rows: Rows, cell: tuple[int, int], reason: str) -> NoReturn:
-    """Raise a `HanayoError` about the action at `cell`, a rank and a place in its row, of the schedule `name`."""
+    """Raise a `HanayoError` about the action at `cell`, a rank and a position in its row, of the schedule `name`."""
     drawing = table_text(rows, cell)
-    error = HanayoError(f"schedule {name!r}, rank {cell[0]}, place {cell[1]}: {reason}\n{drawing}")
+    error = HanayoError(f"schedule {name!r}, rank {cell[0]}, position {cell[1]}: {reason}\n{drawing}")
     error.cell = cell
     raise error
 
 
 def table_text(rows: Rows, mark: tuple[int, int]) -> str:
-    """The cells around `mark` (rank, place), a line per rank, the marked one in brackets.
+    """The cells around `mark` (rank, position), a line per rank, the marked one in brackets.
 
     Example:
         >>> print(table_text(build("1f1b", num_ranks=2, num_microbatches=1).actions, mark=(1, 0)))
@@ -37,8 +37,8 @@ def table_text(rows: Rows, mark: tuple[int, int]) -> str:
     lines = []
     for rank, row in cells.items():
         drawn = [
-            (f"[{cell}]" if mark == (rank, first + place) else f" {cell} ").ljust(width + 2)
-            for place, cell in enumerate(row)
+            (f"[{cell}]" if mark == (rank, first + position) else f" {cell} ").ljust(width + 2)
+            for position, cell in enumerate(row)
         ]
         head = f"{f'rank {rank}':<{len(f'rank {len(rows) - 1}')}}"
         lines.append(

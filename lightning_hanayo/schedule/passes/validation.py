@@ -56,13 +56,13 @@ def _check_shape(table: Table) -> None:
 def _check_cells(table: Table) -> None:
     seen: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(table.actions):
-        for place, action in enumerate(row):
+        for position, action in enumerate(row):
             reason = _misplaced(table, rank, action)
             if action in seen and reason is None:
-                reason = f"{action} stands twice on rank {rank}, at places {seen[action][1]} and {place}"
+                reason = f"{action} appears twice on rank {rank}, at positions {seen[action][1]} and {position}"
             if reason is not None:
-                _reject(table, (rank, place), reason)
-            seen[action] = (rank, place)
+                _reject(table, (rank, position), reason)
+            seen[action] = (rank, position)
     empty = [rank for rank in range(table.num_ranks) if not table.stages_of(rank)]
     if empty:
         raise HanayoError(f"schedule {table.name!r}: rank {empty[0]} holds no stage; every rank needs at least one")
@@ -89,11 +89,11 @@ def _check_coverage(table: Table) -> None:
     length = table.stages_per_replica
     first: dict[int | None, Action] = {}
     for rank, row in enumerate(table.actions):
-        for place, action in enumerate(row):
-            kinds[action.stage, action.microbatch][action.kind] = (rank, place)
+        for position, action in enumerate(row):
+            kinds[action.stage, action.microbatch][action.kind] = (rank, position)
             begun = first.setdefault(action.microbatch, action)
             if begun.stage // length != action.stage // length:
-                _reject(table, (rank, place), _in_two_replicas(action, begun, length))
+                _reject(table, (rank, position), _in_two_replicas(action, begun, length))
     trains = any(kind is not Kind.F for cell in kinds.values() for kind in cell)
     for stage, rank in enumerate(table.stage_ranks):
         for m in range(table.num_microbatches):
@@ -125,9 +125,9 @@ def _check_order(table: Table) -> None:
     waits = table_waits(table)
     done = set(executable_order(table.actions, waits))
     stuck = {
-        rank: place
+        rank: position
         for rank, row in enumerate(table.actions)
-        if (place := next((place for place, action in enumerate(row) if action not in done), None)) is not None
+        if (position := next((position for position, action in enumerate(row) if action not in done), None)) is not None
     }
     if stuck:
         story, rank = _cycle(table, waits, done, stuck)
@@ -135,16 +135,16 @@ def _check_order(table: Table) -> None:
 
 
 def _cycle(table: Table, waits: Dependencies, done: set[Action], stuck: dict[int, int]) -> tuple[str, int]:
-    """Which rank waits for which, from one rank round to itself, and that rank. `stuck`: each rank's place."""
+    """Which rank waits for which, from one rank round to itself, and that rank. `stuck`: each rank's position."""
     steps: dict[int, str] = {}
     rank = next(iter(stuck))
     while rank not in steps:
         action = table.actions[rank][stuck[rank]]
         missing = next(other for other in waits[action] if other not in done)
         owner = table.stage_ranks[missing.stage]
-        behind = "itself" if owner == rank else table.actions[owner][stuck[owner]]
+        blocker = "itself" if owner == rank else table.actions[owner][stuck[owner]]
         where = f"on rank {owner}, " if owner != rank else ""
-        steps[rank] = f"rank {rank} at {action} waits for {missing}, which stands {where}behind {behind}"
+        steps[rank] = f"rank {rank} at {action} waits for {missing}, which comes {where}after {blocker}"
         rank = owner
     ranks = list(steps)
     return "; ".join(steps[one] for one in ranks[ranks.index(rank) :]), rank

@@ -5,7 +5,7 @@ An action is one whole number, its code. What it waits for has a code at a fixed
     code = (kind * S + stage) * B + microbatch        kinds in the order F, I, W, B
 
     0F0 0F1 0F2 | 1F0 1F1 1F2 | 0I0 0I1 0I2 | 1I0 1I1 1I2 | 0W0 ...         S = 2, B = 3
-         ^-----------'  1F1 waits for the code B places to its left
+         ^-----------'  1F1 waits for the code B positions to its left
 """
 
 from collections.abc import Iterable, Sequence
@@ -102,8 +102,8 @@ class Evaluator:
         while awake:
             rank = awake.pop()
             time, row, row_starts, row_ends = last[rank], rows[rank], starts[rank], ends[rank]
-            for place in range(len(row_ends), len(row)):
-                code = row[place]
+            for position in range(len(row_ends), len(row)):
+                code = row[position]
                 takes, slot, waits = nodes[code // num_microbatches]
                 start = time
                 for distance, hop in waits:

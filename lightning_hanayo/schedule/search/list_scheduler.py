@@ -23,7 +23,7 @@ class FillPolicy:
     """How a rank fills a gap in its plan."""
 
     reach: float = 0.0
-    """how many places ahead in the plan a forward or input gradient may be taken from"""
+    """how many positions ahead in the plan a forward or input gradient may be taken from"""
     tolerance: float = 0.0
     """the part of the action's time that must fit the gap: 0, any may start; 1, only what ends before the gap does"""
     weights_first: bool = False
@@ -44,10 +44,10 @@ class ListScheduler:
         self._microbatches, self._stages = problem.num_microbatches, problem.num_stages
         self._kind = self._stages * self._microbatches  # codes of one kind: F below it, I below twice, W above
         self._ends = [-1.0] * (3 * self._kind)
-        self._places = [0] * (3 * self._kind)
+        self._positions = [0] * (3 * self._kind)
         for row in plan:
-            for place, code in enumerate(row):
-                self._places[code] = place
+            for position, code in enumerate(row):
+                self._positions[code] = position
         self._weights_are_planned = sum(map(len, plan)) > 2 * self._kind
         self._tick = 1e-9 * sum(map(sum, problem.times))
         self._reach = policy.reach
@@ -73,8 +73,8 @@ class ListScheduler:
             now = events[0][0] + self._tick
             awake = set()
             while events and events[0][0] <= now:
-                what = heappop(events)[1]
-                rank = -1 - what if what < 0 else self._arrive(what)
+                event = heappop(events)[1]
+                rank = -1 - event if event < 0 else self._arrive(event)
                 if free[rank] <= now:
                     awake.add(rank)
             for rank in sorted(awake):
@@ -95,29 +95,29 @@ class ListScheduler:
     def _arrive(self, code: int) -> int:
         """Note that what `code` (an F or I) waits for has arrived. Returns its rank."""
         rank = self._problem.stage_ranks[code // self._microbatches % self._stages]
-        heappush(self._ready[rank], self._places[code])
+        heappush(self._ready[rank], self._positions[code])
         return rank
 
     def _choose(self, rank: int, now: float) -> int | None:
-        row, place = self._plan[rank], self._next[rank]
-        while place < len(row) and self._ends[row[place]] >= 0:
-            place += 1
-        self._next[rank] = place
+        row, position = self._plan[rank], self._next[rank]
+        while position < len(row) and self._ends[row[position]] >= 0:
+            position += 1
+        self._next[rank] = position
         gap = inf
-        if place < len(row):
-            code, ready = row[place], self._ready[rank]
+        if position < len(row):
+            code, ready = row[position], self._ready[rank]
             if code >= 2 * self._kind:
                 if 0 <= self._ends[code - self._kind] <= now:
                     return heappop(self._weights[rank])[1]
-            elif not ready or ready[0] != place:
+            elif not ready or ready[0] != position:
                 gap = self._arrival(code) - now + 2 * self._tick  # `now` is a tick late, and what fits exactly fits
             elif code >= self._kind or self._budgets[rank].allows(code % self._microbatches):
                 return row[heappop(ready)]
         longest = gap / self._policy.tolerance if self._policy.tolerance else inf
         if self._policy.weights_first:
             weight = self._weight(rank, longest)
-            return self._ahead(rank, place, longest) if weight is None else weight
-        ahead = self._ahead(rank, place, longest)
+            return self._ahead(rank, position, longest) if weight is None else weight
+        ahead = self._ahead(rank, position, longest)
         return self._weight(rank, longest) if ahead is None else ahead
 
     def _arrival(self, code: int) -> float:
@@ -133,11 +133,11 @@ class ListScheduler:
             end, hop = self._ends[code - self._kind], 0.0
         return inf if end < 0 else end + hop
 
-    def _ahead(self, rank: int, place: int, longest: float) -> int | None:
+    def _ahead(self, rank: int, position: int, longest: float) -> int | None:
         """The first forward or input gradient that is ready further along the plan."""
         ready, row, skipped = self._ready[rank], self._plan[rank], []
         found = None
-        while found is None and ready and ready[0] <= place + self._reach:
+        while found is None and ready and ready[0] <= position + self._reach:
             at = heappop(ready)
             code = row[at]
             fits = self._takes(code) <= longest
@@ -178,6 +178,6 @@ class ListScheduler:
             heappush(self._events, (end + self._problem.hops[stage - 1], code - self._microbatches))
         if kind == 1 and self._problem.split:
             weight = code + self._kind
-            heappush(self._weights[rank], (self._places[weight if self._weights_are_planned else code], weight))
+            heappush(self._weights[rank], (self._positions[weight if self._weights_are_planned else code], weight))
         elif kind > 0:
             self._budgets[rank].free(microbatch)

@@ -1,4 +1,4 @@
-"""Pattern: when one micro-batch runs what, such that a next one can follow every period without a collision on a rank.
+"""Pattern: when one micro-batch runs each action, so that others can follow every period without a collision.
 
 A rank's time is divided into cells of one length, the time of one stage's F, I or W. 3V cells (V stages per rank) make
 a period, in which each micro-batch takes one cell for each of its actions on the rank:
@@ -85,10 +85,10 @@ class Pattern:
 
     def keys(self, num_microbatches: int, weights: bool) -> list[float]:
         """By code: the cell of each F and I, and of each W if `weights`."""
-        kinds = [self.forward, self.backward, self.weights][: 3 if weights else 2]
+        cells_of_kinds = [self.forward, self.backward, self.weights][: 3 if weights else 2]
         return [
             float(cell + microbatch * self.period)
-            for kind in kinds
-            for cell in kind
+            for cells in cells_of_kinds
+            for cell in cells
             for microbatch in range(num_microbatches)
         ]

@@ -1,4 +1,4 @@
-"""SchedulingProblem: the sizes, costs and activation limit that a search has to order actions for, as numbers."""
+"""SchedulingProblem: the sizes, costs and activation limit for which a search orders actions, as numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

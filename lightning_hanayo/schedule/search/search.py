@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import inf
 from random import Random
 
-from lightning_hanayo.schedule.search.evaluator import CodeRows, Evaluator
+from lightning_hanayo.schedule.search.evaluator import ActionTimes, CodeRows, Evaluator
 from lightning_hanayo.schedule.search.list_scheduler import FillPolicy, ListScheduler
 from lightning_hanayo.schedule.search.problem import SchedulingProblem
 
@@ -24,7 +24,7 @@ Score = tuple[float, float]
 
 
 class Search:
-    """The best order so far.
+    """The best order found so far, and the effort that is left to find a better one.
 
     Args:
         problem: sizes, costs and capacity.
@@ -85,11 +85,14 @@ class Search:
 
     def _following(self, rows: list[list[int]]) -> float:
         """By how much a second step ends later, if each rank begins it as soon as its own first step is done."""
-        one = self.evaluator.run(rows)
-        assert one is not None
-        two = self.evaluator.run(rows, one.last)
-        assert two is not None
-        return _rounded(two.makespan - one.makespan)
+        first = self._times(rows)
+        second = self._times(rows, first.last)
+        return _rounded(second.makespan - first.makespan)
+
+    def _times(self, rows: list[list[int]], begin: list[float] | None = None) -> ActionTimes:
+        times = self.evaluator.run(rows, begin)
+        assert times is not None, "an order that a scheduler ran can't deadlock"
+        return times
 
     def run(self, plan: CodeRows, policy: FillPolicy) -> tuple[Score, list[list[int]]]:
         """Run one plan. Returns the order and its score, and keeps it if it is the best so far."""
@@ -122,11 +125,9 @@ class Search:
 
     def _starts(self, rows: list[list[int]]) -> list[float]:
         """When each F and I starts, by code."""
-        timed = self.evaluator.run(rows)
-        assert timed is not None
         starts = [0.0] * self.problem.num_actions
-        for row, times in zip(rows, timed.starts, strict=True):
-            for code, start in zip(row, times, strict=True):
+        for row, row_starts in zip(rows, self._times(rows).starts, strict=True):
+            for code, start in zip(row, row_starts, strict=True):
                 starts[code] = start
         return starts[: len(starts) // 3 * 2]
 

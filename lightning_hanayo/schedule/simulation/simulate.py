@@ -44,7 +44,7 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
     for _ in range(steps):
         times = evaluator.run(rows, begin)
         if times is None:
-            validate(schedule)
+            validate(schedule)  # raises, with the reason
         assert times is not None
         for rank, timed in enumerate(zip(schedule.actions, times.starts, times.ends, strict=True)):
             spans.extend(map(Span, repeat(rank), *timed))
@@ -83,7 +83,7 @@ class _Reductions:
     def after(self, times: ActionTimes) -> Iterator[Span]:
         """The reductions of a step whose compute ran at `times`: by the time they are ready, one at a time per rank."""
         free = [0.0] * len(times.last)
-        ends = {stage: times.ends[rank][place] for stage, (rank, place) in self._lasts.items()}
+        ends = {stage: times.ends[rank][position] for stage, (rank, position) in self._lasts.items()}
         ready = [
             (max(ends[stage] for stage in stages if stage in ends), stages, takes) for stages, takes in self._groups
         ]
@@ -96,10 +96,10 @@ class _Reductions:
 
 
 def _last_weight_gradients(schedule: Table) -> dict[int, tuple[int, int]]:
-    """The rank and place of each stage's last `B` or `W`."""
+    """The rank and position of each stage's last `B` or `W`."""
     return {
-        action.stage: (rank, place)
+        action.stage: (rank, position)
         for rank, row in enumerate(schedule.actions)
-        for place, action in enumerate(row)
+        for position, action in enumerate(row)
         if action.kind is Kind.B or action.kind is Kind.W
     }

@@ -42,14 +42,14 @@ def locate_error(path: Path, error: HanayoError, *, compute_only: bool) -> Hanay
     """The error with its line and cell in the file. There, idle cells count, and so do those that were dropped."""
     if error.cell is None:
         return HanayoError(f"{path}: {error}")
-    rank, place = error.cell
+    rank, position = error.cell
     columns = [
         column
         for column, cell in enumerate(_cells(path)[rank])
         for action in _actions(cell.strip())
         if action.kind.is_compute or not compute_only
     ]
-    where = f"cell {columns[place] + 1}" if place < len(columns) else "behind its last cell"
+    where = f"cell {columns[position] + 1}" if position < len(columns) else "behind its last cell"
     return HanayoError(f"{path}, row {rank + 1}, {where}: {error}")
 
 

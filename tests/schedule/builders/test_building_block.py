@@ -1,4 +1,4 @@
-"""The building block, repeated and drawn together."""
+"""The building block, repeated and compacted."""
 
 import pytest
 from hypothesis import given
@@ -27,14 +27,14 @@ def test_the_picture() -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_forward_that_has_no_room_waits_for_a_weight_gradient(eager: bool) -> None:
+def test_a_forward_without_memory_waits_for_a_weight_gradient(eager: bool) -> None:
     schedule = repeat(Request("v", 1, 2), ((0, 1, 2, 3),), capacity=1, eager=eager)
     assert drawn(schedule) == ["F00 F10 I10 I00 W10 F01 W00 F11 I11 I01 W11 W01"]
     assert max(simulate(schedule).peak_activations) == 1
 
 
 def stretched(num_ranks: int, slopes: tuple[int, int, int, int], pauses: tuple[int, int, int]) -> list[Cells]:
-    """A V with so many cells per rank on each way, and some more between the ways."""
+    """A V with the given numbers of cells per rank down and up, and between the two."""
     last = num_ranks - 1
     turn = 1 + last * slopes[0] + pauses[0]
     back = turn + 1 + last * slopes[1] + pauses[1]
@@ -46,7 +46,7 @@ def stretched(num_ranks: int, slopes: tuple[int, int, int, int], pauses: tuple[i
 
 
 def needs(cells: Cells) -> int:
-    """The most stages a rank holds while it repeats the block, each W in its I's cell."""
+    """The most stages a rank holds while the block repeats, if each W is in the cell of its I."""
     times = [(start + PERIOD * m, held) for m in range(40) for start, held in zip(cells, (1, 1, -1, -1), strict=True)]
     held = peak = 0
     for _, change in sorted(times, key=lambda one: (one[0], -one[1])):

@@ -1,4 +1,4 @@
-"""chimera: the paper's figure, its bubble ratios, and what follows from two chains.
+"""chimera: the paper's figure, its bubble ratios, and what follows from two replicas.
 
 rank 0   F0 .  F1 f2 b2 f3 b3 B0 .  B1
 rank 1      F0 f2 F1 f3 b2 B0 b3 B1
@@ -86,7 +86,7 @@ def test_a_stage_is_a_whole_share_and_a_rank_holds_two() -> None:
     assert CostModel().of(schedule, schedule.actions[0][0]) == 1.0
 
 
-def test_what_it_refuses() -> None:
+def test_unsupported_requests_are_rejected() -> None:
     with pytest.raises(HanayoError, match="even number of ranks.*num_ranks=3; take 4"):
         chimera(3, 4)
     with pytest.raises(HanayoError, match="no waves"):
@@ -99,7 +99,7 @@ def test_what_it_refuses() -> None:
         build("chimera", num_ranks=4, num_microbatches=4, activation_budget=3)
 
 
-def test_a_micro_batch_on_both_chains_is_refused() -> None:
+def test_a_micro_batch_on_both_replicas_is_rejected() -> None:
     both = table("0F0 0B0 3F1 3B1", "2F1 2B1 1F0 1B0 2F0", stage_ranks=(0, 1, 1, 0), num_microbatches=2)
     with pytest.raises(HanayoError) as error:
         validate(Schedule(both.name, both.stage_ranks, both.actions, 2, replica_of=(2, 3, 0, 1)))
@@ -107,7 +107,7 @@ def test_a_micro_batch_on_both_chains_is_refused() -> None:
     assert "[2F0]" in str(error.value)
 
 
-def test_a_micro_batch_visits_every_stage_of_its_chain() -> None:
+def test_a_micro_batch_visits_every_stage_of_its_replica() -> None:
     half = table("0F0 0B0 3F1 3B1", "2F1 2B1 1F0", stage_ranks=(0, 1, 1, 0), num_microbatches=2)
     with pytest.raises(HanayoError, match="stage 1 has no whole backward of micro-batch 0"):
         validate(Schedule(half.name, half.stage_ranks, half.actions, 2, replica_of=(2, 3, 0, 1)))

@@ -1,4 +1,4 @@
-"""hanayo: the paper's order at B = P, and ours at any other B."""
+"""hanayo: the paper's order at B = P, and our own for any other B."""
 
 from itertools import product
 
@@ -23,7 +23,7 @@ def short(actions: tuple[Action, ...]) -> str:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_waves"), [(1, 1), (2, 3), (4, 1), (5, 2), (8, 2)])
-def test_a_single_group_is_the_papers_whatever_it_costs(num_ranks: int, num_waves: int) -> None:
+def test_a_single_group_is_the_papers_for_all_costs(num_ranks: int, num_waves: int) -> None:
     for given_costs in (None, costs(1), costs(3, 0.2)):
         built = build("hanayo", num_ranks=num_ranks, num_microbatches=num_ranks, num_waves=num_waves, costs=given_costs)
         assert built == paper_order("hanayo", num_ranks, num_waves, num_ranks)
@@ -65,7 +65,7 @@ SIZES = [(p, w, g) for p in range(2, 9) for w in range(1, 5) for g in (2, 3, 5, 
 
 @pytest.mark.parametrize(("num_ranks", "num_waves", "groups"), SIZES)
 def test_several_groups_idle_no_longer_than_one(num_ranks: int, num_waves: int, groups: int) -> None:
-    """Hence the bubble falls as B grows, over multiples of P (between them a last odd group may cost more)."""
+    """So the bubble falls as B grows, over multiples of P (between them a smaller last group may cost more)."""
     num_microbatches = groups * num_ranks
     timeline = simulate(make("hanayo", num_ranks, num_microbatches, num_waves))
     assert timeline.makespan == pytest.approx(3 * num_microbatches + (num_ranks - 1) * 2 / num_waves)

@@ -1,4 +1,4 @@
-"""hanayo-zb: its bound, its memory, and that no other schedule of the same depth and memory is faster."""
+"""hanayo-zb: its lower bound and memory, and that no other schedule of the same depth and memory is faster."""
 
 from collections.abc import Callable, Iterator
 from math import inf, nan
@@ -52,7 +52,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first order only (and, for one wave, the peers')."""
+    """The first order only (and, for one wave, those of zbv, v-half and v-min)."""
     monkeypatch.setattr(EFFORT, 0)
 
 
@@ -86,7 +86,7 @@ def test_it_meets_the_lower_bound(num_ranks: int, num_waves: int, groups: int) -
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.usefixtures("without_search")
 def test_the_closed_form_with_messages(num_ranks: int, groups: int, message: float) -> None:
-    """The first order has it already."""
+    """The first order reaches it."""
     costs = CostModel(message=message)
     for num_waves in (2, 3, 4):
         idle = 1 / (2 * num_waves) + (2 * num_waves + 1) * message
@@ -96,7 +96,7 @@ def test_the_closed_form_with_messages(num_ranks: int, groups: int, message: flo
 
 @pytest.mark.usefixtures("in_a_hurry")
 def test_any_number_of_micro_batches() -> None:
-    """P = 4, W = 2. With fewer than P a step takes its chain; one more than P costs no more than it has to do."""
+    """P = 4, W = 2. With more than P micro-batches a step takes hardly longer than its work."""
     makespans = [ours((4, 2, num_microbatches)).makespan for num_microbatches in range(1, 12)]
     assert makespans == sorted(makespans)
     for num_microbatches, makespan in enumerate(makespans, 1):
@@ -131,7 +131,7 @@ def test_the_search_ends_where_both_bounds_are_reached(monkeypatch: pytest.Monke
 
 
 Costs = Callable[[tuple[int, ...]], CostModel]
-"""What the stages of a placement cost; a rank's share costs 1 for each of F, I and W if nothing is said."""
+"""The costs of a placement's stages; by default a rank's share costs 1 for each of F, I and W."""
 
 
 def even(message: float) -> Costs:
@@ -139,12 +139,12 @@ def even(message: float) -> Costs:
 
 
 def slow_stage(stage: int, message: float) -> Costs:
-    """Half as much again."""
+    """One stage takes 1.5 times as long."""
     return lambda ranks: _uneven(ranks, [1.5 if one == stage else 1.0 for one in range(len(ranks))], message)
 
 
 def slow_rank(message: float) -> Costs:
-    """Rank 0's stages, three tenths more."""
+    """The stages of rank 0 take 1.3 times as long."""
     return lambda ranks: _uneven(ranks, [1.3 if rank == 0 else 1.0 for rank in ranks], message)
 
 
@@ -154,7 +154,7 @@ def _uneven(stage_ranks: tuple[int, ...], factors: list[float], message: float) 
 
 
 def peers(sizes: Sizes, costs: Costs) -> Iterator[tuple[str, Timeline]]:
-    """All others of the same depth that hold at most P M_a."""
+    """All other schedules of the same depth that hold at most P M_a."""
     num_ranks, num_waves, num_microbatches = sizes
     looped = loop(num_ranks, 2 * num_waves)
     for name in ("interleaved", "interleaved-zb"):
@@ -185,8 +185,8 @@ COSTS = {
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.usefixtures("without_search")
-def test_nobody_of_its_depth_and_memory_is_faster(sizes: Sizes, costs: Costs) -> None:
-    """Its first orders are enough here; what is searched for besides can only be faster."""
+def test_no_schedule_of_its_depth_and_memory_is_faster(sizes: Sizes, costs: Costs) -> None:
+    """Its first orders are enough here; the search can only find faster ones."""
     timeline = ours(sizes, costs(zigzag(*sizes[:2])))
     assert timeline.makespan <= fastest(sizes, costs) + 1e-9
     assert max(timeline.peak_activations) <= sizes[0]
@@ -199,9 +199,9 @@ def test_searching_helps() -> None:
     assert ours(sizes, costs(zigzag(8, 2))).makespan <= fastest(sizes, costs) + 1e-9
 
 
-def test_a_loop_may_have_a_slow_stage_where_a_wave_has_not() -> None:
-    """P = 4, one wave: stage 4 lies on rank 3, and nobody who does three stages first can be faster. In a loop it lies
-    on rank 0, which begins at once.
+def test_a_loop_can_be_faster_with_a_slow_turning_stage() -> None:
+    """P = 4. In one wave stage 4 is on rank 3, which can't start before three stages have run. In a loop it is on
+    rank 0, which starts at once.
 
     wave   3 stages, then 8 (3 + 0.75)         loop   8 (3 + 0.75), and then the last rank's end
     """
@@ -219,7 +219,7 @@ def bound(sizes: Sizes, costs: CostModel, budget: float = inf) -> float:
 
 
 def test_the_lower_bound_with_messages_and_a_slow_stage() -> None:
-    """Rank 1 begins a stage and a message after rank 0; the slow stage is 0, on rank 0, or 1."""
+    """Rank 1 starts a stage and a message after rank 0; the slow stage is 0 (on rank 0) or 1."""
     assert bound((2, 1, 4), CostModel(message=0.1)) == pytest.approx(12 + 0.5 + 0.1)
     assert bound((2, 1, 4), slow_stage(0, 0.1)((0, 1, 1, 0))) == pytest.approx(max(15, 12 + 0.75 + 0.1))
     assert bound((2, 1, 4), slow_stage(1, 0.1)((0, 1, 1, 0))) == pytest.approx(15 + 0.5 + 0.1)
@@ -238,7 +238,7 @@ def test_three_quarters_of_the_memory_idle_no_longer_than_zb_h1(sizes: Sizes, mo
 
 
 def test_half_of_the_memory_idles_no_longer_than_v_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which holds P/2 + 1."""
+    """v-half holds P/2 + 1."""
     monkeypatch.setattr(EFFORT, 150_000)
     half = peer("v-half", 8, 16)
     timeline = ours((8, 2, 16), budget=4)
@@ -249,7 +249,7 @@ def test_half_of_the_memory_idles_no_longer_than_v_half(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["v-half", "v-min"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.usefixtures("without_search")
-def test_one_wave_is_never_slower_than_the_vs_in_their_memory(num_ranks: int, name: str) -> None:
+def test_one_wave_is_never_slower_than_v_half_and_v_min_in_their_memory(num_ranks: int, name: str) -> None:
     other = peer(name, num_ranks, 2 * num_ranks)
     timeline = ours((num_ranks, 1, 2 * num_ranks), budget=max(other.peak_activations))
     assert timeline.makespan <= other.makespan
@@ -328,7 +328,7 @@ SIZES_EXPOSED = [((2, 2, 4), 0.25), ((4, 2, 8), 0.25), ((8, 2, 16), 0.25), ((4, 
 
 @pytest.mark.parametrize(("sizes", "exposed"), SIZES_EXPOSED)
 def test_only_the_last_stages_reduction_is_exposed(sizes: Sizes, exposed: float) -> None:
-    """Summing gradients over data ranks takes a tenth of the compute; the last of 2W stages is left."""
+    """Summing gradients over data ranks takes a tenth of the compute. Only that of the last of 2W stages is exposed."""
     reduce = 0.1 * 3 * sizes[2]
     schedule = wave("hanayo-zb", sizes)
     step, longer = simulate(schedule), simulate(schedule, CostModel(gradient_reduce=reduce))

@@ -10,7 +10,7 @@ from tests.schedule.torch_orders import as_text, torch_order
 THEIRS = "ScheduleInterleavedZeroBubble"
 
 
-def test_a_rank_owes_as_many_weight_gradients_as_ranks_stand_before_it() -> None:
+def test_a_rank_delays_as_many_weight_gradients_as_its_number() -> None:
     schedule = build("interleaved-zb", num_ranks=2, num_microbatches=3, num_stages_per_rank=1)
     assert schedule.actions == (
         row("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"),
@@ -56,7 +56,7 @@ def test_the_known_bubbles_of_two_stages(num_microbatches: int, bubble: float) -
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 7))
-def test_what_torch_refuses_keeps_to_the_memory_of_whole_groups(num_ranks: int) -> None:
+def test_sizes_that_torch_rejects_keep_to_the_memory_of_whole_groups(num_ranks: int) -> None:
     for num_microbatches in range(2 * num_ranks, 4 * num_ranks):
         if num_microbatches % (num_microbatches // num_ranks):
             timeline = simulate(make("interleaved-zb", num_ranks, num_microbatches, 2))

@@ -31,7 +31,7 @@ COSTS = [(1.0, 1.2, 0.8), (1.0, 1.0, 0.5), (1.5, 1.0, 1.0), (1.0, 0.8, 1.2), (1.
 
 @pytest.mark.parametrize(("forward", "backward", "weight"), COSTS)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_what_it_idles_under_other_costs(num_ranks: int, forward: float, backward: float, weight: float) -> None:
+def test_idle_time_under_other_costs(num_ranks: int, forward: float, backward: float, weight: float) -> None:
     costs = CostModel(forward, backward, weight)
     printed = forward + backward - weight
     per_rank = max(forward, backward, printed)

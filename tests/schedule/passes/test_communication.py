@@ -1,4 +1,4 @@
-"""The communication pass: where sends, receives and reductions stand, and that the result can never hang.
+"""The communication pass: where sends, receives and reductions are placed, and that the result can't deadlock.
 
 P = 2, stage 0 on rank 0, stage 1 on rank 1
 
@@ -35,7 +35,7 @@ def test_the_drawing() -> None:
     )
 
 
-def test_a_hop_within_a_rank_sends_nothing() -> None:
+def test_there_is_no_message_within_a_rank() -> None:
     completed = complete(build("hanayo", num_ranks=1, num_microbatches=2, num_waves=2))
     assert {action.kind for action in completed[0]} == {Kind.F, Kind.B, Kind.REDUCE_GRAD}
     turning = complete(build("hanayo", num_ranks=2, num_microbatches=2))
@@ -61,7 +61,7 @@ def test_compute_stays_and_every_message_has_two_ends(schedule: Schedule) -> Non
 
 @given(schedules())
 @unhurried
-def test_a_send_stands_right_after_its_compute(schedule: Schedule) -> None:
+def test_a_send_comes_right_after_its_compute(schedule: Schedule) -> None:
     for actions in complete(schedule):
         for before, send in pairwise(actions):
             if send.kind in SENDS:
@@ -72,7 +72,7 @@ def test_a_send_stands_right_after_its_compute(schedule: Schedule) -> None:
 
 @given(schedules(), st.integers(0, 2))
 @unhurried
-def test_a_receive_stands_ahead_of_its_consumer(schedule: Schedule, ahead: int) -> None:
+def test_a_receive_comes_before_its_consumer(schedule: Schedule, ahead: int) -> None:
     for actions in complete(schedule, ahead):
         compute = [action for action in actions if action.kind.is_compute]
         posted: dict[Action, int] = {}
@@ -109,7 +109,7 @@ def test_each_pair_of_ranks_receives_in_the_order_of_sending(schedule: Schedule)
 @given(schedules(), st.integers(0, 3))
 @unhurried
 def test_a_completed_table_never_hangs(schedule: Schedule, ahead: int) -> None:
-    """Sends and receives don't block, a compute waits for its own receive: then everything gets done."""
+    """Sends and receives don't block, a compute action waits for its own receive: then every action runs."""
     for one in (schedule, forward_only(schedule)):
         completed = complete(one, ahead)
         waits = waits_in(completed, one.num_stages, one.num_microbatches, one.num_replicas)
@@ -119,7 +119,7 @@ def test_a_completed_table_never_hangs(schedule: Schedule, ahead: int) -> None:
 @given(schedules())
 @unhurried
 def test_messages_matched_by_order_alone_never_hang(schedule: Schedule) -> None:
-    """The same on channels, one per ordered pair of ranks, that know no names: what arrives is the next in line."""
+    """The same with one channel per ordered pair of ranks, which matches messages by their order alone."""
     completed = complete(schedule)
     channels: dict[tuple[int, int], list[Action]] = defaultdict(list)
     posted: dict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -165,8 +165,8 @@ def test_forward_only_reduces_nothing() -> None:
     assert completed[0] == row("0F0 0SEND_F0 0F1 0SEND_F1")
 
 
-def test_exchanges_that_cross_stand_side_by_side() -> None:
-    """In the steady part of 1f1b a rank sends to a neighbour and receives from it in one run."""
+def test_sends_and_receives_between_two_neighbours_are_posted_together() -> None:
+    """In the steady part of 1f1b a rank sends to a neighbour and receives from it in one call."""
     middle = complete(build("1f1b", num_ranks=3, num_microbatches=8))[1]
     runs = [list(run) for message, run in groupby(middle, key=lambda action: action.kind.is_message) if message]
     assert sum(len(run) >= 2 for run in runs) >= 12
@@ -174,7 +174,7 @@ def test_exchanges_that_cross_stand_side_by_side() -> None:
 
 @pytest.mark.parametrize("num_waves", [1, 2, 3])
 def test_a_wave_sends_to_neighbours_only(num_waves: int) -> None:
-    """And 4W(P-1) messages per micro-batch, forward and backward."""
+    """It sends 4W(P-1) messages per micro-batch, forward and backward."""
     schedule = build("hanayo", num_ranks=4, num_microbatches=4, num_waves=num_waves)
     sends = [(rank, a) for rank, actions in enumerate(complete(schedule)) for a in actions if a.kind in SENDS]
     assert {abs(rank - other_rank(schedule, action)) for rank, action in sends} == {1}
@@ -183,8 +183,8 @@ def test_a_wave_sends_to_neighbours_only(num_waves: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 6])
 @pytest.mark.parametrize("num_microbatches", range(1, 14))
-def test_twins_meet_in_one_order(num_ranks: int, num_microbatches: int) -> None:
-    """Taken in its own rank's order, every reduction finds its twin's at the head of the other rank's list."""
+def test_twins_reduce_in_one_order(num_ranks: int, num_microbatches: int) -> None:
+    """Taken in its own rank's order, every reduction meets that of its twin at the head of the other rank's list."""
     schedule = build("chimera", num_ranks=num_ranks, num_microbatches=num_microbatches)
     completed = complete(schedule)
     left = [[action.stage for action in row if action.kind is Kind.REDUCE_GRAD] for row in completed]

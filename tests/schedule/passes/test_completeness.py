@@ -1,4 +1,4 @@
-"""Tables with communication of their own: ours and torch's are complete, and what is changed in them is found."""
+"""Tables with their own communication: ours and torch's are complete, and every change to them is found."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def test_our_own_communication_is_complete(schedule: Schedule) -> None:
 
 @unhurried
 @given(schedules(max_ranks=4), st.data())
-def test_a_message_that_is_left_out_is_missed(schedule: Schedule, data: st.DataObject) -> None:
+def test_a_missing_message_is_found(schedule: Schedule, data: st.DataObject) -> None:
     lists = [list(one) for one in complete(schedule)]
     sends = [(rank, action) for rank, one in enumerate(lists) for action in one if action.kind.is_message]
     if len(sends) < 2:
@@ -57,12 +57,12 @@ def test_a_pair() -> None:
 @pytest.mark.parametrize(
     "old, new, why",
     [
-        ("0SEND_F1 ", "", "rank 0, place 2: 0SEND_F1 is missing on rank 0"),
-        ("0SEND_F1 ", "0SEND_F1 0SEND_F1 ", "rank 0, place 4: 0SEND_F1 stands twice, first on rank 0"),
-        ("0F0 0SEND_F0", "0SEND_F0 0F0", "rank 0, place 0: 0SEND_F0 stands before 0F0, which it needs"),
-        ("0RECV_B0 0B0", "0B0 0RECV_B0", "rank 0, place 4: 0B0 stands before 0RECV_B0, which it needs"),
-        ("0F1 ", "0F1 1SEND_B1 ", "rank 0, place 3: 1SEND_B1 doesn't belong here: it belongs on rank 1"),
-        ("0F1 ", "0F1 1SEND_F1 ", "rank 0, place 3: 1SEND_F1 doesn't belong here: nothing needs that message"),
+        ("0SEND_F1 ", "", "rank 0, position 2: 0SEND_F1 is missing on rank 0"),
+        ("0SEND_F1 ", "0SEND_F1 0SEND_F1 ", "rank 0, position 4: 0SEND_F1 appears twice, first on rank 0"),
+        ("0F0 0SEND_F0", "0SEND_F0 0F0", "rank 0, position 0: 0SEND_F0 comes before 0F0, which it needs"),
+        ("0RECV_B0 0B0", "0B0 0RECV_B0", "rank 0, position 4: 0B0 comes before 0RECV_B0, which it needs"),
+        ("0F1 ", "0F1 1SEND_B1 ", "rank 0, position 3: 1SEND_B1 doesn't belong here: it belongs on rank 1"),
+        ("0F1 ", "0F1 1SEND_F1 ", "rank 0, position 3: 1SEND_F1 doesn't belong here: nothing needs that message"),
         (
             "0RECV_B0 0B0 0RECV_B1",
             "0RECV_B1 0RECV_B0 0B0",
@@ -70,7 +70,7 @@ def test_a_pair() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(old: str, new: str, why: str) -> None:
+def test_the_error_names_what_is_wrong(old: str, new: str, why: str) -> None:
     changed = WHOLE[0].replace(old, new)
     assert changed != WHOLE[0]
     with pytest.raises(HanayoError) as caught:
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_named(old: str, new: str, why: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "hanayo"])
-def test_what_torch_lowers_is_complete(tmp_path: Path, name: str) -> None:
+def test_torchs_lowered_tables_are_complete(tmp_path: Path, name: str) -> None:
     schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
     schedule = make(name, 4, 6, 2)
     schedule.to_csv(tmp_path / "table.csv")
@@ -91,7 +91,7 @@ def test_what_torch_lowers_is_complete(tmp_path: Path, name: str) -> None:
     check_communication(Schedule.from_csv(tmp_path / "lowered.csv"), lists)
 
 
-def test_an_action_that_torch_knows_and_a_schedule_has_not_is_dropped(tmp_path: Path) -> None:
+def test_torchs_sharding_actions_are_dropped(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n")
     (only,) = read_rows(tmp_path / "table.csv")
     assert only == (*row("0F0 0B0"), Action.parse("0REDUCE_GRAD"))

@@ -16,7 +16,7 @@ from lightning_hanayo.schedule import (
 from tests.schedule.samples import NAMES, make, row, schedules, unhurried
 
 
-def test_head_and_loss_run_on_rank_0_when_the_last_stage_has_handed_over() -> None:
+def test_head_and_loss_run_on_rank_0_after_the_last_stage() -> None:
     schedule = with_loss_stage(build("1f1b", num_ranks=4, num_microbatches=4))
     assert schedule.loss_stage
     assert schedule.stage_ranks == (0, 1, 2, 3, 0)
@@ -30,7 +30,7 @@ def test_a_wave_has_its_loss_on_rank_0_already(num_ranks: int) -> None:
     assert with_loss_stage(schedule) is schedule
 
 
-def test_twice_is_once() -> None:
+def test_a_second_loss_stage_is_not_added() -> None:
     schedule = with_loss_stage(build("gpipe", num_ranks=2, num_microbatches=2))
     assert with_loss_stage(schedule) is schedule
 
@@ -65,7 +65,7 @@ def test_it_costs_no_time_and_no_activations_of_its_own() -> None:
     assert timeline.peak_activations == simulate(plain).peak_activations
 
 
-def test_it_may_cost_something() -> None:
+def test_the_loss_stage_may_have_a_cost() -> None:
     schedule = with_loss_stage(build("gpipe", num_ranks=2, num_microbatches=1))
     dear = CostModel(forward=(1.0, 1.0, 0.5), backward_input=(1.0, 1.0, 0.25), backward_weight=(1.0, 1.0, 0.25))
     assert simulate(schedule, dear).makespan == pytest.approx(6 + 1)

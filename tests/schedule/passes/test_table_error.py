@@ -24,6 +24,6 @@ def test_only_the_cells_around_the_mark_are_drawn() -> None:
 
 
 def test_the_error_has_the_cell() -> None:
-    with pytest.raises(HanayoError, match="schedule 'mine', rank 0, place 1: it is wrong") as caught:
+    with pytest.raises(HanayoError, match="schedule 'mine', rank 0, position 1: it is wrong") as caught:
         reject("mine", [row("0F0 0B0")], (0, 1), "it is wrong")
     assert caught.value.cell == (0, 1)

@@ -1,4 +1,4 @@
-"""What is no schedule is refused, with the culprit marked."""
+"""Invalid tables are rejected, with the wrong action marked."""
 
 import time
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.schedule.samples import make, schedules, table, unhurried
 
 @given(schedules())
 @unhurried
-def test_what_we_build_is_valid(schedule: Schedule) -> None:
+def test_all_builders_make_valid_tables(schedule: Schedule) -> None:
     validate(schedule)
     validate(forward_only(schedule))
 
@@ -25,36 +25,36 @@ def test_what_we_build_is_valid(schedule: Schedule) -> None:
         (("0F0 0F1 0B0 0I1", "1F0 1B0 1F1 1B1"), "expected 0B1, or 0I1 and 0W1, got I", "[0F1]"),
         (("0F0 0F1 0B0 0B1 0W1", "1F0 1B0 1F1 1B1"), "got B and W", "[0F1]"),
         (("0F0 0B0 0B1", "1F0 1B0 1F1 1B1"), "stage 0 has no forward of micro-batch 1", "[0B1]"),
-        (("0F0 0F1 0B0 0B1 0F0", "1F0 1B0 1F1 1B1"), "0F0 stands twice on rank 0, at places 0 and 4", "[0F0]"),
+        (("0F0 0F1 0B0 0B1 0F0", "1F0 1B0 1F1 1B1"), "0F0 appears twice on rank 0, at positions 0 and 4", "[0F0]"),
         (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1 0F0"), "ranks 0 and 1 both claim stage 0", "[0F0]"),
         (("0F0 0F1 0B0 0B1 2F0", "1F0 1B0 1F1 1B1"), "there is no stage 2, stages are 0 to 1", "[2F0]"),
         (("0F0 0F1 0B0 0B1 0F2", "1F0 1B0 1F1 1B1"), "there is no micro-batch 2", "[0F2]"),
         (("0F0 0SEND_F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), "0SEND_F0 is communication", "[0SEND_F0]"),
     ],
 )
-def test_the_culprit_is_named_and_marked(rows: tuple[str, ...], why: str, cell: str) -> None:
+def test_the_wrong_action_is_named_and_marked(rows: tuple[str, ...], why: str, cell: str) -> None:
     with pytest.raises(HanayoError) as error:
         validate(table(*rows, stage_ranks=(0, 1), num_microbatches=2))
     assert why in str(error.value)
     assert cell in str(error.value)
 
 
-def test_a_ring_says_who_waits_for_whom() -> None:
+def test_a_deadlock_names_which_rank_waits_for_which() -> None:
     with pytest.raises(HanayoError) as error:
         validate(table("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", stage_ranks=(0, 1), num_microbatches=2))
     message = str(error.value)
-    assert "rank 0 at 0B0 waits for 1B0, which stands on rank 1, behind 1F1" in message
-    assert "rank 1 at 1F1 waits for 0F1, which stands on rank 0, behind 0B0" in message
+    assert "rank 0 at 0B0 waits for 1B0, which comes on rank 1, after 1F1" in message
+    assert "rank 1 at 1F1 waits for 0F1, which comes on rank 0, after 0B0" in message
     assert message.count("waits for") == 2
     assert "rank 0  0F0  [0B0]" in message
 
 
 def test_a_rank_that_waits_for_itself() -> None:
-    with pytest.raises(HanayoError, match="rank 0 at 0B0 waits for 0F0, which stands behind itself"):
+    with pytest.raises(HanayoError, match="rank 0 at 0B0 waits for 0F0, which comes after itself"):
         validate(table("0B0 0F0", stage_ranks=(0,), num_microbatches=1))
 
 
-def test_shapes_that_make_no_sense() -> None:
+def test_shapes_that_are_rejected() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
     with pytest.raises(HanayoError, match="stage 1 is on rank 2, but there are rows for 2 ranks"):
         validate(replace(schedule, stage_ranks=(0, 2)))
@@ -68,7 +68,7 @@ def test_shapes_that_make_no_sense() -> None:
         validate(replace(schedule, actions=((), ()), stage_ranks=()))
 
 
-def test_a_long_table_is_shown_around_the_culprit_only() -> None:
+def test_a_long_table_is_drawn_only_around_the_wrong_action() -> None:
     schedule = make("1f1b", 2, 200)
     broken = (schedule.actions[0][:150] + schedule.actions[0][151:], schedule.actions[1])
     with pytest.raises(HanayoError) as error:
@@ -77,7 +77,7 @@ def test_a_long_table_is_shown_around_the_culprit_only() -> None:
     assert "..." in str(error.value)
 
 
-def test_of_many_ranks_those_around_the_culprit_are_shown() -> None:
+def test_of_many_ranks_only_those_around_the_wrong_action_are_drawn() -> None:
     schedule = make("1f1b", 200, 2)
     with pytest.raises(HanayoError) as error:
         validate(replace(schedule, actions=(*schedule.actions[:100], (), *schedule.actions[101:])))
@@ -85,7 +85,7 @@ def test_of_many_ranks_those_around_the_culprit_are_shown() -> None:
 
 
 def test_it_takes_linear_time() -> None:
-    """A chain as long as the table: repeated scans would take the square of it, minutes."""
+    """A dependency path as long as the table: repeated scans would take quadratic time, minutes."""
     schedule = make("gpipe", 32, 128)
     begin = time.process_time()
     validate(schedule)

@@ -1,4 +1,4 @@
-"""The activation budget: room is kept for micro-batches already under way."""
+"""The activation budget: memory is reserved for micro-batches already under way."""
 
 from random import Random
 
@@ -10,7 +10,7 @@ from tests.schedule.samples import unhurried
 
 
 def test_the_drawing() -> None:
-    """Capacity 4, two stages: 0 holds one, 1 holds two; a third micro-batch must leave 0 its last place."""
+    """Capacity 4, two stages: 0 holds one, 1 holds two; a third micro-batch must leave the last one to 0."""
     budget = Budget(capacity=4, num_stages=2, num_microbatches=3)
     for microbatch in (0, 1, 1):
         assert budget.allows(microbatch)
@@ -23,7 +23,7 @@ def test_the_drawing() -> None:
     assert budget.allows(2)
 
 
-def test_the_oldest_may_always_go_on() -> None:
+def test_the_oldest_micro_batch_can_always_go_on() -> None:
     budget = Budget(capacity=3, num_stages=3, num_microbatches=2)
     budget.take(0)
     assert not budget.allows(1)
@@ -46,10 +46,10 @@ def can_all_end(capacity: int, held: list[int], needed: list[int]) -> bool:
 
 @given(st.integers(1, 4), st.integers(0, 6), st.integers(1, 6), st.randoms(use_true_random=False))
 @unhurried
-def test_it_allows_what_leaves_everyone_a_way_to_its_end(
+def test_every_allowed_forward_leaves_all_micro_batches_able_to_end(
     num_stages: int, spare: int, num_microbatches: int, random: Random
 ) -> None:
-    """Any order of forwards and backwards; the state is safe, so somebody can always go on."""
+    """Any order of forwards and backwards; the state is safe, so some micro-batch can always go on."""
     capacity = num_stages + spare
     budget = Budget(capacity, num_stages, num_microbatches)
     held, needed = [0] * num_microbatches, [num_stages] * num_microbatches

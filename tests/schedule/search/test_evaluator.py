@@ -1,4 +1,4 @@
-"""Tables as numbers."""
+"""The evaluator: tables as codes, and their times."""
 
 from math import inf
 
@@ -29,8 +29,10 @@ def test_the_codes_of_two_stages_and_three_micro_batches() -> None:
 
 @given(schedules(), st.floats(0, 1))
 @unhurried
-def test_each_action_starts_when_its_rank_is_free_and_all_has_arrived(schedule: Schedule, message: float) -> None:
-    """Against the rule itself, applied to whole actions."""
+def test_each_action_starts_when_its_rank_is_free_and_its_inputs_have_arrived(
+    schedule: Schedule, message: float
+) -> None:
+    """Compared with the dependency rule, applied to actions."""
     costs = CostModel(forward=1.0, backward_input=1.25, backward_weight=0.75, message=message)
     waits = table_waits(schedule)
     rank_of, free, ends = schedule.stage_ranks, [0.0] * schedule.num_ranks, dict[Action, float]()
@@ -46,7 +48,7 @@ def test_each_action_starts_when_its_rank_is_free_and_all_has_arrived(schedule: 
     assert played.makespan == max(free)
 
 
-def test_backwards_in_one_piece_and_in_two_in_one_table() -> None:
+def test_whole_and_split_backwards_in_one_table() -> None:
     r"""rank 0   0F0 0F1 .   .   .   0B0 0I1 0W1      micro-batch 0: stage 1 in two pieces, stage 0 in one
     rank 1       1F0 1I0 1F1 1B1 1W0              1: the other way round
     """
@@ -69,7 +71,7 @@ def test_a_rank_may_begin_later() -> None:
 
 
 @pytest.mark.parametrize("rows", [("0B0 0F0", "1F0 1B0"), ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")])
-def test_ranks_that_wait_for_each_other_never_end(rows: tuple[str, ...]) -> None:
+def test_ranks_that_deadlock_have_no_makespan(rows: tuple[str, ...]) -> None:
     schedule = table(*rows, stage_ranks=(0, 1), num_microbatches=2)
     evaluator = Evaluator(schedule, COSTS)
     assert evaluator.run(evaluator.encode(schedule.actions)) is None

@@ -1,7 +1,7 @@
-"""The scheduler: along the plan while it can, and what it does in a hole.
+"""The list scheduler: it follows the plan while it can, and fills gaps.
 
-plan     0F0 0F1 0I0 0F2 ...       0I0 isn't there yet: 0F2, a weight gradient, or nothing
-                ^ hole
+plan     0F0 0F1 0I0 0F2 ...       0I0 hasn't arrived yet: 0F2, a weight gradient, or nothing
+                ^ gap
 """
 
 from math import inf
@@ -23,10 +23,10 @@ HERE = "0F0 0F1 0I0 0F2 0I1 0F3 0I2 0I3"
 THERE = "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3"
 
 
-def played(
+def run(
     here: str, there: str, policy: FillPolicy | None = None, costs: CostModel = EVEN, budget: float = 9
 ) -> list[str]:
-    """What two ranks with a stage each run, the plan and the answer written as a table is."""
+    """The rows that two ranks with a stage each run; the plan and the result are written like a table."""
     shape = Schedule("line", (0, 1), ((), ()), here.count("0F"))
     evaluator = Evaluator(shape, costs)
     scheduler = ListScheduler(
@@ -36,54 +36,54 @@ def played(
     return [" ".join(map(str, actions)) for actions in evaluator.decode(scheduler.rows)]
 
 
-def test_weight_gradients_fill_what_is_left() -> None:
+def test_weight_gradients_fill_the_gaps() -> None:
     """0I0 comes at 3, 0F1 ends at 2, and 0F2 waits for its turn.
 
     rank 0   F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
     rank 1      F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
     """
-    assert played(HERE, THERE) == [
+    assert run(HERE, THERE) == [
         "0F0 0F1 0I0 0F2 0I1 0F3 0I2 0W0 0I3 0W1 0W2 0W3",
         "1F0 1I0 1F1 1I1 1F2 1I2 1F3 1I3 1W0 1W1 1W2 1W3",
     ]
 
 
 @pytest.mark.parametrize(("reach", "ran"), [(0, "0F0 0I0"), (2, "0F0 0I0"), (3, "0F0 0F1"), (inf, "0F0 0F1")])
-def test_its_reach(reach: float, ran: str) -> None:
-    """While 0I0, at place 1, is awaited, 0F1 waits at place 4."""
-    assert played("0F0 0I0 0I1 0I2 0F1 0F2 0I3 0F3", THERE, FillPolicy(reach))[0].startswith(ran)
+def test_reach(reach: float, ran: str) -> None:
+    """While 0I0, at position 1, has not arrived, 0F1 waits at position 4."""
+    assert run("0F0 0I0 0I1 0I2 0F1 0F2 0I3 0F3", THERE, FillPolicy(reach))[0].startswith(ran)
 
 
 @pytest.mark.parametrize(("weights_first", "ran"), [(False, "0F2"), (True, "0W0")])
-def test_from_ahead_or_a_weight_gradient(weights_first: bool, ran: str) -> None:
+def test_a_gap_is_filled_from_ahead_or_by_a_weight_gradient(weights_first: bool, ran: str) -> None:
     """0I0 ends at 4, 0I1 comes at 5."""
-    here, _ = played("0F0 0F1 0I0 0I1 0F2 0I2", "1F0 1I0 1F1 1I1 1F2 1I2", FillPolicy(1, 0, weights_first))
+    here, _ = run("0F0 0F1 0I0 0I1 0F2 0I2", "1F0 1I0 1F1 1I1 1F2 1I2", FillPolicy(1, 0, weights_first))
     assert here.startswith(f"0F0 0F1 0I0 {ran} 0I1")
 
 
 @pytest.mark.parametrize(("tolerance", "ran"), [(0, "0F2 0I0"), (0.4, "0F2 0I0"), (0.6, "0I0 0F2"), (1, "0I0 0F2")])
-def test_its_patience(tolerance: float, ran: str) -> None:
-    """The hole is half as long as 0F2: 0F1 ends at 2, 0I0 comes at 2.5."""
-    here, _ = played(HERE, THERE, FillPolicy(1, tolerance), CostModel((1, 0.5), 1, 1))
+def test_tolerance(tolerance: float, ran: str) -> None:
+    """The gap is half as long as 0F2: 0F1 ends at 2, 0I0 comes at 2.5."""
+    here, _ = run(HERE, THERE, FillPolicy(1, tolerance), CostModel((1, 0.5), 1, 1))
     assert here.startswith(f"0F0 0F1 {ran}")
 
 
 def test_planned_weight_gradients_keep_their_place() -> None:
     here, there = "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"
-    assert played(here, there) == [here, there]
-    assert played("0F0 0F1 0I0 0I1", "1F0 1I0 1F1 1I1")[1] == "1F0 1I0 1F1 1I1 1W0 1W1"
+    assert run(here, there) == [here, there]
+    assert run("0F0 0F1 0I0 0I1", "1F0 1I0 1F1 1I1")[1] == "1F0 1I0 1F1 1I1 1W0 1W1"
 
 
-def test_a_forward_without_room_waits_and_reach_is_lifted_where_all_wait() -> None:
-    """0F1 has no room, and 0I0 stands beyond the reach: only looking further helps."""
-    assert played("0F0 0F1 0I0 0I1", "1F0 1F1 1I0 1I1", budget=1) == [
+def test_reach_is_lifted_where_all_ranks_wait() -> None:
+    """There is no memory for 0F1, and 0I0 is beyond the reach: only lifting the reach helps."""
+    assert run("0F0 0F1 0I0 0I1", "1F0 1F1 1I0 1I1", budget=1) == [
         "0F0 0I0 0W0 0F1 0I1 0W1",
         "1F0 1I0 1W0 1F1 1I1 1W1",
     ]
 
 
-def test_time_goes_on_where_all_wait() -> None:
-    """0F1 has no room until 0W0, and 0I0, which comes at 7, is beyond the reach: nothing starts before it is there."""
+def test_time_advances_where_all_ranks_wait() -> None:
+    """There is no memory for 0F1 until 0W0, and 0I0, ready at 7, is beyond the reach: nothing starts before 7."""
     costs = CostModel(1, 1, 1, message=2)
     shape = Schedule("line", (0, 1), ((), ()), 2)
     evaluator = Evaluator(shape, costs)
@@ -92,7 +92,7 @@ def test_time_goes_on_where_all_wait() -> None:
     assert scheduler.run() == pytest.approx(evaluator.makespan(scheduler.rows))
 
 
-def test_a_job() -> None:
+def test_a_problem() -> None:
     shape = Schedule("v", zigzag(2, 1), ((), ()), 3)
     costs = CostModel(forward=(1, 2, 3, 4), backward_input=6, backward_weight=2, message=0.1)
     problem = SchedulingProblem.of(shape, costs, budget=1.5)
@@ -123,10 +123,10 @@ policies = st.builds(FillPolicy, st.sampled_from([0, 1, 3, inf]), st.sampled_fro
 
 @given(problems(), policies, st.booleans(), st.randoms(use_true_random=False))
 @unhurried
-def test_any_plan_comes_to_its_end_within_its_room(
+def test_any_plan_ends_within_its_capacity(
     sizes: tuple[Schedule, CostModel, float], policy: FillPolicy, weights: bool, random: Random
 ) -> None:
-    """Its own makespan is no promise where all waited for what lay beyond their reach: the table may be faster."""
+    """Where all ranks waited for actions beyond their reach, the table may be faster than the scheduler was."""
     shape, costs, budget = sizes
     problem, evaluator = SchedulingProblem.of(shape, costs, budget), Evaluator(shape, costs)
     num_planned = problem.num_actions if weights else problem.num_actions // 3 * 2

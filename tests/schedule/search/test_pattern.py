@@ -1,4 +1,4 @@
-"""The pattern: its picture, its pauses, its memory, and that its like can follow it."""
+"""The pattern: its drawing, pauses and memory, and that others can follow it every period."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +37,7 @@ def test_the_picture() -> None:
 
 
 def test_pauses() -> None:
-    """1 behind a message down, 2 up (back: the same), none at a turning point, 1 before I, 2 before W.
+    """1 after a message down, 2 up (back: the same), none at a turning point, 1 before I, 2 before W.
 
     W1 finds cells 14 and 15 taken by F1 and F2 of the next micro-batch.
     """
@@ -51,7 +51,7 @@ def test_pauses() -> None:
 
 @given(placements, all_pauses)
 @unhurried
-def test_each_waits_for_what_it_needs(stage_ranks: tuple[int, ...], pauses: Pauses) -> None:
+def test_each_action_comes_after_what_it_waits_for(stage_ranks: tuple[int, ...], pauses: Pauses) -> None:
     pattern = Pattern(stage_ranks, pauses)
     way = [*pattern.forward, *pattern.backward[::-1]]
     assert way == sorted(set(way))
@@ -62,7 +62,7 @@ def test_each_waits_for_what_it_needs(stage_ranks: tuple[int, ...], pauses: Paus
 
 @given(placements, all_pauses)
 @unhurried
-def test_no_two_meet_on_a_rank_however_many_follow(stage_ranks: tuple[int, ...], pauses: Pauses) -> None:
+def test_no_two_micro_batches_collide_on_a_rank(stage_ranks: tuple[int, ...], pauses: Pauses) -> None:
     pattern = Pattern(stage_ranks, pauses)
     for rank in range(max(stage_ranks) + 1):
         mine = [row[stage] for row in pattern.cells[:3] for stage, of in enumerate(stage_ranks) if of == rank]
@@ -71,7 +71,7 @@ def test_no_two_meet_on_a_rank_however_many_follow(stage_ranks: tuple[int, ...],
 
 @given(placements, all_pauses)
 @unhurried
-def test_the_peak_is_what_micro_batches_every_period_hold(stage_ranks: tuple[int, ...], pauses: Pauses) -> None:
+def test_the_peak_is_that_of_the_steady_state(stage_ranks: tuple[int, ...], pauses: Pauses) -> None:
     pattern = Pattern(stage_ranks, pauses)
     count = 2 + max(pattern.weights) // pattern.period
     held = {
@@ -89,10 +89,10 @@ def test_the_peak_is_what_micro_batches_every_period_hold(stage_ranks: tuple[int
 
 @given(placements, all_pauses, st.integers(1, 6))
 @unhurried
-def test_played_to_the_letter_it_keeps_its_cells_and_its_peak(
+def test_a_schedule_that_follows_the_pattern_keeps_its_cells_and_its_peak(
     stage_ranks: tuple[int, ...], pauses: Pauses, num_microbatches: int
 ) -> None:
-    """Costs for which each action takes one cell."""
+    """With costs such that each action takes one cell."""
     pattern = Pattern(stage_ranks, pauses)
     stages_per_rank = stage_ranks.count(0)
     costs = CostModel(stages_per_rank, stages_per_rank, stages_per_rank)

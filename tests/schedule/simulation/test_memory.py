@@ -13,14 +13,14 @@ from tests.schedule.samples import schedules, unhurried
 MODEL = MemoryModel(activation=8.0, weights=100.0, gradients=200.0, optimizer=400.0)
 
 
-def test_what_two_ranks_hold() -> None:
+def test_the_peaks_of_two_ranks() -> None:
     """1F1B with P = 2: rank 0 holds two micro-batches' activations, rank 1 one."""
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=4))
     assert MODEL.peaks(timeline) == (RankMemory(100, 200, 400, 16), RankMemory(100, 200, 400, 8))
     assert [rank.total for rank in MODEL.peaks(timeline)] == [716, 708]
 
 
-def test_a_curve_stands_on_what_is_always_there() -> None:
+def test_a_curve_includes_weights_gradients_and_optimizer() -> None:
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2))
     assert MODEL.curve(timeline, 1) == ((0, 700), (1, 708), (4, 708), (7, 700))
 
@@ -37,15 +37,15 @@ def test_each_stages_own_bytes() -> None:
     assert peaks == (RankMemory(9, 10, 0, 9), RankMemory(6, 10, 0, 6))
 
 
-def test_a_model_that_is_there_twice() -> None:
-    """Each rank holds two stages, each a whole share of one copy."""
+def test_two_replicas_of_the_model() -> None:
+    """Each rank holds two stages, each a whole share of one replica."""
     timeline = simulate(build("chimera", num_ranks=4, num_microbatches=4))
     peaks = MODEL.peaks(timeline)
     assert [(rank.weights, rank.gradients, rank.optimizer) for rank in peaks] == [(200, 400, 800)] * 4
     assert [rank.activations for rank in peaks] == [8 * held for held in timeline.peak_activations]
 
 
-def test_one_copys_values_are_enough() -> None:
+def test_the_values_of_one_replica_are_enough() -> None:
     timeline = simulate(build("chimera", num_ranks=2, num_microbatches=2))
     one, both = (MemoryModel(list(each), weights=each) for each in ((1.0, 2.0), (1.0, 2.0, 1.0, 2.0)))  # type: ignore[arg-type]
     assert one.peaks(timeline) == both.peaks(timeline)

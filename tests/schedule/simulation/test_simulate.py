@@ -12,10 +12,10 @@ from lightning_hanayo.schedule.dependency import table_waits
 from tests.schedule.samples import make, schedules, table, unhurried
 
 times = st.integers(0, 64).map(lambda count: count / 32)
-"""Whose sums are exact."""
+"""times whose sums are exact"""
 
 
-def test_a_message_delays_its_receiver_and_nobody_else() -> None:
+def test_a_message_delays_only_its_receiver() -> None:
     """rank 0: 0F0 at 0..1, 0F1 at 1..2; the message of the first arrives at 1.5."""
     timeline = simulate(build("gpipe", num_ranks=2, num_microbatches=2), CostModel(message=0.5))
     starts = {str(span.action): span.start for span in timeline.spans}
@@ -45,7 +45,7 @@ def test_no_action_could_start_earlier_or_later(
 
 @given(schedules(), times, times, times, times)
 @unhurried
-def test_a_step_takes_as_long_as_its_busiest_rank_and_a_micro_batchs_way(
+def test_a_step_takes_its_busiest_ranks_work_and_one_micro_batchs_latency(
     schedule: Schedule, forward: float, backward_input: float, backward_weight: float, message: float
 ) -> None:
     timeline = simulate(schedule, CostModel(forward, backward_input, backward_weight, message))
@@ -80,7 +80,7 @@ def test_the_closed_forms_hold_to_the_last_bit(
 @given(st.integers(2, 8), st.integers(1, 8), st.integers(1, 8))
 @unhurried
 def test_the_closed_form_of_gpipe_with_hops_by_node(num_ranks: int, num_microbatches: int, ranks_per_node: int) -> None:
-    """(P + B - 1) (T_F + T_B), and each hop of the chain twice."""
+    """(P + B - 1) (T_F + T_B), and each hop twice."""
     costs = CostModel(message=0.125, message_between_nodes=0.5, ranks_per_node=ranks_per_node)
     between = (num_ranks - 1) // ranks_per_node
     hops = 0.5 * between + 0.125 * (num_ranks - 1 - between)
@@ -128,7 +128,7 @@ def test_steps_follow_each_other_without_a_barrier() -> None:
 
 @given(schedules(max_ranks=4, max_microbatches=5), times, times)
 @unhurried
-def test_each_step_waits_for_nothing_but_its_ranks_own_work(schedule: Schedule, message: float, reduce: float) -> None:
+def test_a_step_starts_when_its_ranks_own_work_is_done(schedule: Schedule, message: float, reduce: float) -> None:
     costs = CostModel(message=message, gradient_reduce=reduce)
     three, two, one = (simulate(schedule, costs, steps) for steps in (3, 2, 1))
     assert three.steps[:2] == two.steps
@@ -142,9 +142,9 @@ def test_each_step_waits_for_nothing_but_its_ranks_own_work(schedule: Schedule, 
             assert all(span.start >= last for span in following.spans if span.rank == rank)
 
 
-def test_a_wave_keeps_its_slope_over_the_steps_and_a_loop_does_not() -> None:
-    r"""P = 4, B = 8. The ranks of a zbv end in the order in which they begin, so the next step fits behind it; those of
-    a loop all wait for the first rank's last action.
+def test_steps_of_a_wave_overlap_fully_and_those_of_a_loop_do_not() -> None:
+    r"""P = 4, B = 8. The ranks of a zbv end in the order in which they begin, so the next step fits right after
+    it; those of a loop all wait for the first rank's last action.
 
     zbv   \ step 0 \ step 1 \        interleaved-zb   \ step 0 | \ step 1 |
            \        \        \                         \       |  \       |
@@ -158,15 +158,15 @@ def test_a_wave_keeps_its_slope_over_the_steps_and_a_loop_does_not() -> None:
     assert bubbles["interleaved-zb", 4] == pytest.approx((1 / 33,) * 4)
 
 
-def test_two_waves_with_a_split_backward_keep_their_slope() -> None:
-    """Which a wave with a whole backward does not."""
+def test_steps_of_two_waves_with_a_split_backward_overlap_fully() -> None:
+    """Steps of a wave with whole backwards don't."""
     whole = make("hanayo", 4, 8, 2)
     split = build("hanayo-zb", num_ranks=4, num_microbatches=8, num_waves=2)
     assert simulate(whole, steps=3).step_bubbles == pytest.approx((1 / 9,) * 3)
     assert simulate(split, steps=3).step_bubbles == pytest.approx((1 / 33, 0, 0))
 
 
-def test_steps_with_what_each_action_costs_a_runtime() -> None:
+def test_steps_with_the_overhead_of_a_runtime() -> None:
     """The measured 7.6 % of zbv alone and 3.9 % back to back (P = 4, B = 8): three steps, 0.0095 T_F on each action."""
     schedule = make("zbv", 4, 8)
     each = (0.5 + 0.0095,) * 8
@@ -178,8 +178,8 @@ def test_steps_with_what_each_action_costs_a_runtime() -> None:
     assert loop.step_times == pytest.approx((loop.steps[0].makespan,) * 3)
 
 
-def test_reductions_lie_beside_the_compute() -> None:
-    """P = 1, two stages: stage 1's reduction lies beside stage 0's last backward; stage 0's ends the step."""
+def test_reductions_overlap_with_compute() -> None:
+    """P = 1, two stages: stage 1's reduction overlaps with stage 0's last backward; stage 0's ends the step."""
     schedule = build("hanayo", num_ranks=1, num_microbatches=1)
     timeline = simulate(schedule, CostModel(gradient_reduce=4.0), steps=2)
     reductions = [
@@ -217,7 +217,7 @@ def test_a_replica_without_a_micro_batch_reduces_too() -> None:
     assert sorted(reductions) == [(0, 0, 6), (0, 3, 4), (1, 1, 4), (1, 2, 6)]
 
 
-def test_what_cannot_run_is_refused() -> None:
+def test_a_table_that_deadlocks_is_rejected() -> None:
     with pytest.raises(HanayoError, match="wait for each other"):
         simulate(table("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", stage_ranks=(0, 1), num_microbatches=2))
 
@@ -232,7 +232,7 @@ def test_what_cannot_run_is_refused() -> None:
         (("0F0 0B0", "1F0"), "no whole backward"),
     ],
 )
-def test_what_is_no_schedule_is_refused(rows: tuple[str, ...], why: str) -> None:
+def test_an_invalid_table_is_rejected(rows: tuple[str, ...], why: str) -> None:
     with pytest.raises(HanayoError, match=why):
         simulate(table(*rows, stage_ranks=(0, 1), num_microbatches=1))
 

@@ -41,7 +41,7 @@ def test_no_spans_at_all() -> None:
     assert (timeline.num_ranks, timeline.makespan, timeline.bubble_ratio, timeline.peak_activations) == (0, 0, 0, ())
 
 
-def test_communication_keeps_nobody_busy() -> None:
+def test_communication_is_not_busy_time() -> None:
     timeline = Timeline(spans("0 0F0 0 1", "0 0SEND_F0 1 2", "0 0REDUCE_GRAD 2 4"))
     assert timeline.busy == (1,)
     assert timeline.bubble_ratio == 0.75
@@ -79,7 +79,7 @@ def test_activations_over_time() -> None:
 @given(schedules(), st.integers(1, 2))
 @unhurried
 def test_activations_are_those_between_their_forward_and_their_backward(schedule: Schedule, steps: int) -> None:
-    """At each change, against the meaning: from the start of `F` up to the end of `B` or `W`, step by step."""
+    """At each change, compared with the definition: from the start of `F` to the end of `B` or `W`, per step."""
     timeline = simulate(schedule, CostModel(message=0.1), steps)
     lives: dict[int, list[tuple[float, float, float]]] = {rank: [] for rank in range(schedule.num_ranks)}
     for step in timeline.steps:
@@ -100,7 +100,7 @@ def test_activations_are_those_between_their_forward_and_their_backward(schedule
 
 
 def test_steps_one_by_one() -> None:
-    """P = 2 and forward only: a step fills the pipeline (3 + 1), the others join its slope (3 each, no bubble)."""
+    """P = 2 and forward only: a step fills the pipeline (3 + 1), others start while it drains (3 each, no bubble)."""
     timeline = simulate(forward_only(build("gpipe", num_ranks=2, num_microbatches=3)), steps=3)
     assert [(step.begin, step.makespan) for step in timeline.steps] == [(0, 4), (3, 4), (6, 4)]
     assert timeline.step_times == (4, 3, 3)
@@ -108,7 +108,7 @@ def test_steps_one_by_one() -> None:
     assert timeline.steps[0] == simulate(forward_only(build("gpipe", num_ranks=2, num_microbatches=3)))
 
 
-def test_spans_that_are_no_whole_steps() -> None:
+def test_spans_that_do_not_divide_into_steps() -> None:
     with pytest.raises(HanayoError, match="1 spans and num_steps=2"):
         Timeline(spans("0 0F0 0 1"), num_steps=2)
 
@@ -139,6 +139,6 @@ def test_json_and_back(schedule: Schedule, steps: int) -> None:
         '{"spans": [], "num_steps": 0}',
     ],
 )
-def test_what_is_no_timeline_is_refused(text: str) -> None:
+def test_text_that_is_no_timeline_is_rejected(text: str) -> None:
     with pytest.raises(HanayoError, match="this is no timeline"):
         Timeline.from_json(text)

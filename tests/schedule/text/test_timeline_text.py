@@ -24,11 +24,11 @@ def test_few_columns() -> None:
     assert max(map(len, drawn)) <= 80
 
 
-def test_nothing() -> None:
+def test_no_spans_give_empty_text() -> None:
     assert timeline_text(Timeline(())) == ""
 
 
-def test_a_long_schedule_wraps_into_bands_that_lose_nothing() -> None:
+def test_a_long_schedule_wraps_into_bands() -> None:
     schedule = make("hanayo", 4, 8, 2)
     whole = schedule_text(schedule).splitlines()
     bands = schedule_text(schedule, columns=60, wrap=True).split("\n\n")
@@ -53,11 +53,11 @@ def test_pieces_belong_to_their_spans() -> None:
     ]
 
 
-def test_a_tiny_action_makes_no_endless_line() -> None:
+def test_a_tiny_action_keeps_lines_short() -> None:
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), CostModel(forward=1e-9))
     assert max(map(len, timeline_text(timeline).splitlines())) < 60
 
 
-def test_a_long_schedule_makes_no_endless_line() -> None:
+def test_a_long_schedule_keeps_lines_short() -> None:
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=3000))
     assert max(map(len, timeline_text(timeline).splitlines())) <= MAX_COLUMNS + 10

@@ -127,8 +127,10 @@ def table_waits(table: Table, rows: Rows | None = None) -> dict[Action, tuple[Ac
 
 def producers(table: Table) -> dict[Action, Action]:
     """For each compute action that works on another stage's output: the action that computes this output."""
-    waits = table_waits(table)
-    return {action: other for action, others in waits.items() for other in others if other.stage != action.stage}
+    present = {action for row in table.actions for action in row}
+    inputs = ((action, one_of) for action in present for one_of in _inputs(action, table.stages_per_replica))
+    found = ((action, next((other for other in one_of if other in present), None)) for action, one_of in inputs)
+    return {action: producer for action, producer in found if producer is not None}
 
 
 def executable_order(rows: Rows, waits: Dependencies) -> Iterator[Action]:

@@ -143,7 +143,7 @@ def choose(
         costs: in any unit of time, instead of the guess `COSTS`. If given per stage, there can't be more stages.
         steady: whether ranks begin their next step while others still end this one. Then layouts are compared by the
             time that each step adds.
-        separate_loss_stage: keep head and loss out of a single stage.
+        separate_loss_stage: give head and loss a stage of their own even if the stack is one stage.
 
     Raises:
         HanayoError: an unknown schedule, fewer blocks than stages, or costs of other stages; the message names the
@@ -156,7 +156,16 @@ def choose(
     waves = [num_waves] if num_waves != "auto" else WAVES if _depth(names[0]) in ("waves", "stages") else [1]
     relative = COSTS if costs is None else _relative(costs, num_ranks)
     layouts = [
-        Layout(name, num_ranks, wave, num_microbatches, activation_budget, relative, steady, separate_loss_stage)
+        Layout(
+            schedule=name,
+            num_ranks=num_ranks,
+            num_waves=wave,
+            num_microbatches=num_microbatches,
+            activation_budget=activation_budget,
+            costs=relative,
+            steady=steady,
+            separate_loss_stage=separate_loss_stage,
+        )
         for wave in waves
         for name in names
     ]

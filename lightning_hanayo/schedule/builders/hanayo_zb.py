@@ -56,14 +56,11 @@ def hanayo_zb(request: Request) -> Schedule:
         for builder in (zbv, v_half, v_min):
             search.try_order(evaluator.encode(builder(request).actions))
     tight = budget < request.num_ranks
-    if request.steady and any(
-        search.problem.hops
-    ):  # steps in the order for free messages follow each other without a gap
+    if request.steady and any(search.problem.hops):  # steps in the order for free messages follow without a gap
         free = replace(costs, message=0.0, message_between_nodes=None, ranks_per_node=None)
         search.try_order(evaluator.encode(hanayo_zb(replace(request, costs=free)).actions))
-    search.try_plans(
-        _wave_plans(shape, request.num_waves, costs, budget), until=search.actions_left // 2 if tight else 0
-    )
+    reserve = search.actions_left // 2 if tight else 0
+    search.try_plans(_wave_plans(shape, request.num_waves, costs, budget), until=reserve)
     if tight:
         search.try_plans(_pattern_plans(search.problem, search.effort), until=-inf)
     search.improve()

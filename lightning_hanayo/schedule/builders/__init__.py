@@ -1,6 +1,6 @@
 """Builders: one file per family of schedules. Importing this package registers them all."""
 
-from lightning_hanayo.schedule.builders import (
+from lightning_hanayo.schedule.builders import (  # noqa: F401 - each registers its schedules
     chimera,
     gpipe,
     hanayo,
@@ -12,16 +12,3 @@ from lightning_hanayo.schedule.builders import (
     zb_h1,
     zbv,
 )
-
-__all__ = [
-    "chimera",
-    "gpipe",
-    "hanayo",
-    "hanayo_zb",
-    "interleaved",
-    "interleaved_zb",
-    "one_f_one_b",
-    "v_half_v_min",
-    "zb_h1",
-    "zbv",
-]

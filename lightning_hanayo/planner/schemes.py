@@ -1,4 +1,4 @@
-"""The schemes that a grid is compared with: 1-D (Megatron), 2-D (SUMMA) and 2.5-D tensor parallelism.
+"""Communication volume and storage of other kinds of tensor parallelism: 1-D (Megatron), 2-D (SUMMA) and 2.5-D.
 
 For each what a rank receives for a Transformer layer, forward and backward, in elements, and which share of a matrix
 and of an activation it stores.
@@ -11,38 +11,38 @@ from lightning_hanayo.planner.volume import TransformerLayer
 
 @dataclass(frozen=True)
 class OneD:
-    """Megatron's pairs: the first layer cut by columns, the second by rows, Mh summed over all ranks behind each pair.
+    """Megatron's pairs of a column-parallel and a row-parallel layer, behind each of which Mh is summed over all ranks.
 
     Args:
         num_ranks: P.
-        sequence_parallel: whether what lies between the pairs is cut along the sequence.
+        sequence_parallel: whether activations between the pairs are sharded along the sequence.
     """
 
     num_ranks: int
     sequence_parallel: bool = False
 
     def volume(self, layer: TransformerLayer) -> float:
-        """4 (P-1)/P Mh for each of the two pairs."""
+        """Returns 4 (P-1)/P Mh for each of the two pairs."""
         return 2 * 4 * (self.num_ranks - 1) / self.num_ranks * layer.tokens * layer.hidden
 
     @property
     def weight_share(self) -> float:
-        """Of a matrix."""
+        """The part of a matrix that a rank stores."""
         return 1 / self.num_ranks
 
     @property
     def activation_share(self) -> float:
-        """Of a pair's input."""
+        """The part of a pair's input that a rank stores."""
         return 1 / self.num_ranks if self.sequence_parallel else 1.0
 
 
 @dataclass(frozen=True)
 class TwoAndAHalfD:
-    """`depth` squares, each of which works on a part of the tokens by SUMMA.
+    """`depth` squares of ranks, each of which computes a part of the tokens by SUMMA.
 
     Args:
-        side: q, of a square.
-        depth: d.
+        side: q, the side of a square.
+        depth: d, the number of squares.
     """
 
     side: int
@@ -50,11 +50,11 @@ class TwoAndAHalfD:
 
     @property
     def num_ranks(self) -> int:
-        """d q^2."""
+        """The number of ranks, d q^2."""
         return self.depth * self.side**2
 
     def volume(self, layer: TransformerLayer) -> float:
-        """3 (q-1)/q^2 (MK/d + KN) + 2 (d-1)/d KN/q^2 for each linear layer."""
+        """Returns 3 (q-1)/q^2 (MK/d + KN) + 2 (d-1)/d KN/q^2 for each linear layer."""
         q, d = self.side, self.depth
         total = 0.0
         for x, w, _ in (linear.sizes for linear in layer.linears):
@@ -63,15 +63,15 @@ class TwoAndAHalfD:
 
     @property
     def weight_share(self) -> float:
-        """Of a matrix."""
+        """The part of a matrix that a rank stores."""
         return 1 / self.side**2
 
     @property
     def activation_share(self) -> float:
-        """Of an activation."""
+        """The part of an activation that a rank stores."""
         return 1 / self.num_ranks
 
 
 def two_d(side: int) -> TwoAndAHalfD:
-    """SUMMA on one square of `side` x `side` ranks: 3 (q-1)/q^2 (MK + KN) for each linear layer."""
+    """Returns SUMMA on one square of `side` x `side` ranks: 3 (q-1)/q^2 (MK + KN) for each linear layer."""
     return TwoAndAHalfD(side, 1)

@@ -1,7 +1,7 @@
-"""Cube: a linear layer over a grid of ranks as a picture: who holds what, and what one rank gathers, sums and keeps.
+"""Draws a linear layer over a 3-D mesh of ranks: what each rank holds, and what one rank gathers, sums and keeps.
 
-  the ranks      |   W   [in/z, out/(y x)]       X on the left of Y, W above it, as one multiplies matrices by hand:
------------------+-------------------------      some rows of X times some columns of W are one block of Y
+  the ranks      |   W   [in/z, out/(y x)]       X is left of Y, and W above it, as for a product by hand: rows of X
+-----------------+-------------------------      times columns of W are a block of Y
   X              |   Y
   [x, y | in/z]  |   [x | out/(y z)]
 """
@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting.image import FORMATS, check_suffix, new_figure, save_figure
 from lightning_hanayo.plotting.palette import DARK
@@ -20,66 +21,66 @@ from lightning_hanayo.plotting.palette import DARK
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Sizes = tuple[int, int, int]
 Box = tuple[float, float, float, float]
 """left, top, width, height"""
 
 _WIDTH, _HEIGHT = 9.8, 8.0
 _M, _K, _N = 2.8, 1.9, 4.8
-"""inches of the whole picture, and of tokens, in-features and out-features in it"""
+"""inches: the whole picture, and in it tokens, in-features and out-features"""
 _LEFT, _TOP, _BETWEEN = 1.5, 1.15, 1.4
 _SOFT = "#6f6b66"
 _DASHES: Any = (0, (4, 2))
 
 
-def save_cube(path: str | Path, sizes: Sizes = (2, 2, 2), rank: int = 0) -> None:
-    """Save the picture of a block's first linear layer as `rank` sees it. Readable up to 16 ranks or so.
+def save_cube(path: str | Path, sizes: MeshSizes = (2, 2, 2), rank: int = 0) -> None:
+    """Save the picture of a column-parallel linear layer as `rank` sees it. Readable up to about 16 ranks.
 
     Example:
         >>> save_cube("cube.png", (1, 2, 2), rank=3)
 
     Args:
         path: the file, ending in .png, .svg or .pdf.
-        sizes: of x, y and z.
-        rank: whose part stands out.
+        sizes: the mesh's.
+        rank: the rank whose part is highlighted.
 
     Raises:
-        HanayoError: no such rank, the suffix names no picture format, or the file can't be written.
+        HanayoError: there is no such rank, the suffix names no picture format, or the file can't be written.
     """
     check_suffix(path, FORMATS)
     if not 0 <= rank < prod(sizes):
         raise HanayoError(f"rank {rank} isn't in the cube {sizes}, which has the ranks 0 to {prod(sizes) - 1}")
-    grid = _Grid(sizes, rank)
+    mesh = _Mesh(sizes, rank)
     figure = new_figure(_WIDTH, _HEIGHT)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, _WIDTH)
     axes.set_ylim(_HEIGHT, 0)
     axes.axis("off")
-    _draw_ranks(axes, grid, (0.75, 0.75))
+    _draw_ranks(axes, mesh, (0.75, 0.75))
     right, middle = _LEFT + _K + _BETWEEN, _TOP + _K + _BETWEEN
     for matrix, box in (
         (_Matrix("1  X gathered", "[batch/x, seq/y, in/z]", "xyz", 2, "y"), (_LEFT, middle, _K, _M)),
         (_Matrix("2  W gathered", "[out/(y x), in/z], drawn transposed", "zyx", 1, "x"), (right, _TOP, _N, _K)),
         (_Matrix("3  Y multiplied, summed", "[batch/x, seq, out/(y z)]", "xyz", 1, "z"), (right, middle, _N, _M)),
     ):
-        _draw_matrix(axes, grid, matrix, box)
+        _draw_matrix(axes, mesh, matrix, box)
     text = (
-        f"Thick: what rank {rank} holds. Dashed: what it works with. In the backward dY is gathered along z, dX summed "
-        "along y, dW summed along x.\nThe next linear layer exchanges y and z: its output lies where X lay."
+        f"Thick: what rank {rank} holds. Dashed: what it computes with. In the backward dY is gathered along z, dX "
+        "summed along y, dW summed along x.\nIn the row-parallel layer that follows y and z trade roles: its output "
+        "is sharded as X is."
     )
     axes.text(0.4, _HEIGHT - 0.32, text, fontsize=8.5, va="center", linespacing=1.5)
     save_figure(figure, path)
 
 
 @dataclass(frozen=True)
-class _Grid:
-    """The sizes, and the rank that stands out."""
+class _Mesh:
+    """The sizes of the mesh, and the rank that is highlighted."""
 
-    sizes: Sizes
+    sizes: MeshSizes
     rank: int
 
-    def at(self, rank: int) -> Sizes:
-        """The coordinates of any rank."""
+    def at(self, rank: int) -> MeshSizes:
+        """Returns the coordinates of a rank."""
         _, y, z = self.sizes
         return rank // (y * z), rank // z % y, rank % z
 
@@ -87,13 +88,13 @@ class _Grid:
         return self.sizes["xyz".index(axis)]
 
     def along(self, axis: str) -> list[int]:
-        """The ranks that differ from the one that stands out along `axis` alone."""
+        """Returns the ranks that differ from the highlighted one along `axis` only."""
         others = [i for i in range(3) if "xyz"[i] != axis]
         own = self.at(self.rank)
         return [r for r in range(prod(self.sizes)) if all(self.at(r)[i] == own[i] for i in others)]
 
     def colour(self, rank: int, strength: float = 1.0) -> tuple[float, float, float]:
-        """A hue for each place in the (y, z) plane, a shade for each x; `strength` below 1 is paler."""
+        """Returns a hue for each (y, z), in a shade for each x. `strength` below 1 is paler."""
         x, y, z = self.at(rank)
         num_x, num_y, num_z = self.sizes
         hue = 0.58 + (y * num_z + z) / (num_y * num_z)
@@ -103,13 +104,16 @@ class _Grid:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Cut over the three `axes` in this order, the first `num_rows` of them by rows; its parts meet along `moved`."""
+    """A matrix that is sharded over the three `axes` in this order, the first `num_rows` of them by rows.
+
+    `collective` is the axis along which it is communicated.
+    """
 
     title: str
     shape: str
     axes: str
     num_rows: int
-    moved: str
+    collective: str
 
     @property
     def rows(self) -> str:
@@ -119,70 +123,70 @@ class _Matrix:
     def columns(self) -> str:
         return self.axes[self.num_rows :]
 
-    def cells(self, grid: _Grid, box: Box) -> Iterator[tuple[int, Box]]:
-        """Each rank and where its part lies."""
+    def cells(self, mesh: _Mesh, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yields each rank with the box of its part."""
         left, top, width, height = box
-        width /= prod(map(grid.size, self.columns))
-        height /= prod(map(grid.size, self.rows))
-        for rank in range(prod(grid.sizes)):
-            row, column = _index(grid, rank, self.rows), _index(grid, rank, self.columns)
+        width /= prod(map(mesh.size, self.columns))
+        height /= prod(map(mesh.size, self.rows))
+        for rank in range(prod(mesh.sizes)):
+            row, column = _index(mesh, rank, self.rows), _index(mesh, rank, self.columns)
             yield rank, (left + column * width, top + row * height, width, height)
 
 
-def _index(grid: _Grid, rank: int, axes: str) -> int:
-    """Along several axes as one, the last of them running fastest."""
+def _index(mesh: _Mesh, rank: int, axes: str) -> int:
+    """Returns a rank's index along several axes taken as one, the last of which runs fastest."""
     index = 0
     for axis in axes:
-        index = index * grid.size(axis) + grid.at(rank)["xyz".index(axis)]
+        index = index * mesh.size(axis) + mesh.at(rank)["xyz".index(axis)]
     return index
 
 
-def _draw_matrix(axes: "Axes", grid: _Grid, matrix: _Matrix, box: Box) -> None:
+def _draw_matrix(axes: "Axes", mesh: _Mesh, matrix: _Matrix, box: Box) -> None:
     left, top, _, _ = box
-    meet = grid.along(matrix.moved)
-    by = f" by {', '.join(map(str, meet))}" if len(meet) > 1 else ": nothing to do"
-    axes.text(left, top - 0.9, f"{matrix.title} along {matrix.moved}{by}", weight="bold", fontsize=10)
+    group = mesh.along(matrix.collective)
+    by = f" by {', '.join(map(str, group))}" if len(group) > 1 else ": nothing to do"
+    axes.text(left, top - 0.9, f"{matrix.title} along {matrix.collective}{by}", weight="bold", fontsize=10)
     axes.text(left, top - 0.7, matrix.shape, fontsize=9, color=_SOFT)
-    cells = dict(matrix.cells(grid, box))
+    cells = dict(matrix.cells(mesh, box))
     for rank, (x, y, width, height) in cells.items():
-        is_own, is_near = rank == grid.rank, rank in meet
-        colour = grid.colour(rank, 1.0 if is_own else 0.75 if is_near else 0.28)
+        is_own, is_in_group = rank == mesh.rank, rank in group
+        colour = mesh.colour(rank, 1.0 if is_own else 0.75 if is_in_group else 0.28)
         _draw_box(axes, (x, y, width, height), facecolor=colour, edgecolor="white", zorder=2)
-        weight, ink = "bold" if is_own else "normal", DARK if is_near else _SOFT
+        weight, ink = "bold" if is_own else "normal", DARK if is_in_group else _SOFT
         axes.text(x + width / 2, y + height / 2, str(rank), ha="center", va="center", color=ink, weight=weight)
     outline = {"facecolor": "none", "edgecolor": DARK, "zorder": 4}
-    _draw_box(axes, _around([cells[rank] for rank in meet]), linewidth=1.8, linestyle=_DASHES, **outline)
-    _draw_box(axes, cells[grid.rank], linewidth=2.6, **outline)
-    _draw_edges(axes, grid, matrix, box)
+    _draw_box(axes, _around([cells[rank] for rank in group]), linewidth=1.8, linestyle=_DASHES, **outline)
+    _draw_box(axes, cells[mesh.rank], linewidth=2.6, **outline)
+    _draw_edges(axes, mesh, matrix, box)
 
 
-def _draw_edges(axes: "Axes", grid: _Grid, matrix: _Matrix, box: Box) -> None:
-    """Along which axes rows and columns are cut, the outer one further out."""
+def _draw_edges(axes: "Axes", mesh: _Mesh, matrix: _Matrix, box: Box) -> None:
+    """Label the axes that rows and columns are sharded over, the outer axis further out."""
     left, top, width, height = box
     for names, vertical in ((matrix.rows, True), (matrix.columns, False)):
-        shown = [name for name in names if grid.size(name) > 1]
+        shown = [name for name in names if mesh.size(name) > 1]
         parts = 1
         for depth, name in enumerate(shown):
-            parts *= grid.size(name)
+            parts *= mesh.size(name)
             away = 0.2 + 0.24 * (len(shown) - 1 - depth)
             for part in range(parts):
                 along = (part + 0.5) / parts
-                where = (left - away, top + along * height) if vertical else (left + along * width, top - away)
-                _label(axes, *where, f"{name}={part % grid.size(name)}", vertical=vertical)
+                position = (left - away, top + along * height) if vertical else (left + along * width, top - away)
+                _label(axes, *position, f"{name}={part % mesh.size(name)}", vertical=vertical)
 
 
-def _draw_ranks(axes: "Axes", grid: _Grid, corner: tuple[float, float]) -> None:
-    """The cube, pulled apart along x."""
-    num_x, num_y, num_z = grid.sizes
+def _draw_ranks(axes: "Axes", mesh: _Mesh, corner: tuple[float, float]) -> None:
+    """Draw the ranks as small cubes, one plane for each x."""
+    num_x, num_y, num_z = mesh.sizes
     left, top = corner
     step = min(0.85, 1.9 / num_y, (3.4 - 0.3 * num_x) / (num_x * num_z))
     side, depth = 0.62 * step, 0.2 * step
     shift, rise = num_z * step + 0.3, 0.3
     top += depth + (num_x - 1) * rise
-    for rank in reversed(range(prod(grid.sizes))):
-        x, y, z = grid.at(rank)
-        where = left + x * shift + z * step, top - x * rise + y * step
-        _draw_small_cube(axes, grid, rank, where, (side, depth))
+    for rank in reversed(range(prod(mesh.sizes))):
+        x, y, z = mesh.at(rank)
+        position = left + x * shift + z * step, top - x * rise + y * step
+        _draw_small_cube(axes, mesh, rank, position, (side, depth))
     for x in range(num_x):
         _label(axes, left + x * shift + num_z * step / 2, top - x * rise - depth - 0.18, f"x={x}")
     for y in range(num_y):
@@ -192,7 +196,7 @@ def _draw_ranks(axes: "Axes", grid: _Grid, corner: tuple[float, float]) -> None:
 
 
 def _draw_small_cube(
-    axes: "Axes", grid: _Grid, rank: int, corner: tuple[float, float], sizes: tuple[float, float]
+    axes: "Axes", mesh: _Mesh, rank: int, corner: tuple[float, float], sizes: tuple[float, float]
 ) -> None:
     from matplotlib.patches import Polygon
 
@@ -200,16 +204,16 @@ def _draw_small_cube(
     top = [(x, y), (x + d, y - d), (x + a + d, y - d), (x + a, y)]
     right = [(x + a, y), (x + a + d, y - d), (x + a + d, y + a - d), (x + a, y + a)]
     for shade, points in ((0.55, top), (0.8, right)):
-        axes.add_patch(Polygon(points, facecolor=grid.colour(rank, shade), edgecolor="white", linewidth=0.8))
-    is_own = rank == grid.rank
+        axes.add_patch(Polygon(points, facecolor=mesh.colour(rank, shade), edgecolor="white", linewidth=0.8))
+    is_own = rank == mesh.rank
     edge, line = (DARK, 2.6) if is_own else ("white", 0.8)
-    _draw_box(axes, (x, y, a, a), facecolor=grid.colour(rank), edgecolor=edge, linewidth=line)
+    _draw_box(axes, (x, y, a, a), facecolor=mesh.colour(rank), edgecolor=edge, linewidth=line)
     weight = "bold" if is_own else "normal"
     axes.text(x + a / 2, y + a / 2, str(rank), ha="center", va="center", fontsize=9, weight=weight)
 
 
 def _around(boxes: Sequence[Box]) -> Box:
-    """A box a little larger than all of these together."""
+    """Returns a box a little larger than all of these together."""
     left, top = min(box[0] for box in boxes) - 0.05, min(box[1] for box in boxes) - 0.05
     right, bottom = max(x + width for x, _, width, _ in boxes), max(y + height for _, y, _, height in boxes)
     return left, top, right + 0.05 - left, bottom + 0.05 - top

@@ -12,8 +12,8 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_hanayo.runtime import microbatches
-from lightning_hanayo.tensor3d.boundary.admission import Admission, Agree
-from lightning_hanayo.tensor3d.boundary.shares import Share, row_of, shares
+from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject, MicrobatchReshard
+from lightning_hanayo.tensor3d.boundary.shares import Share, block_shares, shares
 from lightning_hanayo.tensor3d.mesh import Mesh
 
 
@@ -82,7 +82,7 @@ class WholeSplitter(BatchSplitter):
 class ReplicatedSplitter(WholeSplitter):
     """For the ranks of a cube that all run whole micro-batches outside the stack, alike."""
 
-    def __init__(self, mesh: Mesh, admission: Admission) -> None:
+    def __init__(self, mesh: Mesh, admission: MicrobatchReshard) -> None:
         self._mesh = mesh
         self._admission = admission
 
@@ -101,7 +101,7 @@ class SharedSplitter(BatchSplitter):
         all_gather: gathers Python objects from all ranks of the cube.
     """
 
-    def __init__(self, mesh: Mesh, admission: Admission, all_gather: Agree) -> None:
+    def __init__(self, mesh: Mesh, admission: MicrobatchReshard, all_gather: AllGatherObject) -> None:
         self._mesh = mesh
         self._admission = admission
         self._all_gather = all_gather
@@ -117,15 +117,15 @@ class SharedSplitter(BatchSplitter):
             samples = [i for share in parts for i in range(share.start, share.stop)]
             return microbatches.part(whole[m], samples, sizes[m])
 
-        pieces = [None if share.is_ghost else cut(m, share) for m, row in enumerate(table) for share in row]
+        pieces = [None if share.is_padding else cut(m, share) for m, row in enumerate(table) for share in row]
         own = [m * num_ranks + rank for m in range(len(sizes))]
         return SplitBatch(
             sizes,
             pieces,
-            [0 if share.is_ghost else share.size for row in table for share in row],
+            [0 if share.is_padding else share.size for row in table for share in row],
             own,
             [cut(m, row[rank]) if pieces[own[m]] is None else pieces[own[m]] for m, row in enumerate(table)],
-            [cut(m, *row_of(row, self._mesh)) for m, row in enumerate(table)],
+            [cut(m, *block_shares(row, self._mesh)) for m, row in enumerate(table)],
         )
 
     @override

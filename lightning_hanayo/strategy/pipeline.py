@@ -38,13 +38,13 @@ class GradientSync:
     def begin_batch(self) -> None:
         """Gather what is sharded between batches."""
         if self.outside is not None:
-            self.outside.gather()
+            self.outside.all_gather()
 
     def end_batch(self, *, reduce: bool) -> None:
         """Wait for the stages' sums, shard what was gathered, and sum that over the data ranks if `reduce`."""
         self.stages.finish()
         if self.outside is not None:
-            self.outside.scatter()
+            self.outside.reduce_scatter()
         if reduce:
             self._reduce_outside()
 
@@ -60,7 +60,7 @@ class GradientSync:
         """Drop what is under way, after a failure."""
         self.stages.forget()
         if self.outside is not None:
-            self.outside.forget()
+            self.outside.discard()
 
     def _reduce_outside(self) -> None:
         if self.outside_all_reduce is not None:

@@ -1,1 +1,82 @@
-"""3-D tensor parallelism (arXiv 2105.14450): linear layers and their neighbours, spread over a grid of ranks."""
+"""3-D tensor parallelism (arXiv 2105.14450): layers whose weights and activations are sharded over a mesh of ranks.
+
+`HanayoStrategy(cube=...)` converts a model's blocks by itself. What is exported here is for registering blocks of your
+own, and for building models of 3-D layers directly. All of it is imported on first use, so registering a block doesn't
+import the layers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
+    from lightning_hanayo.tensor3d.convert.specs.layers import elementwise, register_layer
+    from lightning_hanayo.tensor3d.convert.specs.registry import register_block
+    from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGroup
+    from lightning_hanayo.tensor3d.layers.attention import MultiheadAttention3D
+    from lightning_hanayo.tensor3d.layers.dropout import Dropout3D
+    from lightning_hanayo.tensor3d.layers.embedding import Embedding3D
+    from lightning_hanayo.tensor3d.layers.feed_forward import FeedForward3D, SwiGLU3D
+    from lightning_hanayo.tensor3d.layers.head import Head3D
+    from lightning_hanayo.tensor3d.layers.linear import Linear3D
+    from lightning_hanayo.tensor3d.layers.loss import cross_entropy3d
+    from lightning_hanayo.tensor3d.layers.norm import LayerNorm3D, RMSNorm3D, parallelize_rms_norm
+    from lightning_hanayo.tensor3d.mesh import Mesh
+    from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
+    from lightning_hanayo.tensor3d.sharding import ShardedModule, all_reduce_partial_gradients
+    from lightning_hanayo.tensor3d.stage_context import StageContext
+
+_MODULES = {
+    "convert.parallelize": ("plan_parallelize",),
+    "convert.specs.layers": ("elementwise", "register_layer"),
+    "convert.specs.registry": ("register_block",),
+    "convert.specs.spec": ("BlockSpec", "ProjectionGroup"),
+    "layers.attention": ("MultiheadAttention3D",),
+    "layers.dropout": ("Dropout3D",),
+    "layers.embedding": ("Embedding3D",),
+    "layers.feed_forward": ("FeedForward3D", "SwiGLU3D"),
+    "layers.head": ("Head3D",),
+    "layers.linear": ("Linear3D",),
+    "layers.loss": ("cross_entropy3d",),
+    "layers.norm": ("LayerNorm3D", "RMSNorm3D", "parallelize_rms_norm"),
+    "mesh": ("Mesh",),
+    "parallel_style": ("BATCH", "SEQUENCE", "SEQUENCE_FIRST", "ParallelStyle"),
+    "sharding": ("ShardedModule", "all_reduce_partial_gradients"),
+    "stage_context": ("StageContext",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "BATCH",
+    "SEQUENCE",
+    "SEQUENCE_FIRST",
+    "BlockSpec",
+    "Dropout3D",
+    "Embedding3D",
+    "FeedForward3D",
+    "Head3D",
+    "LayerNorm3D",
+    "Linear3D",
+    "Mesh",
+    "MultiheadAttention3D",
+    "ParallelStyle",
+    "ProjectionGroup",
+    "RMSNorm3D",
+    "ShardedModule",
+    "StageContext",
+    "SwiGLU3D",
+    "all_reduce_partial_gradients",
+    "cross_entropy3d",
+    "elementwise",
+    "parallelize_rms_norm",
+    "plan_parallelize",
+    "register_block",
+    "register_layer",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that defines `name` on first use."""
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

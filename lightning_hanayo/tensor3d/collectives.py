@@ -1,13 +1,17 @@
-"""The moves: collectives as pairs, one the backward of the other.
+"""Collectives as autograd functions: the backward of each is the collective that undoes it.
 
-gather      [.., n, ..] of each        -> [.., size * n, ..]         backward: the sum, scattered
-scatter     [.., size * n, ..] summed  -> [.., n, ..]                backward: gathered
-exchange    [size, ...] for each           -> [size, ...] from each      backward: exchanged back
-take        [.., size * n, ..]         -> own [.., n, ..]            backward: put together
-assemble    [.., n, ..] of each        -> [.., size * n, ..]         backward: own part
-total       partial sums               -> their sum                  backward: the same on all
+                         forward                                            backward
+all_gather               [.., n, ..] each       -> [.., size * n, ..]       reduce-scatter
+reduce_scatter           [.., size * n, ..]     -> [.., n, ..]              all-gather
+all_to_all               [size, ...] for each   -> [size, ...] from each    all-to-all
+local_shard              [.., size * n, ..]     -> own [.., n, ..]          all-gather
+all_gather_replicated    [.., n, ..] each       -> [.., size * n, ..]       own part
+all_reduce               partial sums           -> their sum                the same gradient on all ranks
 
-`size`, where it is given, is the true length of the dimension: what lies beyond it pads the parts to one length.
+After `all_gather` each rank computes something else, so its gradients are partial sums. After `all_gather_replicated`,
+and before `local_shard`, all ranks compute the same, so gradients are equal and nothing is summed.
+
+The argument `size` is the true length of the dimension: parts of unequal length were padded to one length.
 """
 
 from typing import Any
@@ -20,23 +24,23 @@ from torch.nn.functional import pad
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
 
 
-def start_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Pending:
-    """Start to bring the parts of dimension `dim` together."""
+def start_all_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Pending:
+    """Start to gather the parts of dimension `dim` along `axis`."""
     if axis.size == 1:
         return Pending(None, lambda: x)
-    arriving, dim = axis.all_gather(x), dim % x.dim()
-    return Pending(None, lambda: _joined(arriving.wait(), dim, size))
+    pending, dim = axis.all_gather(x), dim % x.dim()
+    return Pending(None, lambda: _joined(pending.wait(), dim, size))
 
 
-def start_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
-    """Start to sum over `axis`; each rank gets its part of dimension `dim`, which is padded to whole parts."""
+def start_reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
+    """Start to sum over `axis`. Each rank gets its part of dimension `dim`, which is padded to equal parts."""
     if axis.size == 1:
         return Pending(None, lambda: x)
-    return axis.reduce_scatter(parts_of(x, axis.size, dim))
+    return axis.reduce_scatter(split_dim(x, axis.size, dim))
 
 
-def parts_of(x: Tensor, count: int, dim: int) -> Tensor:
-    """[.., count * n, ..] as [count, .., n, ..], contiguous; padded with zeros where `count` doesn't divide."""
+def split_dim(x: Tensor, count: int, dim: int) -> Tensor:
+    """[.., count * n, ..] to [count, .., n, ..], contiguous; padded with zeros where `count` doesn't divide."""
     dim %= x.dim()
     x = padded(x, dim, -(-x.shape[dim] // count) * count)
     parts: Tensor = x.unflatten(dim, (count, -1)).movedim(dim, 0).contiguous()
@@ -44,75 +48,93 @@ def parts_of(x: Tensor, count: int, dim: int) -> Tensor:
 
 
 def padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """`x` with zeros behind it in `dim`, up to `size`."""
+    """Returns `x` with zeros appended in `dim`, up to `size`."""
     missing = size - x.shape[dim]
     return pad(x, (*(0, 0) * (x.dim() - 1 - dim), 0, missing)) if missing else x
 
 
 def _joined(parts: Tensor, dim: int, size: int | None) -> Tensor:
-    """[count, .., n, ..] as [.., count * n, ..], or the first `size` of it."""
+    """[count, .., n, ..] to [.., count * n, ..], or to the first `size` of it."""
     whole: Tensor = parts.movedim(0, dim).flatten(dim, dim + 1)
     if size is not None and size < whole.shape[dim]:
         whole = whole.narrow(dim, 0, size)
     return whole
 
 
-def gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Tensor:
-    """All parts of dimension `dim` on every rank, each of which uses them for something else."""
-    return x if axis.size == 1 else _Gather.apply(x, axis, dim, size)
+def all_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Tensor:
+    """Gather dimension `dim` for ranks that compute different things with it."""
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim, size)
 
 
-def scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """The sum over `axis`, of which each rank gets its part of dimension `dim`."""
-    return x if axis.size == 1 else _Scatter.apply(x, axis, dim)
+def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Sum over `axis`, and return this rank's part of dimension `dim` of the sum."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
-def exchange(parts: Tensor, axis: MeshAxis) -> Tensor:
-    """[size, ...], the i-th for rank i, to the i-th from rank i."""
-    exchanged: Tensor = parts if axis.size == 1 else _Exchange.apply(parts, axis)
-    return exchanged
+def all_to_all(parts: Tensor, axis: MeshAxis) -> Tensor:
+    """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
+    received: Tensor = parts if axis.size == 1 else _AllToAll.apply(parts, axis)
+    return received
 
 
-def take(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """This rank's part of what all ranks hold alike, and go on with."""
-    return x if axis.size == 1 else _Take.apply(x, axis, dim)
+def local_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Return this rank's part of dimension `dim` of a tensor that is the same on all ranks."""
+    return x if axis.size == 1 else _LocalShard.apply(x, axis, dim)
 
 
-def assemble(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Tensor:
-    """All parts of dimension `dim`, with which all ranks go on alike."""
-    return x if axis.size == 1 else _Assemble.apply(x, axis, dim, size)
+def all_gather_replicated(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Tensor:
+    """Gather dimension `dim` for ranks that all compute the same with it."""
+    return x if axis.size == 1 else _AllGatherReplicated.apply(x, axis, dim, size)
 
 
-def total(x: Tensor, axis: MeshAxis) -> Tensor:
-    """The sum of partial sums, with which all ranks go on alike."""
-    return x if axis.size == 1 else _Total.apply(x, axis)
+def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Sum over `axis` for ranks that all compute the same with the sum."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 
-class _Gather(torch.autograd.Function):
+def _own_part(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    return split_dim(x, axis.size, dim)[axis.rank].clone()
+
+
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, size: int | None) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return start_gather(x, axis, dim, size).wait()
+        return start_all_gather(x, axis, dim, size).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return start_scatter(gradient, ctx.axis, ctx.dim).wait(), None, None, None
+        return start_reduce_scatter(gradient, ctx.axis, ctx.dim).wait(), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _AllGatherReplicated(_AllGather):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _own_part(gradient, ctx.axis, ctx.dim), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.size = axis, dim, x.shape[dim]
-        return start_scatter(x, axis, dim).wait()
+        return start_reduce_scatter(x, axis, dim).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return start_gather(gradient, ctx.axis, ctx.dim, ctx.size).wait(), None, None
+        return start_all_gather(gradient, ctx.axis, ctx.dim, ctx.size).wait(), None, None
 
 
-class _Exchange(torch.autograd.Function):
+class _LocalShard(_ReduceScatter):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.size = axis, dim, x.shape[dim]
+        return _own_part(x, axis, dim)
+
+
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, axis: MeshAxis) -> Tensor:
         ctx.axis = axis
@@ -124,31 +146,7 @@ class _Exchange(torch.autograd.Function):
         return ctx.axis.all_to_all(gradient).wait(), None
 
 
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.size = axis, dim, x.shape[dim]
-        return parts_of(x, axis.size, dim)[axis.place].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return start_gather(gradient, ctx.axis, ctx.dim, ctx.size).wait(), None, None
-
-
-class _Assemble(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, size: int | None) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return start_gather(x, axis, dim, size).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return parts_of(gradient, ctx.axis.size, ctx.dim)[ctx.axis.place].clone(), None, None, None
-
-
-class _Total(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
         return axis.all_reduce(x.clone(memory_format=torch.contiguous_format)).wait()

@@ -1,4 +1,4 @@
-"""The grid: the ranks that hold one copy of a layer together, and the collectives along its axes.
+"""The 3-D mesh: the ranks that hold one copy of a layer together, and the collectives along its axes.
 
 x, y, z = 2, 2, 2        rank = (x * 2 + y) * 2 + z
 
@@ -18,29 +18,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.topology import Topology
 
-PLANES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
-"""the axes a collective runs along, alone or several as one"""
+AXIS_NAMES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
+"""the axes that a collective runs along: one alone, or several taken as one"""
 
 
 class Waitable(Protocol):
-    """What is under way."""
+    """A transfer under way."""
 
     def wait(self) -> Any:
-        """Until it is there."""
+        """Block until the transfer has ended."""
 
 
 @dataclass
 class Pending:
-    """A collective under way. Its operands are nobody else's until `wait`."""
+    """A collective under way. Do not touch its operands before `wait()` returns."""
 
     work: "Waitable | None"
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
-        """The result, once it is there."""
+        """Block until the collective has ended, and return its result."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -49,170 +50,165 @@ class Pending:
 
 @dataclass
 class Transfers:
-    """Several transfers under way, as one."""
+    """Several point-to-point transfers under way, which are waited for as one."""
 
     works: list[dist.Work]
 
     def wait(self) -> None:
-        """For all of them."""
+        """Block until all of them have ended."""
         for work in self.works:
             work.wait()
 
 
 class MeshAxis:
-    """The ranks that differ along one axis of a grid, or along several taken as one. At size 1 nothing is sent.
+    """The ranks that differ along one axis of a mesh, or along several taken as one. At size 1 nothing is sent.
 
-    All its methods are called by all of its ranks, in the same order; each starts a collective and returns at once.
+    All ranks of the axis call each method, in the same order. A method starts a collective and returns at once.
 
     Args:
-        group: these ranks; None where there is one.
-        size: how many they are.
-        place: this rank's among them.
+        group: the process group of these ranks; None if there is only one.
+        size: the number of ranks.
+        rank: this rank's number among them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, size: int, place: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
         self.group = group
         self.size = size
-        self.place = place
+        self.rank = rank
         self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
-        """the group, if its own collectives are as good as they can be"""
+        """the group, unless its backend is gloo, whose collectives this class replaces by faster ones"""
 
     def __getstate__(self) -> dict[str, int]:
-        """A process group belongs to its process: a pickled axis knows its size, and no other rank."""
-        return {"size": self.size, "place": self.place}
+        """A process group can't leave its process: a pickled axis keeps its size, but reaches no other rank."""
+        return {"size": self.size, "rank": self.rank}
 
     def __setstate__(self, state: dict[str, int]) -> None:
-        gone: Any = _GoneGroup() if state["size"] > 1 else None
-        vars(self).update(state, group=gone, _native=gone)
+        lost: Any = _LostGroup() if state["size"] > 1 else None
+        vars(self).update(state, group=lost, _native=lost)
 
     def all_gather(self, tensor: Tensor) -> Pending:
-        """[...] of each to [size, ...]."""
+        """[...] on each rank to [size, ...] on all of them."""
         if self.size == 1:
             return Pending(None, lambda: tensor.unsqueeze(0))
         whole, own = tensor.new_empty(self.size, *tensor.shape), tensor.contiguous()
         if self._native is not None:
             return Pending(self._native._allgather_base(whole.view(-1), own.view(-1)), lambda: whole)
-        return Pending(self._exchange([own] * self.size, whole), lambda: whole)
+        return Pending(self._send_and_receive([own] * self.size, whole), lambda: whole)
 
     def reduce_scatter(self, parts: Tensor) -> Pending:
-        """[size, ...] of each to the sum [...] over all of the part that is this rank's.
+        """[size, ...] on each rank to [...]: this rank's part of the sum over all ranks.
 
-        gloo's own reduce-scatter sends everything twice: there the parts are exchanged, and summed where they arrive.
+        gloo's own reduce-scatter sends everything twice, so over gloo an all-to-all brings each rank the parts to sum.
         """
         if self.size == 1:
             return Pending(None, lambda: parts.squeeze(0))
         if self._native is not None:
             own, options = parts.new_empty(parts.shape[1:]), dist.ReduceScatterOptions()
             return Pending(self._native._reduce_scatter_base(own.view(-1), parts.reshape(-1), options), lambda: own)
-        arriving = self.all_to_all(parts)
-        return Pending(None, lambda: arriving.wait().sum(0))
+        pending = self.all_to_all(parts)
+        return Pending(None, lambda: pending.wait().sum(0))
 
     def all_to_all(self, parts: Tensor) -> Pending:
-        """[size, ...], the i-th for rank i, to [size, ...], the i-th from rank i."""
+        """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
         if self.size == 1:
             return Pending(None, lambda: parts)
-        out, arrived = parts.contiguous(), torch.empty_like(parts, memory_format=torch.contiguous_format)
+        out, received = parts.contiguous(), torch.empty_like(parts, memory_format=torch.contiguous_format)
         if self._native is not None:
-            return Pending(self._native.alltoall_base(arrived, out, [], []), lambda: arrived)
-        return Pending(self._exchange(out, arrived), lambda: arrived)
+            return Pending(self._native.alltoall_base(received, out, [], []), lambda: received)
+        return Pending(self._send_and_receive(out, received), lambda: received)
 
-    def _exchange(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> "Waitable":
-        """The i-th of `out` for rank i, the i-th of `into` from rank i; receives first.
+    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> "Waitable":
+        """Send `out[i]` to rank i and receive `into[i]` from it. Receives are posted first.
 
-        gloo's all-gather and all-to-all post sends first. A receive is announced in the same stream as what is sent, so
-        that between two ranks that don't start at once it waits behind the data: first one direction, then the other.
+        gloo's own all-gather and all-to-all post sends first. A receive is announced in the same stream as the data
+        that is sent. If two ranks don't start at the same time, it waits behind that data, and the two directions
+        follow one another instead of overlapping.
         """
         assert self.group is not None
-        into[self.place] = out[self.place]
+        into[self.rank] = out[self.rank]
         if not into.numel():
             return Transfers([])
-        steps = range(1, self.size)  # each begins with a neighbour, so that nobody is everybody's first
-        before, behind = ([(self.place + sign * step) % self.size for step in steps] for sign in (-1, 1))
-        works = [self.group.recv([into[peer]], peer, 0) for peer in before]
-        works += [self.group.send([out[peer]], peer, 0) for peer in behind]
+        steps = range(
+            1, self.size
+        )  # each rank begins with its neighbour, so that no rank is the first peer of all others
+        sources, targets = ([(self.rank + sign * step) % self.size for step in steps] for sign in (-1, 1))
+        works = [self.group.recv([into[peer]], peer, 0) for peer in sources]
+        works += [self.group.send([out[peer]], peer, 0) for peer in targets]
         return Transfers(works)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        """The sum over all; `tensor` is overwritten."""
+        """The sum over all ranks. `tensor` is overwritten."""
         if self.group is None:
             return Pending(None, lambda: tensor)
         return Pending(self.group.allreduce([tensor]), lambda: tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        """The largest of all; `tensor` is overwritten."""
+        """The elementwise maximum over all ranks. `tensor` is overwritten."""
         if self.group is None:
             return Pending(None, lambda: tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return Pending(self.group.allreduce([tensor], options), lambda: tensor)
 
-    def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """What the rank at place `source` has; `tensor` is overwritten."""
-        if self.group is None:
-            return Pending(None, lambda: tensor)
-        return Pending(self.group.broadcast(tensor, source), lambda: tensor)
 
-    def reduce(self, tensor: Tensor, target: int) -> Pending:
-        """The sum over all, at place `target`; `tensor` is overwritten."""
-        if self.group is None:
-            return Pending(None, lambda: tensor)
-        return Pending(self.group.reduce(tensor, target), lambda: tensor)
-
-
-class _GoneGroup:
-    """Stands for the process group of a pickled axis."""
+class _LostGroup:
+    """Takes the place of the process group in an axis that was pickled: every use of it is an error."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)  # what copy and pickle ask of every object
         raise UnsupportedError(
-            "this layer was pickled while it was spread over the ranks of a cube: the copy holds one rank's part of "
-            "the weights, and can't compute with it. Build the model anew, and load a checkpoint."
+            "this layer was pickled while its weights were sharded over the ranks of a cube. The copy holds one "
+            "rank's shard, and can't compute with it. Build the model anew, and load a checkpoint."
         )
 
 
 MakeGroup = Callable[[str], "dist.ProcessGroup | None"]
-"""This rank's group along the axes named; None where it would hold one rank."""
+"""returns this rank's process group along the axes named; None where it would hold one rank"""
 
 
 class Mesh:
-    """This rank's place in a grid of any sizes, and its axes.
+    """A 3-D mesh of ranks as one of them sees it: its sizes, this rank's coordinates, and the axes.
 
     Args:
-        sizes: of x, y and z.
-        place: this rank's coordinates.
-        axes: by name, as in `PLANES`.
+        sizes: the number of ranks along x, y and z.
+        coordinates: this rank's, along x, y and z.
+        axes: by name, one for each of `AXIS_NAMES`.
     """
 
-    def __init__(self, sizes: tuple[int, int, int], place: tuple[int, int, int], axes: Mapping[str, MeshAxis]) -> None:
+    def __init__(self, sizes: MeshSizes, coordinates: tuple[int, int, int], axes: Mapping[str, MeshAxis]) -> None:
         self.sizes = sizes
-        self.place = place
+        self.coordinates = coordinates
         self._axes = dict(axes)
 
     @staticmethod
-    def of(sizes: tuple[int, int, int], rank: int, make_group: MakeGroup, axis: type[MeshAxis] = MeshAxis) -> "Mesh":
-        """The grid as the `rank`-th of its ranks sees it; all of them make their groups in the same order."""
+    def of(sizes: MeshSizes, rank: int, make_group: MakeGroup, axis: type[MeshAxis] = MeshAxis) -> "Mesh":
+        """Returns the mesh as its rank `rank` sees it. All ranks call it, and make their groups in the same order."""
         place = Topology(cube=sizes).coordinates(rank)[2:]
-        assert len(place) == 3
+        coordinates = place[0], place[1], place[2]
         axes = {}
-        for names in PLANES:
-            count, where = 1, 0
+        for names in AXIS_NAMES:
+            size, index = 1, 0
             for name in names:
-                size = sizes["xyz".index(name)]
-                count, where = count * size, where * size + place["xyz".index(name)]
-            axes[names] = axis(make_group(names) if count > 1 else None, count, where)
-        return Mesh(sizes, (place[0], place[1], place[2]), axes)
+                along = sizes["xyz".index(name)]
+                size, index = size * along, index * along + coordinates["xyz".index(name)]
+            axes[names] = axis(make_group(names) if size > 1 else None, size, index)
+        return Mesh(sizes, coordinates, axes)
 
     @staticmethod
-    def create(sizes: tuple[int, int, int], axis: type[MeshAxis] = MeshAxis) -> "Mesh":
-        """A grid of all ranks of the world. Called by all of them.
+    def create(sizes: MeshSizes, axis: type[MeshAxis] = MeshAxis) -> "Mesh":
+        """Returns a mesh of all ranks of the initialized default process group. All of them call it.
+
+        Example:
+            >>> torch.distributed.init_process_group("gloo")
+            >>> mesh = Mesh.create((1, 2, 2))
 
         Raises:
-            HanayoError: there are more or fewer.
+            HanayoError: the mesh has more or fewer ranks than there are processes.
         """
         world = dist.get_world_size()
         if prod(sizes) != world:
-            raise HanayoError(f"the grid {sizes} has {prod(sizes)} ranks, but there are {world} processes")
+            raise HanayoError(f"the mesh {sizes} has {prod(sizes)} ranks, but there are {world} processes")
         topology, rank = Topology(cube=sizes), dist.get_rank()
 
         def make(names: str) -> dist.ProcessGroup:
@@ -222,23 +218,29 @@ class Mesh:
 
         return Mesh.of(sizes, rank, make, axis)
 
+    @staticmethod
+    def single() -> "Mesh":
+        """Returns the mesh of one rank, which needs no process group."""
+        return Mesh.of((1, 1, 1), 0, lambda names: None)
+
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return prod(self.sizes)
 
     def axis(self, names: str) -> MeshAxis:
-        """The axis `names`, as "y", or several as one, as "yz": the last one runs fastest."""
+        """Returns the axis `names`, as "y", or several taken as one, as "yz", of which the last one runs fastest."""
         return self._axes[names]
 
     def size(self, names: str) -> int:
-        """How many ranks lie along `names`, in any order; 1 for none."""
+        """Returns how many ranks there are along `names`, in any order; 1 for none."""
         return prod(self.sizes["xyz".index(name)] for name in names)
 
-    def index(self, names: str, place: Sequence[int] | None = None) -> int:
-        """The place along `names` (of this rank, or of another's `place`), the last one running fastest."""
-        where = 0
+    def index(self, names: str, coordinates: Sequence[int] | None = None) -> int:
+        """Returns the index along `names`, the last one running fastest, of this rank or of one at `coordinates`."""
+        coordinates = self.coordinates if coordinates is None else coordinates
+        index = 0
         for name in names:
             i = "xyz".index(name)
-            where = where * self.sizes[i] + (self.place if place is None else place)[i]
-        return where
+            index = index * self.sizes[i] + coordinates[i]
+        return index

@@ -1,14 +1,17 @@
-"""The layout: along which axis a linear layer's input is brought together, and along which its output is spread.
+"""How a linear layer is parallelized: which axis gathers its input, and which one sums its output.
 
-            input                             output                            stored
-sequence    [batch/x, seq/y, K/z]             [batch/x, seq, N/(y z)]           W: [N/(y x), K/z]
-swapped     [batch/x, seq, K/(y z)]           [batch/x, seq/y, N/z]             W: [N/(z x), K/y]
+                         input                       output                        stored
+sequence, column-        [batch/x, seq/y, K/z]       [batch/x, seq, N/(y z)]       W: [N/(y x), K/z]
+sequence, row-parallel   [batch/x, seq, K/(y z)]     [batch/x, seq/y, N/z]         W: [N/(z x), K/y]
 
-batch       [batch/(x y), seq, K/z]           [batch/(x z), seq, N/y]
-swapped     [batch/(x z), seq, K/y]           [batch/(x y), seq, N/z]
+batch, column-           [batch/(x y), seq, K/z]     [batch/(x z), seq, N/y]
+batch, row-parallel      [batch/(x z), seq, K/y]     [batch/(x y), seq, N/z]
 
-A layout is a value: swapping it is how the next linear layer leads back to where the first one began. Paper: section
-3.1; the sequence form and the orientation of W are ours.
+A column-parallel layer leads from the residual stream to sharded heads or inner features, a row-parallel layer leads
+back, as in Megatron. What 3-D parallelism changes: the input is sharded too, along y and z, and the weight also along
+x. Both layers all-gather their input and reduce-scatter their output; y and z trade roles between them.
+
+Source: arXiv 2105.14450, section 3.1. Its layout is `BATCH`; sharding the sequence, and the orientation of W, are ours.
 """
 
 from dataclasses import dataclass
@@ -16,9 +19,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AxisCollective:
-    """One collective: the ranks of `axis` hold, or get, parts of dimension `dim`.
+    """A collective over the ranks of `axis`, which hold, or get, parts of dimension `dim`.
 
-    Parts of a sequence may be padded: its true length is known where it is brought together.
+    The parts of a sequence may be padded. The all-gather of such parts drops the padding.
     """
 
     axis: str
@@ -28,34 +31,39 @@ class AxisCollective:
 
 @dataclass(frozen=True)
 class ParallelStyle:
-    """`gather`: of the input's parts; `scatter`: of the output's partial sums."""
+    """The two collectives of a linear layer.
 
-    gather: AxisCollective
-    scatter: AxisCollective
+    Args:
+        all_gather: of the input's parts.
+        reduce_scatter: of the output's partial sums.
+    """
 
-    def swapped(self) -> "ParallelStyle":
-        """The layout of the linear layer that follows."""
-        return ParallelStyle(self.scatter, self.gather)
+    all_gather: AxisCollective
+    reduce_scatter: AxisCollective
+
+    def row_parallel(self) -> "ParallelStyle":
+        """Returns the style of the row-parallel layer that leads back to where this column-parallel one began."""
+        return ParallelStyle(self.reduce_scatter, self.all_gather)
 
     @property
-    def rows(self) -> str:
-        """The axes that the weight's out-features lie along, in order."""
-        return self.gather.axis + "x"
+    def out_axes(self) -> str:
+        """The axes that the weight's out-features are sharded over, in order."""
+        return self.all_gather.axis + "x"
 
     @property
-    def columns(self) -> str:
-        """The axis that the weight's in-features lie along."""
-        return self.scatter.axis
+    def in_axes(self) -> str:
+        """The axis that the weight's in-features are sharded over."""
+        return self.reduce_scatter.axis
 
 
 SEQUENCE = ParallelStyle(AxisCollective("y", 1, is_sequence=True), AxisCollective("z", -1))
-"""the residual stream is cut over batch, sequence and features"""
+"""column-parallel; the residual stream is sharded over batch, sequence and features"""
 
 SEQUENCE_FIRST = ParallelStyle(AxisCollective("y", 0, is_sequence=True), AxisCollective("z", -1))
 """the same for [seq, batch, features]"""
 
 BATCH = ParallelStyle(AxisCollective("y", 0), AxisCollective("z", 0))
-"""the residual stream is cut over batch (twice) and features: the paper's"""
+"""column-parallel; the residual stream is sharded over batch (twice) and features, as in the paper"""
 
-ROWS = ParallelStyle(AxisCollective("y", 1), AxisCollective("z", 0))
-"""inside a block of unknown kind: rows [z, m, K/z] of all ranks, on their way to [y, m, N/y]"""
+EXCHANGED_TOKENS = ParallelStyle(AxisCollective("y", 1), AxisCollective("z", 0))
+"""in a generic block: tokens [z, m, K/z] of all ranks, on their way to [y, m, N/y]"""

@@ -1,29 +1,31 @@
-"""The shard: which entries of a whole tensor lie at a place of the grid.
+"""How a parameter is sharded: which entries of the whole tensor a rank of the mesh holds.
 
-W [8, 4] of a first linear layer, grid (2, 2, 1), cut over ("yx", "z"):      rows 0..3 at y=0, of these 0..1 at x=0
+W [8, 4] of a column-parallel layer on the mesh (2, 2, 1), sharded over ("yx", "z"):   rows 0..3 at y=0, of these 0..1
+                                                                                       at x=0
 
-fused q, k, v with 2 heads over y: order = q0 k0 v0 q1 k1 v1, so that rank y finds its heads' rows side by side
+A fused q, k, v with 2 heads over y has order = q0 k0 v0 q1 k1 v1, so that rank y finds the rows of its heads together.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hanayo.tensor3d.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How one dimension is cut: along `axes` in this order, each part again along the next one.
+class DimShard:
+    """How one dimension is sharded: along the first of `axes`, each part again along the next one.
 
     Args:
-        size: of the whole dimension.
-        axes: "" for a dimension that isn't cut.
-        order: the entries in the order in which they are cut; None: as they are.
-        as_one: whether the axes are one: sizes that don't divide are rounded up once, not along each.
+        size: the size of the whole dimension.
+        axes: "" for a dimension that isn't sharded.
+        order: the entries in the order in which they are dealt out; None: as they are.
+        as_one: whether the axes count as one: a size that doesn't divide is rounded up once, not along each axis.
     """
 
     size: int
@@ -36,64 +38,107 @@ class Cut:
         """All entries in their order, [size]."""
         return torch.arange(self.size) if self.order is None else torch.tensor(self.order)
 
-    def span(self, grid: Mesh, place: Sequence[int] | None = None) -> tuple[int, int]:
-        """Start and stop in the order. Parts that don't divide are rounded up, so that the last ones may be smaller."""
+    def span(self, mesh: Mesh, coordinates: Sequence[int] | None = None) -> tuple[int, int]:
+        """Returns where a rank's part starts and stops in the order.
+
+        Parts of a size that doesn't divide are rounded up, so that the last ones may be smaller.
+        """
         start, stop, part = 0, self.size, self.size
         for name in (self.axes,) if self.as_one else self.axes:
-            part = -(-part // grid.size(name))
-            start = min(stop, start + part * grid.index(name, place))
+            part = -(-part // mesh.size(name))
+            start = min(stop, start + part * mesh.index(name, coordinates))
             stop = min(stop, start + part)
         return start, stop
 
-    def at(self, grid: Mesh, place: Sequence[int] | None = None) -> Tensor:
-        """The entries at a place, [local size]."""
-        start, stop = self.span(grid, place)
+    def entries_at(self, mesh: Mesh, coordinates: Sequence[int] | None = None) -> Tensor:
+        """Returns the entries that the rank at `coordinates` holds, [local size]."""
+        start, stop = self.span(mesh, coordinates)
         return self.entries[start:stop]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is cut, one `Cut` per dimension, and along which axes its gradient is still a partial sum.
+    """How a parameter is sharded, one `DimShard` per dimension. Ranks that differ along other axes are replicas.
 
-    Ranks that differ only along other axes than those it is cut over hold the same values.
+    Args:
+        dims: of each dimension.
+        partial: the axes along which the gradient that the backward leaves is still a partial sum.
     """
 
-    cuts: tuple[Cut, ...]
+    dims: tuple[DimShard, ...]
     partial: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole tensor's."""
-        return tuple(cut.size for cut in self.cuts)
+        """The whole tensor's shape."""
+        return tuple(dim.size for dim in self.dims)
 
     @property
     def axes(self) -> str:
-        """All axes it is cut over."""
-        return "".join(cut.axes for cut in self.cuts)
+        """All axes that it is sharded over."""
+        return "".join(dim.axes for dim in self.dims)
 
-    def replicas(self, grid: Mesh) -> int:
-        """How many ranks hold the same part."""
-        return grid.num_ranks // grid.size(self.axes)
+    def replicas(self, mesh: Mesh) -> int:
+        """Returns how many ranks hold the same part."""
+        return mesh.num_ranks // mesh.size(self.axes)
 
-    def local_shape(self, grid: Mesh, place: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The part's at a place; this rank's if None."""
-        return tuple(stop - start for start, stop in (cut.span(grid, place) for cut in self.cuts))
+    def local_shape(self, mesh: Mesh, coordinates: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Returns the shape of the part at `coordinates`, or of this rank's part if None."""
+        return tuple(stop - start for start, stop in (dim.span(mesh, coordinates) for dim in self.dims))
 
-    def of(self, whole: Tensor, grid: Mesh, place: Sequence[int] | None = None) -> Tensor:
-        """The part of `whole` at a place (this rank's if None), in memory of its own.
+    def of(self, whole: Tensor, mesh: Mesh, coordinates: Sequence[int] | None = None) -> Tensor:
+        """Returns the part of `whole` at `coordinates` (this rank's if None), in memory of its own.
 
-        A tensor of another shape is cut along the dimensions that it shares; a scalar is whole everywhere.
+        A tensor of another shape is sharded along the dimensions whose sizes agree. A scalar stays whole.
         """
         part = whole
-        for dim, cut in enumerate(self.cuts[: whole.dim()]):
-            if cut.axes and whole.shape[dim] == cut.size:
-                part = part.index_select(dim, cut.at(grid, place).to(whole.device))
+        for i, dim in enumerate(self.dims[: whole.dim()]):
+            if dim.axes and whole.shape[i] == dim.size:
+                part = part.index_select(i, dim.entries_at(mesh, coordinates).to(whole.device))
         return part.clone() if part is whole else part.contiguous()
 
-    def put(self, whole: Tensor, part: Tensor, grid: Mesh, place: Sequence[int]) -> None:
-        """Write the `part` that lies at `place` into `whole`."""
-        where = [cut.at(grid, place) for cut in self.cuts]
-        if where:
-            whole[torch.meshgrid(*where, indexing="ij")] = part
+    def put(self, whole: Tensor, part: Tensor, mesh: Mesh, coordinates: Sequence[int]) -> None:
+        """Write the `part` of the rank at `coordinates` into `whole`."""
+        entries = [dim.entries_at(mesh, coordinates) for dim in self.dims]
+        if entries:
+            whole[torch.meshgrid(*entries, indexing="ij")] = part
         else:
             whole.copy_(part)
+
+
+class ShardedModule(nn.Module):
+    """A module of whose own parameters each rank of the mesh holds a shard, or a replica with a partial gradient."""
+
+    @property
+    @abstractmethod
+    def shards(self) -> dict[str, Shard]:
+        """How each of its own parameters is sharded, by name."""
+
+
+@lru_cache
+def sharded_class(sharded: type[ShardedModule], original: type[nn.Module]) -> type[ShardedModule]:
+    """Returns a subclass of both: a 3-D layer that is still an instance of the class it was converted from."""
+    return type(f"{original.__name__}3D", (sharded, original), {"__doc__": f"A 3-D parallel {original.__name__}."})
+
+
+def shard_parameters(module: nn.Module, shards: dict[str, Shard], mesh: Mesh) -> None:
+    """Replace the values of the parameters named by this rank's shards. The parameter objects stay."""
+    for name, shard in shards.items():
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            parameter.data = shard.of(parameter.data, mesh)
+
+
+def all_reduce_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """Sum the gradients that a backward leaves as partial sums: those of biases and norms.
+
+    For models that are built of 3-D layers and train without `HanayoStrategy`. All ranks of the mesh call it once per
+    batch, before the optimizer step.
+    """
+    for module in model.modules():
+        if not isinstance(module, ShardedModule):
+            continue
+        for name, shard in module.shards.items():
+            parameter = module._parameters.get(name)
+            if shard.partial and parameter is not None and parameter.grad is not None:
+                parameter.grad = mesh.axis(shard.partial).all_reduce(parameter.grad.contiguous()).wait()

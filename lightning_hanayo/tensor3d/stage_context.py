@@ -1,38 +1,70 @@
-"""The setting: what the 3-D layers of one stage share."""
+"""What the 3-D layers of one pipeline stage share, and what they are told before each of the stage's runs."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_hanayo.tensor3d.layers.product import Along, Keep
-from lightning_hanayo.tensor3d.layers.weight import LateSums, Order
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
+from lightning_hanayo.tensor3d.product import BoundCollective, Keep
+from lightning_hanayo.tensor3d.weight import PendingGradients, PrefetchOrder
 from lightning_hanayo.weight_gradients import WeightGradients
 
 
-@dataclass
 class StageContext:
-    """Given to each layer's constructor.
+    """Given to the constructor of each layer. It implements the runtime's `StageHooks`.
+
+    The sequence length is the one thing here that changes between runs. An all-gather needs it to drop the padding. The
+    stage has it as an argument, but the layers are called by the user's own block code, which can't pass it on, so
+    they read it here. A layer's backward uses the length of its own forward; the hook before the backward is for layers
+    that are recomputed in it (activation checkpointing).
+
+    Example:
+        >>> context = StageContext(Mesh.single())
+        >>> linear = Linear3D(64, 256, context=context)
 
     Args:
-        grid: the ranks that hold the stage together.
-        keep: what products save for the backward.
+        mesh: the ranks that hold the stage together.
+        keep: what products save for the backward: what they gathered, or "shards", which are gathered again.
         queue: takes weight gradients while the stage's backward is split; None: it never is.
-        num_pieces: in how many a product is played, so that what travels and what is computed overlap.
-        length: of the sequences under way; None where they aren't padded. Set before each micro-batch.
+        num_pieces: in how many pieces a product runs, so that communication overlaps compute.
+        sequence_length: of all sequences, for a model that runs without stages; None if y divides it.
     """
 
-    grid: Mesh
-    keep: Keep = "gathered"
-    queue: WeightGradients | None = None
-    length: int | None = None
-    num_pieces: int = 1
-    late: LateSums = field(default_factory=LateSums)
-    order: Order = field(default_factory=Order)
+    def __init__(
+        self,
+        mesh: Mesh,
+        keep: Keep = "gathered",
+        queue: WeightGradients | None = None,
+        *,
+        num_pieces: int = 1,
+        sequence_length: int | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.keep: Keep = keep
+        self.queue = queue
+        self.num_pieces = num_pieces
+        self.sequence_length = sequence_length
+        self.pending_gradients = PendingGradients()
+        self.prefetch_order = PrefetchOrder()
 
     def __deepcopy__(self, memo: Any) -> "StageContext":
-        return self  # shared, and groups have no copies
+        return self  # copies of a layer share it, and process groups can't be copied
 
-    def along(self, side: AxisCollective) -> Along:
-        """The collective of `side`, in this stage's grid and for the sequences under way."""
-        return Along(self.grid.axis(side.axis), side.dim, self.length if side.is_sequence else None)
+    def bind(self, collective: AxisCollective) -> BoundCollective:
+        """Returns the collective over this mesh's ranks, for sequences of the length that the stage runs now."""
+        size = self.sequence_length if collective.is_sequence else None
+        return BoundCollective(self.mesh.axis(collective.axis), collective.dim, size)
+
+    def begin_batch(self) -> None:
+        """A batch begins: drop what a failure in the batch before may have left."""
+        self.pending_gradients.discard()
+        self.prefetch_order.drop_prefetched()
+
+    def before_forward(self, sequence_length: int) -> None:
+        """The stage's forward runs next, on sequences of this length; 0 if no all-gather needs it."""
+        self.sequence_length = sequence_length or None
+        self.prefetch_order.begin()
+
+    def before_backward(self, sequence_length: int) -> None:
+        """The stage's backward runs next, with the length that its forward had."""
+        self.sequence_length = sequence_length or None
+        self.prefetch_order.begin(recomputes=True)

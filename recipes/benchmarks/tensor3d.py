@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.benchmarks.cluster import Cluster, Link, refusal
 from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run, whole
-from recipes.benchmarks.schemes.names import ONE_D, TWO_D, grid_of, three_d
+from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of, three_d
 
 if TYPE_CHECKING:
     from recipes.benchmarks.tensor3d_rank import Case
 
-HOSTS, SHARE, PATIENCE_S = 8, 0.7, 1200.0
+HOSTS, SHARE, TIMEOUT_S = 8, 0.7, 1200.0
 PIECES = 4
 COLLECTIVES = (2, 2.0), (4, 2.0), (8, 2.0), (8, 8.0)
 PARTS = ("collectives", "shapes", "overlap", "two-d", "scaling")
-GRIDS = (2, 2, 2), (4, 2, 1), (8, 1, 1)
+MESHES = (2, 2, 2), (4, 2, 1), (8, 1, 1)
 CHECKED = (
-    *((name, HOSTS) for name in (*ONE_D, *map(three_d, GRIDS), three_d(GRIDS[0], PIECES))),
+    *((name, HOSTS) for name in (*ONE_D, *map(three_d, MESHES), three_d(MESHES[0], PIECES))),
     (TWO_D, 4),
     (three_d((2, 2, 1)), 4),
 )
@@ -47,7 +47,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = new_parser("tensor3d", __doc__, picture="draw steps, measured beside predicted",
+    parser = new_parser("tensor3d", __doc__, picture="draw steps, measured next to predicted",
                         trace="draw each host's computing and receiving")  # fmt: skip
     parser.add_argument("--mbit", type=numeric, default=200.0, metavar="N",
                         help="each host's bandwidth, each way, in megabits per second (default 200)")  # fmt: skip
@@ -70,7 +70,7 @@ def speed_of(link: Link, tokens: int, hidden: int, layers: int = 2) -> float:
 
 
 def cases(link: Link, hidden: int, rounds: int, parts: Sequence[str]) -> list["Case"]:
-    """All of them: for each shape, the cube and the grids that move the least."""
+    """All of them: for each shape, the cube and the meshes that move the least."""
     from recipes.benchmarks.tensor3d_rank import Case
 
     small = 2 * hidden // 3 // 8 * 8
@@ -78,7 +78,7 @@ def cases(link: Link, hidden: int, rounds: int, parts: Sequence[str]) -> list["C
     if "shapes" in parts:
         for tokens, width, times in ((8 * hidden, hidden, rounds), (2 * hidden, hidden, 3), (8 * small, small, 3)):
             best, *weights_only = _best(HOSTS, tokens, width)
-            in_pieces = [three_d(grid_of(name), PIECES) for name in (three_d((1, HOSTS, 1)), three_d((2, 2, 2)), best)]
+            in_pieces = [three_d(mesh_of(name), PIECES) for name in (three_d((1, HOSTS, 1)), three_d((2, 2, 2)), best)]
             names = (*ONE_D, in_pieces[0], three_d((2, 2, 2)), in_pieces[1], best, in_pieces[2], *weights_only)
             speed = speed_of(link, tokens, width)
             found.append(Case("shapes", HOSTS, tokens, width, names, speed, rounds=times))
@@ -98,11 +98,11 @@ def cases(link: Link, hidden: int, rounds: int, parts: Sequence[str]) -> list["C
 
 
 def _best(hosts: int, tokens: int, hidden: int) -> list[str]:
-    """The grid that moves the least, and the one that moves weights only, which the most compute can hide."""
-    from lightning_hanayo.planner.meshes import ranked_grids
+    """The mesh that moves the least, and the one that moves weights only, which the most compute can hide."""
+    from lightning_hanayo.planner.meshes import ranked_meshes
     from lightning_hanayo.planner.volume import TransformerLayer
 
-    first = ranked_grids(hosts, TransformerLayer(tokens, hidden, heads=hidden))[0]
+    first = ranked_meshes(hosts, TransformerLayer(tokens, hidden, heads=hidden))[0]
     return list(dict.fromkeys([three_d(first), three_d((hosts, 1, 1))]))
 
 
@@ -110,7 +110,7 @@ def _check(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.tensor3d_rank import check_all
 
     with Cluster(HOSTS, Link(options.mbit)) as cluster:
-        found = cluster.run(check_all, CHECKED, PATIENCE_S)
+        found = cluster.run(check_all, CHECKED, TIMEOUT_S)
     errors = {name: max(host[name] for host in found if name in host) for name in found[0]}
     text = "\n".join(f"{name:24} {error:.1e}" for name, error in errors.items())
     return Findings(text, errors, code=0 if max(errors.values()) < 1e-10 else 1)
@@ -128,7 +128,7 @@ def _measure(options: argparse.Namespace) -> Findings:
     )
     begin = time.monotonic()
     with Cluster(HOSTS, link) as cluster:
-        records = cluster.run(work, plan, PATIENCE_S)
+        records = cluster.run(work, plan, TIMEOUT_S)
     took = time.monotonic() - begin
     outcomes = [
         outcome_of(case, link, [record.steps[place] for record in records[: case.hosts]])
@@ -136,7 +136,7 @@ def _measure(options: argparse.Namespace) -> Findings:
     ]
     transfers = transfers_of(link, records)
     far = report.far_ahead(link)
-    about = describe(_setting(link), f"{took:.0f} s in all")
+    about = describe(_context(link), f"{took:.0f} s in all")
     data = {"machine": about, "transfers": [vars(one) for one in transfers],
             "cases": [one.plain() for one in outcomes], "at 64 hosts": [one.plain() for one in far]}  # fmt: skip
     pictures = {
@@ -146,7 +146,7 @@ def _measure(options: argparse.Namespace) -> Findings:
     return Findings(report.table(about, transfers, outcomes, far), data, pictures)
 
 
-def _setting(link: Link) -> str:
+def _context(link: Link) -> str:
     return (
         f"gloo, {HOSTS} network namespaces, {link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB, "
         f"MTU {link.mtu})"

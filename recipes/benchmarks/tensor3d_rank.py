@@ -1,4 +1,4 @@
-"""What each host does in the tensor-parallel benchmark: collectives first, then all schemes of each case in turn."""
+"""What each host of the tensor-parallel benchmark runs: collectives, then all schemes of each case in turn."""
 
 import threading
 import time
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is run."""
+    """The cases and collectives that are run."""
 
     cases: tuple[Case, ...]
     collectives: tuple[tuple[int, float], ...] = ()
@@ -80,7 +80,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Record:
-    """What a host brings home."""
+    """The measurements of one host."""
 
     collectives: list[Collective]
     steps: list[dict[str, Steps]]
@@ -88,32 +88,32 @@ class Record:
 
 
 def work(rank: int, plan: Plan) -> Record:
-    """A host's whole work."""
-    known = _Groups(rank)
+    """Run the whole plan on one host."""
+    process_groups = _Groups(rank)
     log = Log()
-    collectives = [_collective(known, kind, *size, log) for size in plan.collectives for kind in COLLECTIVES]
-    return Record(collectives, [_case(known, case) for case in plan.cases])
+    collectives = [_collective(process_groups, kind, *size, log) for size in plan.collectives for kind in COLLECTIVES]
+    return Record(collectives, [_case(process_groups, case) for case in plan.cases])
 
 
 class _Groups:
-    """Made by all hosts in the same order, once each."""
+    """The process groups. All hosts make them in the same order, once each."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._known: dict[Group, dist.ProcessGroup] = {}
+        self._made: dict[Group, dist.ProcessGroup] = {}
 
     def find(self, among: Sequence[Group]) -> dist.ProcessGroup | None:
-        """This host's."""
+        """Returns this host's group among these."""
         for ranks in among:
-            if ranks not in self._known and len(ranks) > 1:
+            if ranks not in self._made and len(ranks) > 1:
                 group = dist.new_group(list(ranks))
                 assert isinstance(group, dist.ProcessGroup) or self.rank not in ranks
-                self._known[ranks] = group
-        return next((self._known[ranks] for ranks in among if self.rank in ranks and len(ranks) > 1), None)
+                self._made[ranks] = group
+        return next((self._made[ranks] for ranks in among if self.rank in ranks and len(ranks) > 1), None)
 
 
 def _start() -> float:
-    """A moment in which all hosts begin: they share a machine, and so a clock."""
+    """Wait for a moment at which all hosts start, and return it. They share a machine, and so a clock."""
     moment = torch.zeros(1, dtype=torch.float64)
     dist.barrier()
     moment += time.monotonic() + HEAD_START
@@ -137,11 +137,13 @@ def _timed(action: Callable[[], object], times: int) -> list[float]:
     return ends[1:]
 
 
-def _collective(known: _Groups, kind: str, hosts: int, megabytes: float, log: Log, times: int = 3) -> Collective:
+def _collective(
+    process_groups: _Groups, kind: str, hosts: int, megabytes: float, log: Log, times: int = 3
+) -> Collective:
     world = dist.get_world_size()
-    group = known.find([tuple(range(first, first + hosts)) for first in range(0, world, hosts)])
+    group = process_groups.find([tuple(range(first, first + hosts)) for first in range(0, world, hosts)])
     assert group is not None
-    wire = Wire(group, hosts, known.rank % hosts, log)
+    wire = Wire(group, hosts, process_groups.rank % hosts, log)
     whole = torch.zeros(hosts, int(megabytes * 2**20 / 4 / hosts))
     other, part = torch.zeros_like(whole), torch.zeros_like(whole[0])
     flat, other_flat = whole.view(-1), other.view(-1)
@@ -156,14 +158,14 @@ def _collective(known: _Groups, kind: str, hosts: int, megabytes: float, log: Lo
     return Collective(kind, hosts, megabytes, _timed(gloo, times), _timed(lambda: ours().wait(), times))
 
 
-class Player:
+class StepRunner:
     """One scheme of a case on one host.
 
     Args:
-        case: what is played.
-        name: of the scheme.
-        rank: of the host.
-        find: its groups.
+        case: the case that is run.
+        name: the scheme's.
+        rank: the host's.
+        find: finds its groups.
         is_dry: whether nothing is computed or sent, only logged.
     """
 
@@ -175,11 +177,11 @@ class Player:
         with torch.no_grad():  # no values: none are computed
             weights = [[torch.zeros(shape) for shape in shapes(case.hidden)] for _ in range(case.layers)]
             self._x = self._scheme.cut(torch.zeros(case.batch, case.seq, case.hidden))
-        self._x.requires_grad_()  # as in the midst of a model
+        self._x.requires_grad_()  # as in the middle of a model
         self._model = self._scheme.layers(weights, self._device, case.seq)
 
-    def play(self) -> tuple[float, float]:
-        """Forward and backward; when they ended."""
+    def run(self) -> tuple[float, float]:
+        """Run forward and backward, and return when each ended."""
         self.log.clear()
         for tensor in (self._x, *self._model.parameters()):
             tensor.grad = None
@@ -192,57 +194,57 @@ class Player:
         return between, time.monotonic()
 
 
-def rehearse(case: Case, name: str, rank: int = 0) -> list[Event]:
-    """What a host does in a step of the scheme; nothing is sent or computed, so that hosts may be any number."""
-    player = Player(case, name, rank, lambda _: None, is_dry=True)
-    player.play()  # the first time the order of the layers isn't known
-    player.play()
-    return player.log.events
+def dry_run(case: Case, name: str, rank: int = 0) -> list[Event]:
+    """Returns what a host does in a step. Nothing is sent or computed, so there may be any number of hosts."""
+    runner = StepRunner(case, name, rank, lambda _: None, is_dry=True)
+    runner.run()  # records the order of the layers, which the second run prefetches by
+    runner.run()
+    return runner.log.events
 
 
-def _case(known: _Groups, case: Case) -> dict[str, Steps]:
+def _case(process_groups: _Groups, case: Case) -> dict[str, Steps]:
     for among in chain.from_iterable(groups(name, case.hosts).values() for name in case.schemes):
-        known.find(among)
-    if known.rank >= case.hosts:
+        process_groups.find(among)
+    if process_groups.rank >= case.hosts:
         for _ in range((case.rounds + 2) * len(case.schemes)):
             _start()
             dist.barrier()
         return {}
-    players = {name: Player(case, name, known.rank, known.find) for name in case.schemes}
+    runners = {name: StepRunner(case, name, process_groups.rank, process_groups.find) for name in case.schemes}
     for turn in range(-1, case.rounds):
         for name in _turned(case.schemes, turn):
-            _play(players[name], keep=turn >= 0)
-    for player in players.values():
-        with _sampled(player.steps.samples) as begin:
-            begin(_play(player, keep=False))
-        player.steps.events, player.steps.spans = player.log.events, player.log.spans
-    return {name: player.steps for name, player in players.items()}
+            _run(runners[name], keep=turn >= 0)
+    for runner in runners.values():
+        with _sampled(runner.steps.samples) as begin:
+            begin(_run(runner, keep=False))
+        runner.steps.events, runner.steps.spans = runner.log.events, runner.log.spans
+    return {name: runner.steps for name, runner in runners.items()}
 
 
 def _turned(names: Sequence[str], turn: int) -> list[str]:
-    """Each round begins with another one."""
+    """Returns the names in an order that begins with another one in each round."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]
 
 
-def _play(player: Player, *, keep: bool) -> float:
-    """One step of all hosts; its start."""
+def _run(runner: StepRunner, *, keep: bool) -> float:
+    """Run one step on all hosts, and return when it started."""
     start = _start()
     before = received()
-    forward, end = player.play()
+    forward, end = runner.run()
     dist.barrier()
     time.sleep(QUIET)
     if keep:
-        player.steps.forward.append(forward - start)
-        player.steps.end.append(end - start)
-        player.steps.received.append(received() - before)
-    player.log.spans[:] = [(begin - start, stop - start) for begin, stop in player.log.spans]
+        runner.steps.forward.append(forward - start)
+        runner.steps.end.append(end - start)
+        runner.steps.received.append(received() - before)
+    runner.log.spans[:] = [(begin - start, stop - start) for begin, stop in runner.log.spans]
     return start
 
 
 @contextmanager
 def _sampled(into: list[tuple[float, int]]) -> Iterator[Callable[[float], None]]:
-    """Note every few milliseconds what has come in; the caller says when the step began."""
+    """Sample the bytes received every few milliseconds. The caller tells when the step began."""
     done = threading.Event()
     raw: list[tuple[float, int]] = []
 
@@ -262,12 +264,12 @@ def _sampled(into: list[tuple[float, int]]) -> Iterator[Callable[[float], None]]
 
 
 def check_all(rank: int, schemes: Sequence[tuple[str, int]]) -> dict[str, float]:
-    """Another work: each scheme's error, with real products, on so many hosts."""
-    known = _Groups(rank)
+    """Run each scheme with real products on so many hosts, and return its error."""
+    process_groups = _Groups(rank)
     found = {}
     for name, hosts in schemes:
         for among in groups(name, hosts).values():
-            known.find(among)
+            process_groups.find(among)
         if rank < hosts:
-            found[f"{name}, {hosts} hosts"] = check(name, hosts, rank, known.find)
+            found[f"{name}, {hosts} hosts"] = check(name, hosts, rank, process_groups.find)
     return found

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_hanayo.planner.meshes import ranked_grids
+from lightning_hanayo.planner.meshes import ranked_meshes
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.schemes.log import Replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
@@ -40,7 +40,7 @@ def far_ahead(link: Link, hidden: int = 1024) -> list[Forecast]:
     found = []
     for tokens in (2 * hidden, 8 * hidden):
         probe = Case("far", FAR, tokens, hidden, (), 1.0, batch=FAR)
-        best = three_d(ranked_grids(FAR, layer_of(probe))[0])
+        best = three_d(ranked_meshes(FAR, layer_of(probe))[0])
         names = (ONE_D[0], TWO_D, three_d((4, 4, 4)), best)
         alone, _ = predict(probe, ONE_D[0], link)
         for share in (0.5, 0.7, 0.9):
@@ -75,7 +75,7 @@ HEAD = ("scheme", "step ms", "min-max", "forward ms", "predicted ms", "measured 
         "of the longer", "gain over 1-D", "predicted gain", "reached", "MB", "wire / formula")  # fmt: skip
 COLLECTIVE_HEAD = ("collective", "hosts", "MB", "ideal ms", "gloo ms", "of ideal", "ours ms", "of ideal")
 SCALING_HEAD = ("hosts", "tokens", "scheme", "step ms", "predicted ms", "gain over 1-D", "predicted gain")
-FAR_HEAD = ("tokens", "1-D communicates", "cube over 1-D", "best grid", "over 1-D", "cube over 2-D", "best over 2-D")
+FAR_HEAD = ("tokens", "1-D communicates", "cube over 1-D", "best mesh", "over 1-D", "cube over 2-D", "best over 2-D")
 
 
 def title(case: Case) -> str:
@@ -176,7 +176,7 @@ def _bars(axes: "Axes", outcome: Outcome) -> None:
 def _lines(axes: "Axes", kind: str, outcomes: Sequence[Outcome]) -> None:
     plain(axes, f"{kind} scaling", x="hosts", y="ms per step")
     hosts = [outcome.case.hosts for outcome in outcomes]
-    for place, colour, label in ((0, GREY, "1-D"), (1, BLUE, "3-D, the grid that moves least")):
+    for place, colour, label in ((0, GREY, "1-D"), (1, BLUE, "3-D, the mesh that moves least")):
         results = [outcome.results[min(place, len(outcome.results) - 1)] for outcome in outcomes]
         axes.plot(hosts, [1e3 * one.step.median for one in results], marker="o", color=colour, label=label)
         axes.plot(hosts, [1e3 * one.predicted.step for one in results], linestyle=":", color=colour)
@@ -202,7 +202,7 @@ def draw_trace(plan: Plan, records: Sequence[Record], link: Link, path: Path) ->
 
 
 def _traced(plan: Plan) -> list[tuple[int, str]]:
-    """1-D and the best grid of the first case, and the case in which compute can hide all."""
+    """1-D and the best mesh of the first case, and the case in which compute can hide all."""
     shown = [(0, name) for name in (plan.cases[0].schemes[0], plan.cases[0].schemes[-1])]
     return shown + [(i, case.schemes[0]) for i, case in enumerate(plan.cases) if case.title == "overlap"]
 

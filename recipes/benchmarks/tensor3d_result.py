@@ -1,4 +1,4 @@
-"""The result: what all hosts' records say about each scheme, beside what was predicted of it."""
+"""The result: what all hosts' records say about each scheme, compared with its prediction."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,8 +10,8 @@ from lightning_hanayo.planner.volume import TransformerLayer
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.result import Summary
 from recipes.benchmarks.schemes.log import Replay, elements_of, replay
-from recipes.benchmarks.schemes.names import ONE_D, TWO_D, grid_of
-from recipes.benchmarks.tensor3d_rank import Case, Collective, Record, Steps, rehearse
+from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of
+from recipes.benchmarks.tensor3d_rank import Case, Collective, Record, Steps, dry_run
 
 BYTES = 4
 """of an element"""
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def layer_of(case: Case) -> TransformerLayer:
-    """For the formulas; heads that any grid divides."""
+    """For the formulas; heads that any mesh divides."""
     return TransformerLayer(case.tokens, case.hidden, heads=case.hidden)
 
 
@@ -76,12 +76,12 @@ def volume_of(case: Case, name: str) -> float:
         return case.layers * OneD(case.hosts).volume(layer)
     if name == TWO_D:
         return case.layers * two_d(round(case.hosts**0.5)).volume(layer)
-    return case.layers * layer.volume(grid_of(name)).total
+    return case.layers * layer.volume(mesh_of(name)).total
 
 
 def predict(case: Case, name: str, link: Link) -> tuple[Replay, float]:
     """The step's replay, and the elements that are moved. On squares the slower one of two kinds of hosts."""
-    programs = [rehearse(case, name, rank) for rank in ((0, 1) if name == TWO_D else (0,))]
+    programs = [dry_run(case, name, rank) for rank in ((0, 1) if name == TWO_D else (0,))]
     replays = [replay(events, link.bytes_per_second / BYTES) for events in programs]
     return max(replays, key=lambda one: one.step), elements_of(programs[0])
 

@@ -1,10 +1,10 @@
-"""Entry point: `python -m recipes.cube` rebuilds the tables of the page about the cube, and its pictures."""
+"""Entry point: `python -m recipes.cube` rebuilds tables and pictures of the page about the cube."""
 
 from recipes.cube.page import FIGURES, PAGE, draw_all, rebuild
 
 
 def main() -> None:
-    """Tables first, then figures; says what it wrote."""
+    """Rebuild tables, then figures, and print the paths written."""
     rebuild(PAGE)
     print(PAGE)
     for path in draw_all(FIGURES):

@@ -1,22 +1,22 @@
-"""Memory: what a rank holds of a Transformer layer's linear layers between forward and backward."""
+"""The table of what a rank stores of a Transformer layer's linear layers between forward and backward."""
 
-from lightning_hanayo.planner.volume import Grid
+from lightning_hanayo.divisibility import MeshSizes
 from recipes.cube.volumes import layer_of
 from recipes.paper.table import markdown
 
 TOKENS, HIDDEN = 16384, 4096
-GRIDS: tuple[Grid, ...] = ((2, 2, 2), (4, 2, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8))
+MESHES: tuple[MeshSizes, ...] = ((2, 2, 2), (4, 2, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8))
 
 
 def table() -> str:
     """The block `memory`."""
-    head = ("grid of 8", "weights", "saved, `gathered`", "saved, `shards`", "moves more, `shards`")
-    return markdown(head, [_row(grid) for grid in GRIDS])
+    head = ("mesh of 8", "weights", "saved, `gathered`", "saved, `shards`", "more volume, `shards`")
+    return markdown(head, [_row(mesh) for mesh in MESHES])
 
 
-def _row(grid: Grid) -> list[str]:
+def _row(mesh: MeshSizes) -> list[str]:
     layer = layer_of(TOKENS, HIDDEN)
-    kept, shards = layer.storage(grid), layer.storage(grid, "shards")
-    more = layer.volume(grid, "shards").total / layer.volume(grid).total - 1
+    kept, shards = layer.storage(mesh), layer.storage(mesh, "shards")
+    more = layer.volume(mesh, "shards").total / layer.volume(mesh).total - 1
     saved = [storage.saved_inputs + storage.saved_weights for storage in (kept, shards)]
-    return [str(grid), *(f"{size / 1e6:.0f}" for size in (kept.weights, *saved)), f"{100 * more:.0f} %"]
+    return [str(mesh), *(f"{size / 1e6:.0f}" for size in (kept.weights, *saved)), f"{100 * more:.0f} %"]

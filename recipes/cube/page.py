@@ -1,4 +1,4 @@
-"""Page: which tables and pictures `docs/concepts/cube.md` holds, and who makes them."""
+"""The tables and pictures of `docs/concepts/cube.md`, and the functions that make them."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ BLOCKS = {"volumes": volumes.table, "memory": memory.table}
 
 
 def rebuild(page: Path) -> None:
-    """Replace every block."""
+    """Replace every table of the page."""
     made = {name: make() for name, make in BLOCKS.items()}
     page.write_text(fill(page.read_text(encoding="utf-8"), made), encoding="utf-8")
 
 
 def draw_all(folder: Path) -> tuple[Path, Path]:
-    """Both pictures."""
+    """Draw both pictures."""
     cube, bars = folder / "cube-layer.png", folder / "cube-volumes.png"
     save_cube(cube)
     volumes.draw(bars)

@@ -1,6 +1,6 @@
-"""Volumes: what a rank receives for a Transformer layer, forward and backward, on every grid and in other schemes.
+"""The table and the picture of what a rank receives for a Transformer layer, on every mesh and in other schemes.
 
-All in units of M h, M tokens of a micro-batch times h features: what one activation has.
+Forward and backward, in units of M h: the elements of an activation of M tokens and h features.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,10 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_hanayo.planner.meshes import best_grid, ranked_grids
+from lightning_hanayo.divisibility import MeshSizes
+from lightning_hanayo.planner.meshes import best_mesh, ranked_meshes
 from lightning_hanayo.planner.schemes import OneD, TwoAndAHalfD, two_d
-from lightning_hanayo.planner.volume import Grid, TransformerLayer
+from lightning_hanayo.planner.volume import TransformerLayer
 from recipes.paper import figure
 from recipes.paper.table import markdown
 
@@ -27,44 +28,44 @@ PARTS = (
 
 
 def layer_of(tokens: int, hidden: int) -> TransformerLayer:
-    """With heads of the usual size, and a feed-forward network of 4 h."""
+    """Returns a layer with heads of the usual size, and a feed-forward network of 4 h."""
     return TransformerLayer(tokens, hidden, hidden // HEAD_SIZE)
 
 
-def cube_of(num_ranks: int) -> Grid:
-    """p x p x p."""
+def cube_of(num_ranks: int) -> MeshSizes:
+    """Returns the mesh p x p x p."""
     side = round(num_ranks ** (1 / 3))
     return side, side, side
 
 
-def parts(layer: TransformerLayer, grid: Grid) -> tuple[float, float, float]:
-    """What travels along y, x and z, in M h. In the second layer of a pair y and z have exchanged their roles."""
-    moved = {"x": 0.0, "y": 0.0, "z": 0.0}
+def parts(layer: TransformerLayer, mesh: MeshSizes) -> tuple[float, float, float]:
+    """Returns what is received along y, x and z, in M h. In row-parallel layers y and z trade roles."""
+    received = {"x": 0.0, "y": 0.0, "z": 0.0}
     for linear in layer.linears:
-        volume = linear.volume(grid)
-        first, second = ("z", "y") if linear.swapped else ("y", "z")
-        moved[first] += volume.gather_x + volume.scatter_dx
-        moved[second] += volume.scatter_y + volume.gather_dy
-        moved["x"] += volume.gather_w + volume.scatter_dw
+        volume = linear.volume(mesh)
+        of_input, of_output = ("z", "y") if linear.row_parallel else ("y", "z")
+        received[of_input] += volume.gather_x + volume.scatter_dx
+        received[of_output] += volume.scatter_y + volume.gather_dy
+        received["x"] += volume.gather_w + volume.scatter_dw
     unit = layer.tokens * layer.hidden
-    return moved["y"] / unit, moved["x"] / unit, moved["z"] / unit
+    return received["y"] / unit, received["x"] / unit, received["z"] / unit
 
 
 def best_two_and_a_half(num_ranks: int, layer: TransformerLayer) -> TwoAndAHalfD:
-    """The depth of squares that moves the least."""
+    """Returns the depth of squares that communicates the least."""
     sides = [side for side in range(2, isqrt(num_ranks) + 1) if num_ranks % side**2 == 0]
     return min((TwoAndAHalfD(side, num_ranks // side**2) for side in sides), key=lambda one: one.volume(layer))
 
 
 def table() -> str:
     """The block `volumes`."""
-    head = ("h", "P", "tokens", "best grid", "moves", "cube", "1-D", "2-D", "2.5-D: q, d", "moves")
+    head = ("h", "P", "tokens", "best mesh", "volume", "cube", "1-D", "2-D", "2.5-D: q, d", "volume")
     return markdown(head, [_row(h, p, m) for h in HIDDEN for p in RANKS for m in TOKENS])
 
 
 def _row(hidden: int, num_ranks: int, tokens: int) -> list[str]:
     layer, unit = layer_of(tokens, hidden), tokens * hidden
-    best, squares = best_grid(num_ranks, layer), best_two_and_a_half(num_ranks, layer)
+    best, squares = best_mesh(num_ranks, layer), best_two_and_a_half(num_ranks, layer)
     side = isqrt(num_ranks)
     flat = f"{two_d(side).volume(layer) / unit:.2f}" if side**2 == num_ranks else "-"
     return [
@@ -82,7 +83,7 @@ def _row(hidden: int, num_ranks: int, tokens: int) -> list[str]:
 
 
 def draw(path: Path, ranks: Sequence[int] = RANKS, tokens: Sequence[int] = TOKENS, hidden: int = HIDDEN[0]) -> None:
-    """A bar for each grid that fits, the best first; a panel for each number of ranks and of tokens."""
+    """Draw a bar for each mesh that fits, the best first, in a panel for each number of ranks and of tokens."""
     plot = figure.new(10.0, 3.1 * len(ranks))
     panels = plot.subplots(len(ranks), len(tokens), squeeze=False)
     for row, num_ranks in zip(panels, ranks, strict=True):
@@ -93,13 +94,13 @@ def draw(path: Path, ranks: Sequence[int] = RANKS, tokens: Sequence[int] = TOKEN
 
 
 def _draw_panel(axes: "Axes", num_ranks: int, layer: TransformerLayer) -> None:
-    shown = ranked_grids(num_ranks, layer)
+    shown = ranked_meshes(num_ranks, layer)
     below = [0.0] * len(shown)
     for number, (name, shade) in enumerate(PARTS):
-        heights = [parts(layer, grid)[number] for grid in shown]
+        heights = [parts(layer, mesh)[number] for mesh in shown]
         axes.bar(range(len(shown)), heights, 0.7, bottom=below, color=shade, label=name)
         below = [a + b for a, b in zip(below, heights, strict=True)]
-    labels = axes.set_xticks(range(len(shown)), ["\n".join(map(str, grid)) for grid in shown])
+    labels = axes.set_xticks(range(len(shown)), ["\n".join(map(str, mesh)) for mesh in shown])
     figure.plain(
         axes, f"P = {num_ranks}, {layer.tokens // 1024}k tokens, h = {layer.hidden}", y="received per rank [M h]"
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hanayo.tensor3d.layers.weight import Order, Weight
+from lightning_hanayo.tensor3d.weight import PrefetchOrder, ShardedWeight
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain
@@ -70,24 +70,24 @@ def test_no_old_shard_is_used(pool: Pool, layout: Layout) -> None:
 
 def weights_ahead(model: Any, layout: Layout) -> tuple[int, int, Outcome]:
     """The maximum of weights that one stage had gathered ahead, and the number left after the training."""
-    after, most = Order.after, 0
-    weights: list[Weight] = []
+    after, most = PrefetchOrder.record, 0
+    weights: list[ShardedWeight] = []
 
     def num_ahead() -> int:
-        return sum(weight._ahead is not None for weight in weights)
+        return sum(weight._prefetched is not None for weight in weights)
 
-    def counted(order: Order, weight: Weight) -> list[Weight]:
+    def counted(order: PrefetchOrder, weight: ShardedWeight) -> list[ShardedWeight]:
         nonlocal most
         if not weights:  # all are gathered before the first one is used
-            weights.extend(other for other in gc.get_objects() if isinstance(other, Weight))
+            weights.extend(other for other in gc.get_objects() if isinstance(other, ShardedWeight))
         most = max(most, num_ahead())
         return after(order, weight)
 
-    Order.after = counted  # type: ignore[method-assign]
+    PrefetchOrder.record = counted  # type: ignore[method-assign]
     try:
         outcome = fit(Training(model, partial(models.windows, (8, 8)), torch.float64, steps=2), layout)
     finally:
-        Order.after = after  # type: ignore[method-assign]
+        PrefetchOrder.record = after  # type: ignore[method-assign]
     return most, num_ahead(), outcome
 
 

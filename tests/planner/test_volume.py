@@ -1,4 +1,4 @@
-"""The volume: what the formulas say, counted on drawn shapes, and beside the figures of the paper's kind.
+"""The formulas of volume and storage, compared with shapes drawn by hand and with closed forms.
 
 X [M, K]                         W [N, K]                      Y [M, N]
         z=0  z=1                         z=0  z=1                      y=0  y=1
@@ -10,12 +10,22 @@ from math import prod
 
 import pytest
 
-from lightning_hanayo.planner.machine import Machine
-from lightning_hanayo.planner.meshes import best_grid, grids
+from lightning_hanayo.divisibility import MeshSizes, meshes
+from lightning_hanayo.planner.meshes import best_mesh
 from lightning_hanayo.planner.schemes import OneD, TwoAndAHalfD, two_d
-from lightning_hanayo.planner.volume import Grid, Keep, Linear, TransformerLayer, stack_ends
+from lightning_hanayo.planner.volume import Keep, LinearLayer, TransformerLayer
 
-GRIDS: list[Grid] = [(2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1), (1, 4, 1), (2, 3, 1), (4, 4, 4)]
+MESHES: list[MeshSizes] = [
+    (2, 2, 2),
+    (1, 2, 2),
+    (2, 1, 2),
+    (2, 2, 1),
+    (1, 1, 4),
+    (4, 1, 1),
+    (1, 4, 1),
+    (2, 3, 1),
+    (4, 4, 4),
+]
 KEEPS: tuple[Keep, ...] = ("gathered", "shards")
 M, K, N = 48, 96, 144
 
@@ -30,63 +40,59 @@ def summed(partial: int, share: int) -> int:
     return (partial // share - 1) * share
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_each_collective_brings_what_is_missing(grid: Grid, swapped: bool) -> None:
-    x, y, z = grid if not swapped else (grid[0], grid[2], grid[1])
+@pytest.mark.parametrize("row_parallel", [False, True])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_each_collective_brings_what_is_missing(mesh: MeshSizes, row_parallel: bool) -> None:
+    x, y, z = mesh if not row_parallel else (mesh[0], mesh[2], mesh[1])
     shard_x, shard_w, shard_y = M // (x * y) * K // z, N // (y * x) * K // z, M // (x * z) * N // y
     whole_x, whole_w, whole_y = M // x * K // z, N // y * K // z, M // x * N // y
-    volume = Linear(M, K, N, swapped).volume(grid)
+    volume = LinearLayer(M, K, N, row_parallel).volume(mesh)
     assert (volume.gather_x, volume.scatter_dx) == (gathered(whole_x, shard_x), summed(whole_x, shard_x))
     assert (volume.gather_w, volume.scatter_dw) == (gathered(whole_w, shard_w), summed(whole_w, shard_w))
     assert (volume.scatter_y, volume.gather_dy) == (summed(whole_y, shard_y), gathered(whole_y, shard_y))
     assert volume.forward == volume.backward == volume.total / 2
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_the_totals_of_both_modes(grid: Grid) -> None:
-    (x, y, z), ranks, linear = grid, prod(grid), Linear(M, K, N)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_totals_of_both_modes(mesh: MeshSizes) -> None:
+    (x, y, z), ranks, linear = mesh, prod(mesh), LinearLayer(M, K, N)
     own = [(y - 1) * M * K, (x - 1) * K * N, (z - 1) * M * N]
-    assert linear.volume(grid).total == pytest.approx(2 * sum(own) / ranks)
-    assert linear.volume(grid, "shards").total == pytest.approx((3 * own[0] + 3 * own[1] + 2 * own[2]) / ranks)
-    again = linear.volume(grid, "shards")
+    assert linear.volume(mesh).total == pytest.approx(2 * sum(own) / ranks)
+    assert linear.volume(mesh, "shards").total == pytest.approx((3 * own[0] + 3 * own[1] + 2 * own[2]) / ranks)
+    again = linear.volume(mesh, "shards")
     assert (again.regather_x, again.regather_w) == (again.gather_x, again.gather_w)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_storage(grid: Grid) -> None:
-    (x, y, z), linear = grid, Linear(M, K, N)
-    kept, shards = linear.storage(grid), linear.storage(grid, "shards")
-    assert kept.weights == shards.weights == K * N / prod(grid)
-    assert (shards.saved_inputs, shards.saved_weights) == (M * K / prod(grid), 0)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_storage(mesh: MeshSizes) -> None:
+    (x, y, z), linear = mesh, LinearLayer(M, K, N)
+    kept, shards = linear.storage(mesh), linear.storage(mesh, "shards")
+    assert kept.weights == shards.weights == K * N / prod(mesh)
+    assert (shards.saved_inputs, shards.saved_weights) == (M * K / prod(mesh), 0)
     assert kept.saved_inputs == pytest.approx(M * K / (x * z))
     assert kept.saved_weights == pytest.approx(K * N / (y * z) if x > 1 else 0)
     assert kept.total >= shards.total
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("keep", KEEPS)
-def test_a_block_of_unknown_kind_exchanges_its_rows(grid: Grid, keep: Keep) -> None:
-    (_, y, z), linear = grid, Linear(M, K, N)
-    own, volume = linear.volume(grid, keep), linear.rows_volume(grid, keep)
-    rows = M / prod(grid)  # all-to-all: a z-th of the rank's own rows stays, the rest goes, and as much comes
-    assert volume.enter_x == volume.leave_dx == pytest.approx(rows * K * (z - 1) / z)
-    assert volume.leave_y == volume.enter_dy == pytest.approx(rows * N * (y - 1) / y)
+def test_a_generic_block_exchanges_its_activations(mesh: MeshSizes, keep: Keep) -> None:
+    (_, y, z), linear = mesh, LinearLayer(M, K, N)
+    own, volume = linear.volume(mesh, keep), linear.generic_volume(mesh, keep)
+    rows = M / prod(mesh)  # all-to-all: a rank keeps a z-th of its own tokens, sends the rest, and receives as much
+    assert volume.exchange_x == volume.exchange_dx == pytest.approx(rows * K * (z - 1) / z)
+    assert volume.exchange_y == volume.exchange_dy == pytest.approx(rows * N * (y - 1) / y)
     assert volume.forward - own.forward == pytest.approx(volume.backward - own.backward)
 
 
-def test_conversion_costs_at_most_a_pth_of_a_cube() -> None:
+def test_the_exchange_costs_at_most_a_pth_of_a_cube() -> None:
     for p in (2, 3, 4):
-        linear = Linear(M, K, N)
-        own, extra = linear.volume((p, p, p)).total, linear.rows_volume((p, p, p)).total
+        linear = LinearLayer(M, K, N)
+        own, extra = linear.volume((p, p, p)).total, linear.generic_volume((p, p, p)).total
         assert own < extra <= own * (1 + 1 / p)
-    assert Linear(M, K, N).rows_volume((8, 1, 1)) == Linear(M, K, N).volume((8, 1, 1)), "rows are whole there anyway"
-
-
-def test_stack_ends() -> None:
-    assert stack_ends(64, 32, (2, 2, 2)) == 4 * 64 * 32 / 8 * 3 / 4
-    assert stack_ends(64, 32, (2, 2, 2), "batch") == 4 * 64 * 32 / 8 / 2
-    assert stack_ends(64, 32, (8, 1, 1)) == 0
+    assert LinearLayer(M, K, N).generic_volume((8, 1, 1)) == LinearLayer(M, K, N).volume((8, 1, 1)), (
+        "each rank has whole tokens there anyway"
+    )
 
 
 def layer(tokens: int, hidden: int) -> TransformerLayer:
@@ -94,7 +100,7 @@ def layer(tokens: int, hidden: int) -> TransformerLayer:
 
 
 @pytest.mark.parametrize(("m", "h"), [(16384, 4096), (4096, 4096), (131072, 8192), (512, 1024)])
-def test_a_layer_on_a_cube_beside_one_dimension(m: int, h: int) -> None:
+def test_a_layer_on_a_cube_compared_with_one_dimension(m: int, h: int) -> None:
     assert layer(m, h).volume((2, 2, 2)).total == 4 * m * h + 3 * h**2
     assert OneD(8).volume(layer(m, h)) == 7 * m * h
     assert layer(m, h).volume((4, 4, 4)).total == 1.5 * m * h + 1.125 * h**2
@@ -130,7 +136,7 @@ def test_weights_are_three_sevenths_of_a_square_layer_on_the_cube_of_2() -> None
     assert (volume.gather_w + volume.scatter_dw) / volume.total == 3 / 7  # 43 %, paid again for each micro-batch
 
 
-# tokens, h, ranks: the best grid of powers of two, and how many times as much as it the cube moves
+# tokens, h, ranks: the best mesh of powers of two, and how many times as much as it the cube moves
 CUBES = [
     (16384, 4096, 8, (4, 2, 1), 1.46),
     (16384, 8192, 8, (2, 4, 1), 1.22),
@@ -144,19 +150,14 @@ CUBES = [
 
 
 @pytest.mark.parametrize(("m", "h", "ranks", "best", "times"), CUBES)
-def test_the_cube_is_rarely_the_best_grid(m: int, h: int, ranks: int, best: Grid, times: float) -> None:
+def test_the_cube_is_rarely_the_best_mesh(m: int, h: int, ranks: int, best: MeshSizes, times: float) -> None:
     side = round(ranks ** (1 / 3))
-    assert best_grid(ranks, layer(m, h)) == best
+    assert best_mesh(ranks, layer(m, h)) == best
     one = layer(m, h)
     assert one.volume((side,) * 3).total / one.volume(best).total == pytest.approx(times, abs=0.005)
-    assert one.volume(best).total == min(one.volume(grid).total for grid in grids(ranks)), "all fit, or none better"
+    assert one.volume(best).total == min(one.volume(mesh).total for mesh in meshes(ranks)), "all fit, or none better"
 
 
-def test_a_step_takes_what_computing_and_receiving_take() -> None:
-    machine = Machine(flops_per_second=1e9, bytes_per_second=1e6, bytes_per_element=2, seconds_per_hop=0.125)
-    figures = {"flops": 3e9, "elements": 5e5, "hops": 4}
-    assert machine.step_seconds(**figures) == 3.0 + 1.0 + 0.5
-    assert machine.step_seconds(**figures, overlap=True) == 3.0
+def test_hops_count_the_steps_of_each_ring() -> None:
     one = layer(2048, 1024)
-    assert one.flops == 6 * 2048 * 12 * 1024**2
     assert one.hops((2, 2, 2)) == 24 and one.hops((2, 2, 2), "shards") == 32 and one.hops((1, 1, 1)) == 0

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import save_cube
-from lightning_hanayo.plotting.cube import _Grid, _Matrix
+from lightning_hanayo.plotting.cube import _Matrix, _Mesh
 
 W = """
     y=0  y=0  y=1  y=1
@@ -35,7 +35,7 @@ def test_parts_lie_where_the_drawing_has_them(drawing: str, axes: str, num_rows:
     rows = [row for row in rows if row]
     expected = {rank: (float(i), float(j)) for i, row in enumerate(rows) for j, rank in enumerate(row)}
     matrix, box = _Matrix("", "", axes, num_rows, "x"), (0.0, 0.0, float(len(rows[0])), float(len(rows)))
-    cells = dict(matrix.cells(_Grid((2, 2, 2), 0), box))
+    cells = dict(matrix.cells(_Mesh((2, 2, 2), 0), box))
     assert {rank: (top, left) for rank, (left, top, _, _) in cells.items()} == expected
 
 

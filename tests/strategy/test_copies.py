@@ -130,7 +130,7 @@ def pickled_in_a_cube() -> str:
     copied = pickle.loads(pickle.dumps(trainer))
     for name, value in module.state_dict().items():
         assert torch.equal(copied.lightning_module.state_dict()[name], value)
-    with pytest.raises(UnsupportedError, match="pickled while it was spread") as caught:
+    with pytest.raises(UnsupportedError, match="pickled while its weights were sharded") as caught:
         copied.lightning_module.blocks[0](torch.zeros(1, 4, models.WIDTH))
     return str(caught.value)
 

@@ -1,7 +1,7 @@
-"""What crosses the grid's axes and what is kept for the backward, to the byte; and grids that others have names for.
+"""Bytes that are communicated and saved for the backward, and meshes on which 3-D equals FSDP or tensor parallelism.
 
-forward     X along y, W along x: gathered       Y along z: scattered
-backward    dY along z: gathered                 dX along y, dW along x: scattered
+forward     X along y, W along x: all-gathered       Y along z: reduce-scattered
+backward    dY along z: all-gathered                 dX along y, dW along x: reduce-scattered
 
 (P, 1, 1) is FSDP, (1, P, 1) tensor parallelism with sequence parallelism: torch's own must give the same.
 """
@@ -18,26 +18,26 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor3d.layers.linear import Linear3D
-from lightning_hanayo.tensor3d.layers.product import Keep
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, ParallelStyle
+from lightning_hanayo.tensor3d.product import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.mesh import MESH_SIZES, CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 
 ROWS, LENGTH, IN, OUT = 12, 12, 12, 24
-LAYOUTS: dict[str, tuple[ParallelStyle, tuple[str, ...]]] = {
+STYLES: dict[str, tuple[ParallelStyle, tuple[str, ...]]] = {
     "sequence": (SEQUENCE, ("x", "y", "z")),
     "batch": (BATCH, ("xy", "", "z")),
 }
 
 
-def moved(ranks: Mesh, layout: ParallelStyle, axes: tuple[str, ...], keep: Keep, autocast: bool) -> None:
-    """One layer, forward and backward, against the formulas."""
+def check_traffic(ranks: Mesh, style: ParallelStyle, axes: tuple[str, ...], keep: Keep, autocast: bool) -> None:
+    """One layer, forward and backward, compared with the formulas."""
     x, y, z = ranks.sizes
     m, k, n, p = ROWS * LENGTH, IN, OUT, ranks.num_ranks
     width = 2 if autocast else 4
-    layer = Linear3D(k, n, setting=StageContext(ranks, keep), layout=layout)
+    layer = Linear3D(k, n, context=StageContext(ranks, keep), style=style)
     own = part(torch.randn(ROWS, LENGTH, IN), ranks, *axes).requires_grad_()
     kept: list[Tensor] = []
 
@@ -63,33 +63,33 @@ def moved(ranks: Mesh, layout: ParallelStyle, axes: tuple[str, ...], keep: Keep,
 
 
 def received() -> dict[str, int]:
-    """In bytes; 0 of what wasn't used."""
+    """By kind of collective, in bytes."""
     return {kind: CountingAxis.received[kind] for kind in ("gather", "scatter")}
 
 
-def traffic(grids: list[Sizes]) -> None:
+def traffic(meshes: list[Sizes]) -> None:
     with process_group():
-        for sizes in grids:
+        for sizes in meshes:
             ranks = make_mesh(sizes)
             assert all((ranks.axis(name).group is None) == (size == 1) for name, size in zip("xyz", sizes, strict=True))
-            for layout, axes in LAYOUTS.values():
+            for style, axes in STYLES.values():
                 for keep in ("gathered", "shards"):
-                    moved(ranks, layout, axes, keep, autocast=False)
-                moved(ranks, layout, axes, "gathered", autocast=True)
+                    check_traffic(ranks, style, axes, keep, autocast=False)
+                check_traffic(ranks, style, axes, "gathered", autocast=True)
             assert set(+CountingAxis.received) <= {"gather", "scatter"}  # no other collective
 
 
 @pytest.mark.parametrize(
-    "grids",
+    "meshes",
     [list(g) for _, g in groupby(sorted(MESH_SIZES, key=prod), key=prod)],
-    ids=lambda grids: f"{prod(grids[0])} ranks",
+    ids=lambda meshes: f"{prod(meshes[0])} ranks",
 )
-def test_moves_and_keeps_what_the_formulas_say(pool: Pool, grids: list[Sizes]) -> None:
-    pool.run(prod(grids[0]), traffic, grids)
+def test_communicates_and_saves_what_the_formulas_say(pool: Pool, meshes: list[Sizes]) -> None:
+    pool.run(prod(meshes[0]), traffic, meshes)
 
 
 class Pair(nn.Module):
-    """Two layers, whole."""
+    """Two layers of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,11 +101,11 @@ class Pair(nn.Module):
         return y
 
 
-def spread_pair(ranks: Mesh) -> tuple[list[Linear3D], Tensor]:
-    """The same over the grid, after a backward, and this rank's part of its loss: a mean of squares over all ranks."""
+def sharded_pair(ranks: Mesh) -> tuple[list[Linear3D], Tensor]:
+    """The same layers over the mesh after a backward, and this rank's part of the loss, a mean over all ranks."""
     torch.manual_seed(0)
-    setting = StageContext(ranks)
-    layers = [Linear3D(IN, OUT, setting=setting), Linear3D(OUT, IN, setting=setting, layout=SEQUENCE.swapped())]
+    context = StageContext(ranks)
+    layers = [Linear3D(IN, OUT, context=context), Linear3D(OUT, IN, context=context, style=SEQUENCE.row_parallel())]
     x = data()
     loss = layers[1](torch.tanh(layers[0](part(x, ranks, "x", "y", "z")))).square().sum() / x.numel()
     loss.backward()
@@ -117,8 +117,8 @@ def data() -> Tensor:
 
 
 def compare(ranks: Mesh, other: Pair, loss: Tensor) -> None:
-    """Its gradients, DTensors, with those of ours."""
-    layers, own_loss = spread_pair(ranks)
+    """Compare gradients, which are DTensors in `other`, with those of the 3-D layers."""
+    layers, own_loss = sharded_pair(ranks)
     assert error(own_loss, loss.detach()) < 1e-5
     for layer, its in zip(layers, (other.up, other.down), strict=True):
         for name, shard in layer.shards.items():
@@ -167,24 +167,24 @@ def equals_tensor_parallel() -> None:
 
 
 @pytest.mark.parametrize("reference", [equals_fsdp, equals_tensor_parallel])
-def test_special_grids_equal_torchs_own(pool: Pool, reference: object) -> None:
+def test_special_meshes_equal_fsdp_and_tensor_parallelism(pool: Pool, reference: object) -> None:
     assert callable(reference)
     pool.run(4, reference)
 
 
 def test_what_does_not_divide_is_refused() -> None:
-    """Never a dense layer, or a wrong sum, without a word."""
-    axes = Mesh.of((1, 1, 1), 0, lambda names: None)._axes
-    setting = StageContext(Mesh((1, 2, 3), (0, 0, 0), axes))
-    with pytest.raises(HanayoError, match=r"Linear3D has 8 out features, which don't divide over y \* z = 6"):
-        Linear3D(6, 8, setting=setting)
-    with pytest.raises(HanayoError, match="8 in features, which don't divide over z = 3"):
-        Linear3D(8, 6, setting=setting)
-    Linear3D(6, 8, setting=setting, layout=BATCH)
+    """Sizes that don't divide are an error, never a layer that isn't sharded, or a wrong sum."""
+    axes = Mesh.single()._axes
+    context = StageContext(Mesh((1, 2, 3), (0, 0, 0), axes))
+    with pytest.raises(HanayoError, match=r"Linear3D has 8 out-features, which don't divide over y \* z = 6"):
+        Linear3D(6, 8, context=context)
+    with pytest.raises(HanayoError, match="8 in-features, which don't divide over z = 3"):
+        Linear3D(8, 6, context=context)
+    Linear3D(6, 8, context=context, style=BATCH)
 
 
-def test_a_shard_is_nothing_to_compute_with() -> None:
-    layer = Linear3D(IN, OUT, setting=StageContext(Mesh.of((1, 1, 1), 0, lambda names: None)))
+def test_code_outside_cannot_compute_with_a_shard() -> None:
+    layer = Linear3D(IN, OUT, context=StageContext(Mesh.single()))
     assert layer.weight.shape == (OUT, IN) and layer.weight.dtype is torch.float32
     for use in (
         lambda: nn.functional.linear(torch.ones(IN), layer.weight),

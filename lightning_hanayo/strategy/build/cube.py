@@ -15,13 +15,12 @@ from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradie
 from lightning_hanayo.strategy.batch_split import BatchSplitter, ReplicatedSplitter, SharedSplitter
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.process_groups import CubeGroups, all_gather_objects
-from lightning_hanayo.tensor3d.boundary.admission import Admission
+from lightning_hanayo.tensor3d.boundary.microbatch_reshard import MicrobatchReshard
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
-from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, Residual, SharedReshard
+from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, SharedReshard, StreamDims
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan
-from lightning_hanayo.tensor3d.sharding import Shard
+from lightning_hanayo.tensor3d.sharding import Shard, ShardedModule
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from lightning_hanayo.tensor3d.stage_hooks import TensorParallelHooks
 
 
 class Cube:
@@ -38,9 +37,9 @@ class Cube:
         self.mesh = groups.mesh
         self._options = options
         self._shares_samples = options.cube_outside == "share"
-        residual = Residual(plan.batch_dim, plan.sequence_dim) if plan.known else None
-        reshard = (SharedReshard if self._shares_samples else ReplicatedReshard)(self.mesh, residual)
-        self.admission = Admission(reshard, partial(all_gather_objects, groups.plane))
+        stream_dims = StreamDims(plan.batch_dim, plan.sequence_dim) if plan.is_registered else None
+        reshard = (SharedReshard if self._shares_samples else ReplicatedReshard)(self.mesh, stream_dims)
+        self.admission = MicrobatchReshard(reshard, partial(all_gather_objects, groups.plane))
         self.splitter: BatchSplitter = (
             SharedSplitter(self.mesh, self.admission, partial(all_gather_objects, groups.whole))
             if self._shares_samples
@@ -81,9 +80,9 @@ class Cube:
         x, y, z = map(range, self.mesh.sizes)
         return list(product(x, y, z))
 
-    def stage_hooks(self, stage: int) -> TensorParallelHooks:
+    def stage_hooks(self, stage: int) -> StageContext:
         """What runs before each forward and backward of a stage's blocks."""
-        return TensorParallelHooks(self._contexts.get(stage) or StageContext(self.mesh))
+        return self._contexts.get(stage) or StageContext(self.mesh)
 
     def partial_axes(self, parameter: nn.Parameter) -> str:
         """The axes over which its gradient is still to be summed after a batch."""
@@ -121,8 +120,8 @@ class Cube:
         )
         self.plan.install(blocks, context)
         for module in (part for block in blocks for part in block.modules()):
-            for name, shard in getattr(module, "shards", {}).items():
-                self._shards[module._parameters[name]] = shard  # type: ignore[index]
+            if isinstance(module, ShardedModule):
+                self._shards.update({module._parameters[name]: shard for name, shard in module.shards.items()})  # type: ignore[misc]
 
     def _shard_outside(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
         """Shard the parameters that no 3-D layer has. Where all ranks run user code alike, gradients are equal."""
@@ -130,7 +129,7 @@ class Cube:
         if not self._shares_samples:
             equal.update(parameter for module in modules for parameter in module.parameters(recurse=False))
         self.outside = OutsideParameters(parameters, self.mesh, dict.fromkeys(equal, 1 / self.mesh.num_ranks))
-        self.outside.cut()
+        self.outside.shard()
         for parameter in parameters:
             scalar = Shard((), "" if parameter in equal else "xyz")
             self._shards[parameter] = self.outside.shards.get(parameter, scalar)

@@ -38,8 +38,8 @@ def _build_and_distribute(
     axis = cube.mesh.axis("xyz")
     assert axis.group is not None  # a cube has at least two ranks
     parts = [torch.empty(0, dtype=torch.uint8)] * axis.size
-    if axis.place < len(modules):
-        parts = _shards_as_bytes(deferred, modules[axis.place], cube)
+    if axis.rank < len(modules):
+        parts = _shards_as_bytes(deferred, modules[axis.rank], cube)
     sent, counts = torch.cat(parts).to(device), [len(part) for part in parts]
     del parts
     sizes = [sum(tensor.nbytes for tensor in module.tensors) for module in modules]  # on meta they are shards already

@@ -10,7 +10,7 @@ from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.strategy.build.checks import check_not_converted
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_swap
+from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.topology import Topology
 
 
@@ -63,4 +63,4 @@ def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology:
     if prod(topology.cube) == 1:
         return None
     outside = {p for module in modules_outside(model, stack) for p in module.parameters(recurse=False)}
-    return plan_swap(stack.blocks, stack.name, topology.cube, tokens=options.cube_tokens, outside=outside)
+    return plan_parallelize(stack.blocks, stack.name, topology.cube, tokens=options.cube_tokens, outside=outside)

@@ -1,1 +1,1 @@
-"""How tensors enter and leave the block stack, where they change between the user's layout and the 3-D one."""
+"""What happens at the two ends of the block stack: resharding of activations, and parameters outside of 3-D layers."""

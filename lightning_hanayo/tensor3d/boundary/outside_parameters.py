@@ -1,10 +1,11 @@
-"""The dense parameters: those that no 3-D layer holds, cut over the whole cube between batches, whole within one.
+"""Parameters that no 3-D layer holds: sharded over the whole cube between batches, whole during one.
 
-between    [rows/(x y z), ...]  on each rank: values, gradient, optimizer state
-gather     whole values, from before the first micro-batch ...
-sum        ... until after the last backward: each rank gets its part of the sum over the cube
+between batches    [rows/(x y z), ...] on each rank: values, gradient, optimizer state
+all_gather         whole values, from before the first micro-batch ...
+reduce_scatter     ... until after the last backward: each rank gets its shard of the gradients' sum over the cube
 
-One collective per batch and dtype each way, so user code needs none; Parameter objects stay, so ties and names hold.
+They are the embedding, the head, and in generic blocks whatever isn't converted. One collective per batch and dtype
+each way, so the user's code needs none. The `Parameter` objects stay, so ties and names hold.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,72 +15,72 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.sharding import Cut, Shard
+from lightning_hanayo.tensor3d.sharding import DimShard, Shard
 
 
-def dense_shard(parameter: Tensor) -> Shard:
-    """Cut over the cube by its first dimension."""
+def outside_shard(parameter: Tensor) -> Shard:
+    """Returns how a parameter is sharded: over the cube, by its first dimension."""
     first, *rest = parameter.shape
-    return Shard((Cut(first, "xyz", as_one=True), *map(Cut, rest)))
+    return Shard((DimShard(first, "xyz", as_one=True), *map(DimShard, rest)))
 
 
 class OutsideParameters:
-    """One rank's, of all its stages.
+    """Those of all stages of one rank.
 
     Args:
-        parameters: in the same order on all ranks of the cube; scalars aren't cut, and left out.
-        grid: the cube.
-        factors: what a parameter's gradient counts in the sum: 1/ranks where all ranks made the same one.
+        parameters: in the same order on all ranks of the cube. Scalars can't be sharded, and are left out.
+        mesh: the cube.
+        factors: a parameter's weight in the sum of gradients: 1/ranks where all ranks compute the same gradient.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], grid: Mesh, factors: Mapping[Tensor, float]) -> None:
-        self._grid = grid
-        self._axis = grid.axis("xyz")
+    def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh, factors: Mapping[Tensor, float]) -> None:
+        self._mesh = mesh
+        self._axis = mesh.axis("xyz")
         self._factors = factors
         self.parameters = [p for p in parameters if p.dim()]
-        self.shards: dict[Tensor, Shard] = {parameter: dense_shard(parameter) for parameter in self.parameters}
-        self._found: dict[nn.Parameter, Tensor | None] = {}
-        self._parts: dict[nn.Parameter, Tensor] = {}
+        self.shards: dict[Tensor, Shard] = {parameter: outside_shard(parameter) for parameter in self.parameters}
+        self._old_gradients: dict[nn.Parameter, Tensor | None] = {}
+        self._local: dict[nn.Parameter, Tensor] = {}
 
-    def cut(self) -> None:
-        """Once, in the beginning: leave this rank's parts."""
+    def shard(self) -> None:
+        """Called once, at the start: keep this rank's shards."""
         for parameter in self.parameters:
-            parameter.data = self.shards[parameter].of(parameter.data, self._grid)
+            parameter.data = self.shards[parameter].of(parameter.data, self._mesh)
 
-    def gather(self) -> None:
-        """Before a batch: whole values, and no gradients; those found are kept for `scatter`."""
-        self._found = {parameter: parameter.grad for parameter in self.parameters}
+    def all_gather(self) -> None:
+        """Before a batch: whole values, and no gradients. Earlier batches' gradients are kept for `reduce_scatter`."""
+        self._old_gradients = {parameter: parameter.grad for parameter in self.parameters}
         for parameters in _by_dtype(self.parameters):
             parts = [self._padded(parameter, parameter.data) for parameter in parameters]
-            arrived = self._axis.all_gather(torch.cat([part.reshape(-1) for part in parts])).wait()
-            columns = arrived.split([part.numel() for part in parts], 1)
+            gathered = self._axis.all_gather(torch.cat([part.reshape(-1) for part in parts])).wait()
+            columns = gathered.split([part.numel() for part in parts], 1)
             for parameter, part, column in zip(parameters, parts, columns, strict=True):
                 whole = column.reshape(-1, *part.shape[1:])[: self.shards[parameter].shape[0]]
-                self._parts[parameter] = parameter.data
+                self._local[parameter] = parameter.data
                 parameter.grad = None
                 parameter.data = whole
 
-    def scatter(self) -> None:
-        """After a batch: this rank's parts again, of the sums of the gradients as well."""
+    def reduce_scatter(self) -> None:
+        """After a batch: this rank's shards again, of values and of the gradients' sums."""
         used = self._used()
         for parameters in _by_dtype([p for p in self.parameters if p in used]):
             sums = self._sums(parameters)
             for parameter, total in zip(parameters, sums, strict=True):
-                self._leave(parameter, total)
+                self._restore(parameter, total)
         for parameter in self.parameters:
             if parameter not in used:
-                self._leave(parameter, None)
-        self._found, self._parts = {}, {}
+                self._restore(parameter, None)
+        self._old_gradients, self._local = {}, {}
 
-    def forget(self) -> None:
-        """After a failure: this rank's parts again, and no gradients."""
-        for parameter, part in self._parts.items():
+    def discard(self) -> None:
+        """After a failure: this rank's shards again, and no gradients."""
+        for parameter, part in self._local.items():
             parameter.grad = None
             parameter.data = part
-        self._found, self._parts = {}, {}
+        self._old_gradients, self._local = {}, {}
 
     def _used(self) -> set[nn.Parameter]:
-        """Those with a gradient on any rank: what nobody used keeps none."""
+        """Returns those with a gradient on any rank. A parameter that no rank used gets no gradient."""
         if not self.parameters or not torch.is_grad_enabled():
             return set()
         device = self.parameters[0].device
@@ -95,18 +96,18 @@ class OutsideParameters:
             missing = gradient.new_zeros(-len(gradient) % size, *gradient.shape[1:])
             gradients.append(torch.cat([gradient, missing]).reshape(size, -1))
             parameter.grad = None
-        arrived = self._axis.reduce_scatter(torch.cat(gradients, 1)).wait()
-        return list(arrived.split([gradient.shape[1] for gradient in gradients]))
+        summed = self._axis.reduce_scatter(torch.cat(gradients, 1)).wait()
+        return list(summed.split([gradient.shape[1] for gradient in gradients]))
 
-    def _leave(self, parameter: nn.Parameter, total: Tensor | None) -> None:
-        part, found = self._parts[parameter], self._found[parameter]
+    def _restore(self, parameter: nn.Parameter, total: Tensor | None) -> None:
+        part, old = self._local[parameter], self._old_gradients[parameter]
         parameter.grad = None
         parameter.data = part
         if total is None:
-            parameter.grad = found
+            parameter.grad = old
         else:
             gradient = total.view(-1, *part.shape[1:])[: len(part)]
-            parameter.grad = gradient if found is None else found.add_(gradient)
+            parameter.grad = gradient if old is None else old.add_(gradient)
 
     def _padded(self, parameter: Tensor, part: Tensor) -> Tensor:
         rows = -(-self.shards[parameter].shape[0] // self._axis.size)

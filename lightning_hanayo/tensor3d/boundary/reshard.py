@@ -1,9 +1,9 @@
-"""The gate: where tensors of the user's code enter the 3-D layout of the blocks, and leave it.
+"""Reshards tensors at the ends of the stack, between the layout of the user's code and the 3-D layout of the blocks.
 
-outside      [own samples, seq, h]               a share of the micro-batch on each rank, features whole
-inside       [samples of x, seq/y, h/z]          the residual stream; masks and tables [samples of x, ...]
+outside      [own samples, seq, h]            each rank has its share of the micro-batch, with all features
+in blocks    [samples of x, seq/y, h/z]       the residual stream; masks and tables are [samples of x, ...]
 
-One all-to-all over the (y, z) plane each way. Shares of different sizes are padded to the largest on the way.
+One all-to-all over the (y, z) plane each way. Shares of different sizes are padded to the largest before it.
 """
 
 from abc import ABC, abstractmethod
@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d.boundary.shares import Share, row_of
-from lightning_hanayo.tensor3d.collectives import assemble, exchange, gather, padded, parts_of, take
+from lightning_hanayo.tensor3d.boundary.shares import Share, block_shares
+from lightning_hanayo.tensor3d.collectives import (
+    all_gather,
+    all_gather_replicated,
+    all_to_all,
+    local_shard,
+    padded,
+    split_dim,
+)
 from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis
 
 
 @dataclass(frozen=True)
-class Residual:
+class StreamDims:
     """The dimensions of the residual stream: [batch, seq, h], or [seq, batch, h]."""
 
     batch_dim: int = 0
@@ -28,127 +35,127 @@ class Residual:
 
 
 class Reshard(ABC):
-    """One rank's. All ranks of the cube pass it together, in the main thread.
+    """How one rank's tensors are resharded. All ranks of the cube call its methods together, in the main thread.
 
     Args:
-        grid: the cube.
-        residual: the stream's dimensions; None where the blocks are of an unknown kind, and keep the outside's layout.
+        mesh: the cube.
+        stream_dims: of the residual stream; None: the blocks are generic and keep the layout outside.
     """
 
-    def __init__(self, grid: Mesh, residual: Residual | None) -> None:
-        self.grid = grid
-        self.residual = residual
+    def __init__(self, mesh: Mesh, stream_dims: StreamDims | None) -> None:
+        self.mesh = mesh
+        self.stream_dims = stream_dims
 
     @abstractmethod
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
-        """A residual stream, on its way in."""
+        """Reshard a residual stream for the blocks."""
 
     @abstractmethod
-    def stream_out(self, x: Tensor, shares: Sequence[Share], length: int) -> Tensor:
-        """A residual stream of `length` positions, on its way out."""
+    def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
+        """Reshard a residual stream of `sequence_length` positions for the code behind the blocks."""
 
     @abstractmethod
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
-        """What else a block gets: for each sample, or the same for all."""
+        """Reshard another argument of a block, which has something for each sample, or is the same for all."""
 
 
 class SharedReshard(Reshard):
-    """Outside, each rank works on its share."""
+    """For ranks each of which works on its own share outside."""
 
-    def __init__(self, grid: Mesh, residual: Residual | None) -> None:
-        super().__init__(grid, residual)
-        self._plane = grid.axis("yz")
+    def __init__(self, mesh: Mesh, stream_dims: StreamDims | None) -> None:
+        super().__init__(mesh, stream_dims)
+        self._plane = mesh.axis("yz")
 
     @override
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
-        if self.residual is None:
+        if self.stream_dims is None:
             return x
-        batch, sequence = self.residual.batch_dim, self.residual.sequence_dim
+        batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
         sizes = self._sizes(shares)
         parts = padded(x, batch, max(sizes)).unsqueeze(0)
         for axis, dim in (("z", -1), ("y", sequence + 1)):  # [1, ..] to [y z, .., seq/y, .., h/z]
-            parts = parts_of(parts, self.grid.size(axis), dim).flatten(0, 1)
-        return _valid(exchange(parts, self._plane), batch, sizes)
+            parts = split_dim(parts, self.mesh.size(axis), dim).flatten(0, 1)
+        return _join_valid(all_to_all(parts, self._plane), batch, sizes)
 
     @override
-    def stream_out(self, x: Tensor, shares: Sequence[Share], length: int) -> Tensor:
-        if self.residual is None:
+    def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
+        if self.stream_dims is None:
             return x
-        batch, sequence = self.residual.batch_dim, self.residual.sequence_dim
+        batch, sequence = self.stream_dims.batch_dim, self.stream_dims.sequence_dim
         sizes = self._sizes(shares)
         parts = torch.stack([padded(rows, batch, max(sizes)) for rows in x.split(sizes, batch)])
-        arrived = exchange(parts, self._plane).unflatten(0, (self.grid.size("y"), self.grid.size("z")))
-        whole = arrived.movedim(0, sequence + 1).flatten(sequence + 1, sequence + 2)  # [z, .., seq, .., h/z]
+        received = all_to_all(parts, self._plane).unflatten(0, (self.mesh.size("y"), self.mesh.size("z")))
+        whole = received.movedim(0, sequence + 1).flatten(sequence + 1, sequence + 2)  # [z, .., seq, .., h/z]
         whole = whole.movedim(0, -2).flatten(-2)
-        own: Tensor = whole.narrow(sequence, 0, length).narrow(batch, 0, sizes[self._plane.place])
+        own: Tensor = whole.narrow(sequence, 0, sequence_length).narrow(batch, 0, sizes[self._plane.rank])
         return own
 
     @override
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
-        if self.residual is None or not is_batch or self._plane.size == 1:
+        if self.stream_dims is None or not is_batch or self._plane.size == 1:
             return x
         sizes = self._sizes(shares)
-        return _valid(gather(padded(x, 0, max(sizes)).unsqueeze(0), self._plane, 0), 0, sizes)
+        return _join_valid(all_gather(padded(x, 0, max(sizes)).unsqueeze(0), self._plane, 0), 0, sizes)
 
     def _sizes(self, shares: Sequence[Share]) -> list[int]:
-        """Samples of each rank of the plane."""
-        return [share.size for share in row_of(tuple(shares), self.grid)]
+        """How many samples each rank of the plane has."""
+        return [share.size for share in block_shares(tuple(shares), self.mesh)]
 
 
 class ReplicatedReshard(Reshard):
-    """Outside, all ranks work on the whole micro-batch: inside, each takes its part of what it has already."""
+    """For ranks that all work on the whole micro-batch outside: for the blocks each keeps its part of it."""
 
     @override
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
-        if self.residual is None:
+        if self.stream_dims is None:
             return self._samples_in(x, shares, 0)
-        x = self._samples_in(x, shares, self.residual.batch_dim)
-        x = take(x, self.grid.axis("y"), self.residual.sequence_dim)
-        return take(x, self.grid.axis("z"), -1)
+        x = self._samples_in(x, shares, self.stream_dims.batch_dim)
+        x = local_shard(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
+        return local_shard(x, self.mesh.axis("z"), -1)
 
     @override
-    def stream_out(self, x: Tensor, shares: Sequence[Share], length: int) -> Tensor:
-        if self.residual is None:
+    def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
+        if self.stream_dims is None:
             return self._samples_out(x, shares, 0)
-        x = assemble(x, self.grid.axis("z"), -1)
-        x = assemble(x, self.grid.axis("y"), self.residual.sequence_dim, length)
-        return self._samples_out(x, shares, self.residual.batch_dim)
+        x = all_gather_replicated(x, self.mesh.axis("z"), -1)
+        x = all_gather_replicated(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
+        return self._samples_out(x, shares, self.stream_dims.batch_dim)
 
     @override
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
         return self._samples_in(x, shares, 0) if is_batch else x
 
     def _samples_in(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
-        """The samples that this rank's blocks work on; a ghost where there is none."""
+        """Returns the samples that this rank's blocks work on, or a padding sample if there is none."""
         axis, samples = self._samples(shares)
         largest = max(map(len, samples))
         order = [i for own in samples for i in (*own, *own[:1] * (largest - len(own)))]
-        parts = take(x.index_select(dim, torch.tensor(order, device=x.device)), axis, dim)
-        return parts.narrow(dim, 0, len(samples[axis.place]))
+        parts = local_shard(x.index_select(dim, torch.tensor(order, device=x.device)), axis, dim)
+        return parts.narrow(dim, 0, len(samples[axis.rank]))
 
     def _samples_out(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
-        """The whole micro-batch again, in its order; ghosts are left out."""
+        """Returns the whole micro-batch in its order, without padding samples."""
         axis, samples = self._samples(shares)
         largest = max(map(len, samples))
-        where: dict[int, int] = {}
-        for place, own in enumerate(samples):
+        position: dict[int, int] = {}
+        for rank, own in enumerate(samples):
             for i, sample in enumerate(own):
-                where.setdefault(sample, place * largest + i)  # the first one is the real one
-        together = assemble(padded(x, dim, largest), axis, dim)
-        return together.index_select(dim, torch.tensor([where[i] for i in sorted(where)], device=x.device))
+                position.setdefault(sample, rank * largest + i)  # the first one isn't a padding sample
+        together = all_gather_replicated(padded(x, dim, largest), axis, dim)
+        return together.index_select(dim, torch.tensor([position[i] for i in sorted(position)], device=x.device))
 
     def _samples(self, shares: Sequence[Share]) -> tuple[MeshAxis, list[tuple[int, ...]]]:
-        """Along which axis the samples are spread inside, and those of each place on it."""
-        if self.residual is None:
-            return self.grid.axis("xyz"), [tuple(range(share.start, share.stop)) for share in shares]
-        per_row = self.grid.size("yz")
-        rows = [shares[i : i + per_row] for i in range(0, len(shares), per_row)]
-        real = [tuple(i for s in row if not s.is_ghost for i in range(s.start, s.stop)) for row in rows]
-        return self.grid.axis("x"), [own or (0,) for own in real]
+        """Returns the axis that the blocks' samples are sharded along, and those of each rank on it."""
+        if self.stream_dims is None:
+            return self.mesh.axis("xyz"), [tuple(range(share.start, share.stop)) for share in shares]
+        per_x = self.mesh.size("yz")
+        rows = [shares[i : i + per_x] for i in range(0, len(shares), per_x)]
+        real = [tuple(i for s in row if not s.is_padding for i in range(s.start, s.stop)) for row in rows]
+        return self.mesh.axis("x"), [own or (0,) for own in real]
 
 
-def _valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """[ranks, .., largest, ..] side by side in `dim`, without what pads them."""
+def _join_valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """[ranks, .., largest, ..] joined along `dim`, without what pads the parts."""
     if all(size == parts.shape[dim + 1] for size in sizes):
         return parts.movedim(0, dim).flatten(dim, dim + 1)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)

@@ -1,1 +1,1 @@
-"""Replaces the layers of a block stack by 3-D parallel ones."""
+"""Converts the layers of a block stack to 3-D parallel ones."""

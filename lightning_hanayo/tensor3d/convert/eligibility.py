@@ -1,4 +1,4 @@
-"""The ordinary linear layer: which modules are ones that can be spread over the grid, and why others can't."""
+"""Which linear layers can be sharded, and why others can't."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from lightning_hanayo.linear_modules import has_gradient_hooks
 
 
-class Owners:
-    """How many modules have a parameter.
+class ParameterOwners:
+    """How many modules hold each parameter.
 
     Args:
         blocks: of the whole stack.
-        outside: parameters that are used elsewhere too.
+        outside: parameters that are used outside the stack too.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> None:
@@ -24,34 +24,34 @@ class Owners:
         )
         self._count.update(outside)
 
-    def shared(self, module: nn.Module) -> str | None:
-        """The name of a parameter of `module` that it doesn't have for itself."""
+    def shared_parameter(self, module: nn.Module) -> str | None:
+        """Returns the name of a parameter that `module` shares with another module; None if there is none."""
         return next((name for name, p in module._parameters.items() if p is not None and self._count[p] > 1), None)
 
 
-def obstacle(module: nn.Module, owners: Owners) -> str | None:
-    """Why a linear layer's parameters can't be cut; None if they can."""
+def reason_ineligible(module: nn.Module, owners: ParameterOwners) -> str | None:
+    """Returns why a linear layer's parameters can't be sharded; None if they can."""
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed from other parameters"
-    if name := owners.shared(module):
+    if name := owners.shared_parameter(module):
         return f"its {name} is another module's too"
     parameters: list[Any] = [parameter for parameter in module._parameters.values() if parameter is not None]
     if any(map(has_gradient_hooks, parameters)):
         return "its parameters have hooks, which would see a part of each"
     if any(name not in ("weight", "bias") for name in module._parameters):
         return "it has parameters besides weight and bias"
-    return "its forward is its own" if has_own_forward(module) else None
+    return "its instance has a forward of its own" if has_instance_forward(module) else None
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether something else than the class's forward runs on this instance, and not of this package's."""
+def has_instance_forward(module: nn.Module) -> bool:
+    """Returns whether this instance runs another forward than its class's, and not one of this package."""
     forward = vars(module).get("forward")
     return forward is not None and not getattr(forward, "__module__", "").startswith("lightning_hanayo.")
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks see what goes through the module."""
+def has_module_hooks(module: nn.Module) -> bool:
+    """Returns whether hooks see what goes through the module."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -1,9 +1,9 @@
-"""The swap: a stack's layers become ones that are spread over the grid, by their kinds; what doesn't is reported.
+"""Plans and applies the conversion of a block stack to 3-D parallel layers.
 
-all blocks of a known kind     they run wholly over the grid, in their own code: one exchange at each end of the stack
-any other                      each linear layer converts its own rows in and out; all else stays as it is
+all blocks registered    they are parallelized whole, in their own code: one reshard at each end of the stack
+any other block          all are generic: each linear layer is parallelized by itself, everything else stays as it is
 
-What a user adds: `register_block` and `register_layer`, two lines each.
+Users register their own blocks with `register_block` and `register_layer`.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,88 +11,95 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d.convert.eligibility import Owners
+from lightning_hanayo.divisibility import MeshSizes, check_divisibility
+from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners
 from lightning_hanayo.tensor3d.convert.generic import GenericBlock
-from lightning_hanayo.tensor3d.convert.registered import RegisteredBlock, Unlike
-from lightning_hanayo.tensor3d.convert.report import Report, called
-from lightning_hanayo.tensor3d.convert.specs.layers import leave
-from lightning_hanayo.tensor3d.convert.specs.registry import block_kind, register_block, register_layer
-from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, Part
-from lightning_hanayo.tensor3d.divisibility import Grid3, check
+from lightning_hanayo.tensor3d.convert.registered import RegisteredBlock, SpecMismatch
+from lightning_hanayo.tensor3d.convert.report import ConversionReport, short_class_name
+from lightning_hanayo.tensor3d.convert.specs.registry import block_spec
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
-__all__ = ["BlockSpec", "Part", "ParallelizePlan", "leave", "plan_swap", "register_block", "register_layer"]
-
-TOKENS = 2048
+DEFAULT_TOKENS = 2048
 """of a micro-batch, where nobody says"""
 
 
 class ParallelizePlan:
-    """What becomes of a stack. Made by `plan_swap`, alike on all ranks.
+    """What becomes of a stack. Made by `plan_parallelize`, alike on all ranks.
 
     Args:
-        blocks: by module, what is done to each.
+        blocks: what is done to each block.
         report: of all.
     """
 
-    def __init__(self, blocks: Sequence[RegisteredBlock] | Sequence[GenericBlock], report: Report) -> None:
+    def __init__(self, blocks: Sequence[RegisteredBlock] | Sequence[GenericBlock], report: ConversionReport) -> None:
         self._blocks = {block.block: block for block in blocks}
         self.report = report
         first = blocks[0] if blocks else None
-        known = first if isinstance(first, RegisteredBlock) else None
-        self.known = known is not None
-        """whether the blocks run wholly over the grid"""
-        self.streams = known.streams if known is not None else ()
+        registered = first if isinstance(first, RegisteredBlock) else None
+        self.is_registered = registered is not None
+        """whether the blocks are registered, and parallelized whole"""
+        self.streams = registered.streams if registered is not None else ()
         """the names of the block forward's arguments that carry residual streams"""
-        self.batch_dim, self.sequence_dim = (0, 1) if known is None or known.batch_first else (1, 0)
+        self.batch_dim, self.sequence_dim = (0, 1) if registered is None or registered.batch_first else (1, 0)
 
-    def install(self, blocks: Sequence[nn.Module], setting: StageContext) -> None:
-        """Spread `blocks`, one stage's, in place: parameter objects, names and attributes stay."""
+    def install(self, blocks: Sequence[nn.Module], context: StageContext) -> None:
+        """Parallelize `blocks`, those of one stage, in place. Parameter objects, names and attributes stay."""
         for block in blocks:
-            self._blocks[block].install(setting)
+            self._blocks[block].install(context)
 
 
-def plan_swap(
+def plan_parallelize(
     blocks: Sequence[nn.Module],
     name: str,
-    sizes: Grid3,
+    sizes: MeshSizes,
     *,
     tokens: int | None = None,
     outside: Collection[Tensor] = (),
 ) -> ParallelizePlan:
-    """Decide what becomes of each layer. Needs no processes.
+    """Decide what becomes of each layer. Needs no process group.
+
+    Example:
+        >>> plan = plan_parallelize(list(model.layers), "layers", mesh.sizes)
+        >>> print(plan.report)
+        >>> plan.install(list(model.layers), StageContext(mesh))
 
     Args:
         blocks: the whole stack.
         name: its qualified name.
-        sizes: the grid's x, y and z.
-        tokens: a guess at a micro-batch's, by which layers of unknown blocks choose what travels.
-        outside: parameters that are used outside the stack, too: those of the blocks stay dense.
+        sizes: the mesh's.
+        tokens: an estimate of the tokens of a micro-batch, by which generic blocks choose what is communicated.
+        outside: parameters that are used outside the stack too. The layers in blocks that hold them aren't converted.
 
     Raises:
-        HanayoError: the blocks are known, but their heads or features don't divide over the grid.
+        HanayoError: the blocks are registered, but their heads or features don't divide over the mesh.
     """
-    owners = Owners(blocks, outside)
+    owners = ParameterOwners(blocks, outside)
     try:
-        known = _all_known(blocks, name, owners)
-    except Unlike as why:
-        unknown = [GenericBlock(block, i, owners, sizes, tokens or TOKENS) for i, block in enumerate(blocks)]
-        rows = tuple(chain.from_iterable(block.rows() for block in unknown))
-        headline = f"{name}: blocks of an unknown kind, whose linear layers convert their own rows, as {why}"
-        return ParallelizePlan(unknown, Report(name, headline, rows))
-    check([need for block in known for need in block.needs()], sizes)
-    rows = tuple(chain.from_iterable(block.rows() for block in known))
-    return ParallelizePlan(known, Report(name, f"{name}: {len(known)} blocks wholly over the grid {sizes}", rows))
+        registered = _all_registered(blocks, name, owners)
+    except SpecMismatch as reason:
+        generic = [GenericBlock(block, i, owners, sizes, tokens or DEFAULT_TOKENS) for i, block in enumerate(blocks)]
+        rows = tuple(chain.from_iterable(block.report_rows() for block in generic))
+        headline = f"{name}: {len(generic)} generic blocks, whose linear layers are converted one by one, as {reason}"
+        return ParallelizePlan(generic, ConversionReport(name, headline, rows))
+    check_divisibility([one for block in registered for one in block.divisibility()], sizes)
+    rows = tuple(chain.from_iterable(block.report_rows() for block in registered))
+    headline = f"{name}: {len(registered)} registered blocks, parallelized whole over the mesh {sizes}"
+    return ParallelizePlan(registered, ConversionReport(name, headline, rows))
 
 
-def _all_known(blocks: Sequence[nn.Module], name: str, owners: Owners) -> list[RegisteredBlock]:
+def _all_registered(blocks: Sequence[nn.Module], name: str, owners: ParameterOwners) -> list[RegisteredBlock]:
+    """Returns the blocks with their specs.
+
+    Raises:
+        SpecMismatch: a block isn't registered, differs from its spec, or has other streams than the first block.
+    """
     found: list[RegisteredBlock] = []
     for i, block in enumerate(blocks):
-        kind = block_kind(block)
-        if kind is None:
-            raise Unlike(f"{name}.{i} is a {called(type(block))}, which isn't registered")
-        found.append(RegisteredBlock(block, kind, i, f"{name}.{i}"))
+        spec = block_spec(block)
+        if spec is None:
+            raise SpecMismatch(f"{name}.{i} is a {short_class_name(type(block))}, which isn't registered")
+        found.append(RegisteredBlock(block, spec, i, f"{name}.{i}"))
         found[-1].check(owners)
         if (found[-1].streams, found[-1].batch_first) != (found[0].streams, found[0].batch_first):
-            raise Unlike(f"{name}.{i} has other residual streams, or dimensions in another order, than {name}.0")
+            raise SpecMismatch(f"{name}.{i} has other residual streams, or dimensions in another order, than {name}.0")
     return found

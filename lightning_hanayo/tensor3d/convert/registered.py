@@ -1,4 +1,4 @@
-"""The known block: one whose class is registered, checked against its kind, and spread with its own code."""
+"""Converts a block whose class is registered: checks it against its spec, and parallelizes it with its own code."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -6,210 +6,230 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.linear_modules import is_linear
-from lightning_hanayo.tensor3d.boundary.gathered_forward import wrap
-from lightning_hanayo.tensor3d.boundary.shared_input import SharedInput
-from lightning_hanayo.tensor3d.convert.eligibility import Owners, has_hooks, has_own_forward, obstacle
-from lightning_hanayo.tensor3d.convert.report import Row, called, kind_of
-from lightning_hanayo.tensor3d.convert.specs.layers import LayerSpec, layer_kind, leave, works_on_parts
-from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, Part, attribute, set_attribute
-from lightning_hanayo.tensor3d.divisibility import Divisibility
-from lightning_hanayo.tensor3d.layers.linear import features, spread
+from lightning_hanayo.tensor3d.convert.eligibility import (
+    ParameterOwners,
+    has_instance_forward,
+    has_module_hooks,
+    reason_ineligible,
+)
+from lightning_hanayo.tensor3d.convert.gathered_forward import wrap_forward
+from lightning_hanayo.tensor3d.convert.report import ReportRow, describe, short_class_name
+from lightning_hanayo.tensor3d.convert.specs.layers import LayerSpec, elementwise, is_elementwise_function, layer_spec
+from lightning_hanayo.tensor3d.convert.specs.spec import (
+    BlockSpec,
+    ProjectionGroup,
+    attribute,
+    joined,
+    set_attribute,
+)
+from lightning_hanayo.tensor3d.layers.linear import features, parallelize_linear
+from lightning_hanayo.tensor3d.layers.shared_input import SharedInput
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-from lightning_hanayo.tensor3d.sharding import Cut, Shard
+from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, sharded_class
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 _Layer = tuple[str, nn.Module, LayerSpec]
-"""with its path in the block"""
+"""a layer with its path in the block"""
 
 
-class Unlike(Exception):
-    """A block isn't what its kind describes; the message says which part, and why."""
+class SpecMismatch(Exception):
+    """A block isn't what its spec describes. The message says which part, and why."""
 
 
 class RegisteredBlock:
     """One block.
 
     Args:
-        block: of the class that `kind` describes.
-        kind: its description.
+        block: of the class that `spec` describes.
+        spec: its description.
         number: the block's, in the stack.
-        name: qualified, for messages.
+        name: its qualified name, for messages.
     """
 
-    def __init__(self, block: nn.Module, kind: BlockSpec, number: int, name: str) -> None:
+    def __init__(self, block: nn.Module, spec: BlockSpec, number: int, name: str) -> None:
         self.block = block
-        self.kind = kind
+        self.spec = spec
         self.number = number
         self.name = name
 
     @property
     def streams(self) -> tuple[str, ...]:
         """The forward's arguments that carry residual streams."""
-        return self.kind.streams
+        return self.spec.streams
 
     @property
     def batch_first(self) -> bool:
         """Whether they are [batch, seq, h]."""
-        return self.kind.batch_first is None or self.kind.batch_first(self.block)
+        return self.spec.batch_first is None or self.spec.batch_first(self.block)
 
-    def check(self, owners: Owners) -> None:
-        """See that the block is in all parts what its kind describes.
+    def check(self, owners: ParameterOwners) -> None:
+        """Check that the block is in all parts what its spec describes.
 
         Raises:
-            Unlike: it isn't.
+            SpecMismatch: it isn't.
         """
-        for path in (*self._first(), *self.kind.second):
+        for path in (*self._column_parallel(), *self.spec.row_parallel):
             self._check_linear(path, owners)
         for path, module in self.block.named_modules():
-            if has_hooks(module) or has_own_forward(module):
-                raise Unlike(f"{self._named(path)} has hooks or a forward of its own, which would see parts of tensors")
-        for path, module, known in self._layers():
-            if any(owners.shared(part) for part in module.modules()):
-                raise Unlike(f"{self._named(path)} shares a parameter with another module")
-            if why := known.obstacle(module):
-                raise Unlike(f"{self._named(path)}: {why}")
-        for path in self.kind.functions:
+            if has_module_hooks(module) or has_instance_forward(module):
+                raise SpecMismatch(
+                    f"{self._named(path)} has hooks or a forward of its own, which would see parts of tensors"
+                )
+        for path, module, spec in self._layers():
+            if any(owners.shared_parameter(part) for part in module.modules()):
+                raise SpecMismatch(f"{self._named(path)} shares a parameter with another module")
+            if reason := spec.reason_ineligible(module):
+                raise SpecMismatch(f"{self._named(path)}: {reason}")
+        for path in self.spec.elementwise_functions:
             self._check_function(path)
-        for path, expected in self.kind.expects.items():
+        for path, expected in self.spec.required_values.items():
             if (got := self._attribute(path)) != expected:
-                raise Unlike(f"{self._named(path)} is {got!r}, where {expected!r} is expected")
+                raise SpecMismatch(f"{self._named(path)} is {got!r}, where {expected!r} is expected")
 
-    def needs(self) -> Iterator[Divisibility]:
-        """What must divide over the grid."""
-        for part in self.kind.parts:
-            owner = self.block.get_submodule(part.path)
-            for path in part.first:
-                where = _joined(part.path, path)
-                out, in_ = features(self.block.get_submodule(where))
-                what, size = "features", out // part.fused
-                if part.head_size is not None:
-                    what, size = "heads", size // _head_size(owner, part)
-                yield Divisibility(self._named(where), what, size, "yz")
-                yield Divisibility(self._named(where), "in-features", in_, "z")
-        for path in self.kind.second:
+    def divisibility(self) -> Iterator[Divisibility]:
+        """Yields the sizes that must divide over the mesh."""
+        for group in self.spec.projections:
+            owner = self.block.get_submodule(group.path)
+            for path in group.column_parallel:
+                layer = joined(group.path, path)
+                out, in_ = features(self.block.get_submodule(layer))
+                what, size = "features", out // group.num_fused
+                if group.head_size is not None:
+                    what, size = "heads", size // _head_size(owner, group)
+                yield Divisibility(self._named(layer), what, size, "yz")
+                yield Divisibility(self._named(layer), "in-features", in_, "z")
+        for path in self.spec.row_parallel:
             out, in_ = features(self.block.get_submodule(path))
             yield Divisibility(self._named(path), "out-features", out, "z")
             yield Divisibility(self._named(path), "in-features", in_, "yz")
-        for path, module, known in self._layers():
-            for what, size, axes in known.sizes(module):
+        for path, module, spec in self._layers():
+            for what, size, axes in spec.sizes(module):
                 yield Divisibility(self._named(path), what, size, axes)
 
-    def rows(self) -> Iterator[Row]:
+    def report_rows(self) -> Iterator[ReportRow]:
         """What becomes of each layer, in the block's order."""
-        what = dict.fromkeys(self._first(), "3-D, first") | dict.fromkeys(self.kind.second, "3-D, second")
-        what |= dict.fromkeys(self._whole(), "whole on each rank")
-        what |= {path: "3-D" for path, _, known in self._layers() if known.spread is not leave}
+        outcomes = dict.fromkeys(self._column_parallel(), "3-D, column-parallel")
+        outcomes |= dict.fromkeys(self.spec.row_parallel, "3-D, row-parallel")
+        outcomes |= dict.fromkeys(self._replicated_norms(), "replicated")
+        outcomes |= {path: "3-D" for path, _, spec in self._layers() if spec.parallelize is not elementwise}
         for path, module in self.block.named_modules():
-            if path in what:
-                yield Row(self.number, path, kind_of(module), what[path])
+            if path in outcomes:
+                yield ReportRow(self.number, path, describe(module), outcomes[path])
 
-    def install(self, setting: StageContext) -> None:
-        """Spread it over the grid, in place."""
-        layout = SEQUENCE if self.batch_first else SEQUENCE_FIRST
+    def install(self, context: StageContext) -> None:
+        """Parallelize it in place."""
+        style = SEQUENCE if self.batch_first else SEQUENCE_FIRST
         layers = list(self._layers())
-        for part in self.kind.parts:
-            _spread_part(self.block.get_submodule(part.path), part, setting, layout)
-        for path in self.kind.second:
-            spread(self.block.get_submodule(path), setting, layout.swapped())
-        for _, module, known in layers:
-            known.spread(module, setting)
-        for path, value in self.kind.sets.items():
+        for group in self.spec.projections:
+            _parallelize_group(self.block.get_submodule(group.path), group, context, style)
+        for path in self.spec.row_parallel:
+            parallelize_linear(self.block.get_submodule(path), context, style.row_parallel())
+        for _, module, spec in layers:
+            spec.parallelize(module, context)
+        for path, value in self.spec.overrides.items():
             set_attribute(self.block, path, value)
 
-    def _first(self) -> list[str]:
-        return [_joined(part.path, path) for part in self.kind.parts for path in part.first]
+    def _column_parallel(self) -> list[str]:
+        return [joined(group.path, path) for group in self.spec.projections for path in group.column_parallel]
 
-    def _whole(self) -> list[str]:
-        return [_joined(part.path, path) for part in self.kind.parts for path in part.whole]
+    def _replicated_norms(self) -> list[str]:
+        return [joined(group.path, path) for group in self.spec.projections for path in group.replicated_norms]
 
     def _named(self, path: str) -> str:
-        return _joined(self.name, path)
+        return joined(self.name, path)
 
     def _attribute(self, path: str) -> Any:
         try:
             return attribute(self.block, path)
         except AttributeError:
-            raise Unlike(f"{self.name} has no {path}") from None
+            raise SpecMismatch(f"{self.name} has no {path}") from None
 
-    def _check_linear(self, path: str, owners: Owners) -> None:
-        try:
-            module = self.block.get_submodule(path)
-        except AttributeError:
-            raise Unlike(f"{self.name} has no {path}") from None
+    def _check_linear(self, path: str, owners: ParameterOwners) -> None:
+        module = self._attribute(path)
         if not is_linear(module):
-            raise Unlike(f"{self._named(path)} is a {called(type(module))}, not an nn.Linear")
-        if why := obstacle(module, owners):
-            raise Unlike(f"{self._named(path)}: {why}")
+            raise SpecMismatch(f"{self._named(path)} is a {short_class_name(type(module))}, not an nn.Linear")
+        if reason := reason_ineligible(module, owners):
+            raise SpecMismatch(f"{self._named(path)}: {reason}")
 
     def _check_function(self, path: str) -> None:
         function = self._attribute(path)
-        if not works_on_parts(function):
-            shown = getattr(function, "__qualname__", called(type(function)))
-            raise Unlike(f"{self._named(path)} is {shown}, which isn't known to work on parts of the features")
+        if not is_elementwise_function(function):
+            shown = getattr(function, "__qualname__", short_class_name(type(function)))
+            raise SpecMismatch(f"{self._named(path)} is {shown}, which isn't known to compute each entry by itself")
 
     def _layers(self) -> Iterator[_Layer]:
-        """What is neither a linear layer nor made of other modules."""
-        yield from self._layers_of(self.block, "", {*self._first(), *self._whole(), *self.kind.second})
+        """Yields what is neither a linear layer of the spec nor made of other modules."""
+        yield from self._layers_of(
+            self.block, "", {*self._column_parallel(), *self._replicated_norms(), *self.spec.row_parallel}
+        )
 
-    def _layers_of(self, module: nn.Module, path: str, named: set[str]) -> Iterator[_Layer]:
+    def _layers_of(self, module: nn.Module, path: str, in_spec: set[str]) -> Iterator[_Layer]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                raise Unlike(f"{self._named(_joined(path, name))} is a parameter that isn't a layer's")
+                raise SpecMismatch(f"{self._named(joined(path, name))} is a parameter that isn't a layer's")
         for name, child in module.named_children():
-            where = _joined(path, name)
-            if where in named:
+            child_path = joined(path, name)
+            if child_path in in_spec:
                 continue
-            if (known := layer_kind(child)) is not None:
-                yield where, child, known
-            elif self._is_made_of(child):
-                yield from self._layers_of(child, where, named)
+            if (spec := layer_spec(child)) is not None:
+                yield child_path, child, spec
+            elif self._is_container(child):
+                yield from self._layers_of(child, child_path, in_spec)
             else:
-                block = type(self.block).__name__
-                raise Unlike(f"{self._named(where)} is a {called(type(child))}, which isn't known in a {block}")
+                shown = short_class_name(type(child))
+                raise SpecMismatch(f"{self._named(child_path)} is a {shown}, which isn't a registered layer")
 
-    def _is_made_of(self, module: nn.Module) -> bool:
-        kind = type(module)
-        own = kind.__module__ == type(self.block).__module__ and any(True for _ in module.children())
-        return own or kind in _CONTAINERS or kind in self.kind.made_of
+    def _is_container(self, module: nn.Module) -> bool:
+        cls = type(module)
+        is_own = cls.__module__ == type(self.block).__module__ and any(True for _ in module.children())
+        return is_own or cls in _CONTAINERS or cls in self.spec.containers
 
 
-def _spread_part(module: Any, part: Part, setting: StageContext, layout: ParallelStyle) -> None:
-    entry = SharedInput(setting, layout.gather) if part.input is not None else None
-    ranks = setting.grid.size("yz")
-    for path in part.first:
-        layer = module.get_submodule(path)
-        order = fused_order(features(layer)[0], part.fused, ranks) if part.fused > 1 and ranks > 1 else None
-        spread(layer, setting, layout, order=order, entry=entry)
-    for path in part.whole:
-        norm = module.get_submodule(path)
-        norm.shards = {
-            name: Shard(tuple(map(Cut, parameter.shape)), "xyz")
-            for name, parameter in norm._parameters.items()
+class _ReplicatedNorm(ShardedModule):
+    """A norm of each head's features. Ranks hold the same values, and each sums the gradient over its own heads."""
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        return {
+            name: Shard(tuple(map(DimShard, parameter.shape)), "xyz")
+            for name, parameter in self._parameters.items()
             if parameter is not None
         }
-    for name in part.local:
+
+
+def _parallelize_group(module: Any, group: ProjectionGroup, context: StageContext, style: ParallelStyle) -> None:
+    shared_input = SharedInput(context, style.all_gather) if group.input is not None else None
+    ranks = context.mesh.size("yz")
+    for path in group.column_parallel:
+        layer = module.get_submodule(path)
+        order = fused_order(features(layer)[0], group.num_fused, ranks) if group.num_fused > 1 and ranks > 1 else None
+        parallelize_linear(layer, context, style, order=order, shared_input=shared_input)
+    for path in group.replicated_norms:
+        norm = module.get_submodule(path)
+        norm.__class__ = sharded_class(_ReplicatedNorm, type(norm))  # type: ignore[arg-type]  # its forward stays: only `shards` is added
+    for name in group.sharded_counts:
         set_attribute(module, name, attribute(module, name) // ranks)
-    if entry is not None or part.dropout is not None:
-        wrap(module, setting, entry, part.input, part.dropout)
+    if shared_input is not None or group.dropout is not None:
+        wrap_forward(module, context, shared_input, group.input, group.dropout)
 
 
 @lru_cache
-def fused_order(size: int, fused: int, ranks: int) -> tuple[int, ...]:
-    """The out-features of `fused` projections in one, so that each rank's lie side by side: q0 k0 v0 q1 k1 v1."""
-    one, part = size // fused, size // fused // ranks
+def fused_order(size: int, num_fused: int, ranks: int) -> tuple[int, ...]:
+    """Returns the out-features of fused projections in an order that keeps each rank's together: q0 k0 v0 q1 k1 v1."""
+    one, part = size // num_fused, size // num_fused // ranks
     return tuple(
-        projection * one + rank * part + i for rank in range(ranks) for projection in range(fused) for i in range(part)
+        projection * one + rank * part + i
+        for rank in range(ranks)
+        for projection in range(num_fused)
+        for i in range(part)
     )
 
 
-def _head_size(module: nn.Module, part: Part) -> int:
-    assert part.head_size is not None
-    size = attribute(module, part.head_size) if isinstance(part.head_size, str) else part.head_size(module)
+def _head_size(module: nn.Module, group: ProjectionGroup) -> int:
+    assert group.head_size is not None
+    size = attribute(module, group.head_size) if isinstance(group.head_size, str) else group.head_size(module)
     return int(size)
-
-
-def _joined(*names: str) -> str:
-    return ".".join(name for name in names if name)

@@ -1,7 +1,7 @@
-"""The report: what became of each layer of a stack, and why.
+"""The report of a conversion: what became of each layer of a stack, and why.
 
-model.layers.0..11.mlp.up_proj      nn.Linear 768->3072     3-D, first
-model.layers.0..11.norm             nn.LayerNorm            dense         an unknown block's
+model.layers.0..11.mlp.up_proj      nn.Linear 768->3072     3-D, column-parallel
+model.layers.0..11.norm             nn.LayerNorm            not converted           no linear layer
 """
 
 from collections.abc import Iterator
@@ -9,31 +9,33 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_hanayo.tensor3d.convert.specs.spec import class_name
+from lightning_hanayo.tensor3d.convert.specs.spec import class_name, joined
+
+NOT_CONVERTED = "not converted"
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One module.
 
     Args:
         block: its block's number in the stack.
         path: in the block.
-        kind: what it is, with its size.
-        what: became of it.
-        why: where it isn't what one would wish.
+        layer: its class, with its size.
+        outcome: what became of it.
+        reason: why it couldn't be converted.
     """
 
     block: int
     path: str
-    kind: str
-    what: str
-    why: str = ""
+    layer: str
+    outcome: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
-class Report:
-    """Of all blocks. As text it is short: what is the same in several blocks is one line.
+class ConversionReport:
+    """The report of all blocks. As text, rows that are equal in several blocks are one line.
 
     Args:
         stack: its qualified name.
@@ -43,50 +45,47 @@ class Report:
 
     stack: str
     headline: str
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ReportRow, ...] = ()
 
-    def name(self, row: Row) -> str:
-        """The module's qualified name."""
-        return _joined(self.stack, str(row.block), row.path)
+    def name(self, row: ReportRow) -> str:
+        """Returns the module's qualified name."""
+        return joined(self.stack, str(row.block), row.path)
 
     @property
-    def dense(self) -> tuple[Row, ...]:
-        """What isn't spread."""
-        return tuple(row for row in self.rows if row.what == "dense")
+    def not_converted(self) -> tuple[ReportRow, ...]:
+        """The modules whose parameters no 3-D layer holds."""
+        return tuple(row for row in self.rows if row.outcome == NOT_CONVERTED)
 
     def __str__(self) -> str:
-        lines = [(_joined(self.stack, blocks, row.path), row.kind, row.what, row.why) for blocks, row in self._folded()]
+        lines = [
+            (joined(self.stack, blocks, row.path), row.layer, row.outcome, row.reason) for blocks, row in self._folded()
+        ]
         widths = [max((len(line[i]) for line in lines), default=0) for i in range(4)]
         table = ("   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
         return "\n".join([self.headline, *(f"  {line.rstrip()}" for line in table)])
 
-    def _folded(self) -> Iterator[tuple[str, Row]]:
-        blocks: dict[Row, list[int]] = {}
+    def _folded(self) -> Iterator[tuple[str, ReportRow]]:
+        blocks: dict[ReportRow, list[int]] = {}
         for row in self.rows:
             blocks.setdefault(replace(row, block=0), []).append(row.block)
         for row, numbers in blocks.items():
             yield _ranges(numbers), row
 
 
-def kind_of(module: nn.Module) -> str:
-    """What a report calls a module: "nn.Linear 768->3072", "peft.tuners.lora.layer.Linear"."""
-    name = class_name(type(module))
-    if name == class_name(nn.Linear) or name == "transformers.pytorch_utils.Conv1D":
-        weight = module._parameters.get("weight")
-        out, in_ = (0, 0) if weight is None else weight.shape if type(module) is nn.Linear else weight.shape[::-1]
-        return f"{called(type(module))} {in_}->{out}" if weight is not None else called(type(module))
-    return called(type(module))
+def describe(module: nn.Module) -> str:
+    """Returns how a report calls a module: "nn.Linear 768->3072", "peft.tuners.lora.layer.Linear"."""
+    name, weight = class_name(type(module)), module._parameters.get("weight")
+    if weight is None or name not in (class_name(nn.Linear), "transformers.pytorch_utils.Conv1D"):
+        return short_class_name(type(module))
+    out, in_ = weight.shape if type(module) is nn.Linear else weight.shape[::-1]
+    return f"{short_class_name(type(module))} {in_}->{out}"
 
 
-def called(kind: type) -> str:
-    """torch's classes by their usual names, all others by where they come from."""
-    if kind.__module__.startswith("torch.nn.modules.") and getattr(nn, kind.__name__, None) is kind:
-        return f"nn.{kind.__name__}"
-    return kind.__name__ if kind.__module__.startswith("transformers.") else class_name(kind)
-
-
-def _joined(*names: str) -> str:
-    return ".".join(name for name in names if name)
+def short_class_name(cls: type) -> str:
+    """Returns the usual name of a class of torch or `transformers`, and the qualified name of any other."""
+    if cls.__module__.startswith("torch.nn.modules.") and getattr(nn, cls.__name__, None) is cls:
+        return f"nn.{cls.__name__}"
+    return cls.__name__ if cls.__module__.startswith("transformers.") else class_name(cls)
 
 
 def _ranges(numbers: list[int]) -> str:

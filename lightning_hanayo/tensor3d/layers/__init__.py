@@ -1,1 +1,1 @@
-"""Layers whose weights and activations are sharded over a 3-D mesh, and the product they are made of."""
+"""Layers whose weights and activations are sharded over a 3-D mesh."""

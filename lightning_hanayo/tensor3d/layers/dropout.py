@@ -1,10 +1,10 @@
-"""The dropout over the grid: every rank drops entries of its own, and all go on with equal generators.
+"""Dropout whose masks differ between ranks, though all ranks go on with equal random generators.
 
-default generator     n, equal on all ranks      ->  drawn once, and the state goes on from there
-own stream            seeded by (n, rank)        ->  masks, inside the context alone
+default generator      equal on all ranks: one number n is drawn, and the state goes on from there
+rank's own stream      seeded by (n, rank): masks are drawn from it, inside the context only
 
-No two ranks hold the same part of an activation, so each one's place in the grid is a stream. What is drawn from the
-default generator is all that an activation checkpoint has to restore.
+No two ranks hold the same part of an activation, so each rank draws its own masks. Only the default generator is
+advanced outside, so an activation checkpoint has nothing else to restore.
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ from lightning_hanayo.tensor3d.stage_context import StageContext
 
 
 @contextmanager
-def own_stream(setting: StageContext, device: torch.device) -> Iterator[None]:
-    """Inside, the default generator of `device` is on a stream of this rank's own; afterwards equal on all ranks again.
+def rank_random_stream(context: StageContext, device: torch.device) -> Iterator[None]:
+    """Inside, `device`'s default generator draws from this rank's own stream; afterwards all ranks are equal again.
 
     Example:
-        >>> with own_stream(setting, x.device):
+        >>> with rank_random_stream(context, x.device):
         ...     y = torch.nn.functional.dropout(x, 0.1)
     """
-    if setting.grid.num_ranks == 1:
+    if context.mesh.num_ranks == 1:
         yield
         return
-    seed = mix(int(torch.randint(1 << 62, ())), setting.grid.index("xyz"))
+    seed = mix(int(torch.randint(1 << 62, ())), context.mesh.index("xyz"))
     generator = default_generator(device)
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -40,28 +40,28 @@ def own_stream(setting: StageContext, device: torch.device) -> Iterator[None]:
 
 
 class Dropout3D(nn.Dropout):
-    """An `nn.Dropout` whose masks differ from rank to rank. All ranks of the grid call it, in the same order.
+    """An `nn.Dropout` whose masks differ from rank to rank. All ranks of the mesh call it, in the same order.
 
     Example:
-        >>> dropout = Dropout3D(0.1, setting=setting)
+        >>> dropout = Dropout3D(0.1, context=context)
     """
 
-    setting: StageContext
+    context: StageContext
 
-    def __init__(self, p: float = 0.5, inplace: bool = False, *, setting: StageContext) -> None:
+    def __init__(self, p: float = 0.5, inplace: bool = False, *, context: StageContext) -> None:
         super().__init__(p, inplace)
-        spread_dropout(self, setting)
+        parallelize_dropout(self, context)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape; nothing is drawn where nothing is dropped."""
+        """Any shape to the same. Draws nothing where nothing is dropped."""
         if not self.training or self.p == 0.0:
             return x
-        with own_stream(self.setting, x.device):
+        with rank_random_stream(self.context, x.device):
             return super().forward(x)
 
 
-def spread_dropout(module: nn.Module, setting: StageContext) -> None:
-    """Spread an `nn.Dropout` over the grid, in place.
+def parallelize_dropout(module: nn.Module, context: StageContext) -> None:
+    """Parallelize an `nn.Dropout` in place.
 
     Raises:
         UnsupportedError: it is another module, as `nn.Dropout1d`, which drops whole channels.
@@ -70,4 +70,4 @@ def spread_dropout(module: nn.Module, setting: StageContext) -> None:
         raise UnsupportedError(f"{type(module).__name__} isn't nn.Dropout; leave it out of the cube")
     if not isinstance(module, Dropout3D):
         module.__class__ = Dropout3D
-    module.setting = setting  # type: ignore[assignment]
+    module.context = context  # type: ignore[assignment]

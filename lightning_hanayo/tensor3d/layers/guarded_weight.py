@@ -1,6 +1,6 @@
-"""The guard: a layer's `weight` as code sees it that isn't the layer's: shape and dtype, but nothing to compute with.
+"""Guards a 3-D layer's `weight` against code outside the layer, which may read shape and dtype, but not the values.
 
-A sum or a product over a shard looks like one over the whole, and is wrong without a sign.
+A sum or a product over a shard looks like one over the whole weight, and would be wrong without an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
 
-_SIZES = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous")
-_KINDS = ("type", "get_device", "is_floating_point", "is_complex")
-_ALLOWED = frozenset((*_SIZES, *_KINDS, "__get__", "__repr__", "__hash__"))
+_SIZE_METHODS = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous")
+_TYPE_METHODS = ("type", "get_device", "is_floating_point", "is_complex")
+_ALLOWED = frozenset((*_SIZE_METHODS, *_TYPE_METHODS, "__get__", "__repr__", "__hash__"))
 
 
 class GuardedWeight(Tensor):
-    """An alias of a shard, with which nothing can be computed."""
+    """An alias of a shard that refuses every computation."""
 
     @staticmethod
     def of(shard: Tensor) -> "GuardedWeight":
-        """The alias."""
+        """Returns an alias of `shard`."""
         with torch._C.DisableTorchFunctionSubclass():
             alias: GuardedWeight = shard.detach().as_subclass(GuardedWeight)
             alias.requires_grad_(shard.requires_grad)
@@ -31,8 +31,10 @@ class GuardedWeight(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raises:
-        UnsupportedError: for everything that reads the values.
+        """Run what reads no values.
+
+        Raises:
+            UnsupportedError: `func` reads them.
         """
         name = getattr(func, "__name__", str(func))
         if name not in _ALLOWED:
@@ -45,7 +47,7 @@ class GuardedWeight(Tensor):
 
 
 def guarded_weight(module: Any, name: str = "weight") -> GuardedWeight:
-    """The getter behind a 3-D layer's `weight`, or behind another parameter."""
+    """The getter of a 3-D layer's `weight`, or of another parameter."""
     parameter = module._parameters.get(name)
     if parameter is None:
         raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")

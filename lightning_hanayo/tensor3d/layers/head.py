@@ -1,6 +1,8 @@
-"""The head over the grid: a linear layer whose output stays cut over the vocabulary, for `cross_entropy3d`.
+"""A 3-D parallel language-model head, whose logits stay sharded over the vocabulary for `cross_entropy3d`.
 
-x [batch/x, seq/y, H/z]  -->  logits [batch/x, seq, V/(y z)]    the last parts may hold fewer real columns: zeros follow
+x [batch/x, seq/y, H/z]  -->  logits [batch/x, seq, V/(y z)]
+
+If the vocabulary doesn't divide, the last parts hold fewer logits, followed by zeros.
 """
 
 from typing import Any
@@ -8,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from lightning_hanayo.tensor3d.layers.linear import Linear3D, Spread, attach
+from lightning_hanayo.tensor3d.layers.linear import Linear3D, LinearSharding, attach_sharding
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor3d.sharding import Cut
+from lightning_hanayo.tensor3d.sharding import DimShard
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 
@@ -18,8 +20,8 @@ class Head3D(Linear3D):
     """A `Linear3D` to a vocabulary of any size. Its weight may be an `Embedding3D`'s parameter.
 
     Example:
-        >>> head = Head3D(768, 50257, bias=False, setting=setting)
-        >>> loss = cross_entropy3d(head(x), labels, head.vocabulary, setting.grid)
+        >>> head = Head3D(768, 50257, bias=False, context=context)
+        >>> loss = cross_entropy3d(head(x), labels, head.vocabulary, context.mesh)
     """
 
     def __init__(
@@ -28,27 +30,27 @@ class Head3D(Linear3D):
         out_features: int,
         bias: bool = True,
         *,
-        setting: StageContext,
-        layout: ParallelStyle = SEQUENCE,
+        context: StageContext,
+        style: ParallelStyle = SEQUENCE,
         **factory: Any,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, **factory)
-        spread_head(self, setting, layout)
+        parallelize_head(self, context, style)
 
     @property
-    def vocabulary(self) -> Cut:
-        """How the logits are cut."""
-        return self.spread.vector.cuts[0]
+    def vocabulary(self) -> DimShard:
+        """How the logits are sharded."""
+        return self.sharding.vector.dims[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Called by all ranks of the grid, in the same order."""
-        logits, bias = self.spread.call(x, None), self._parameters["bias"]
+        """Called by all ranks of the mesh, in the same order."""
+        logits, bias = self.sharding.forward(x, None), self._parameters["bias"]
         if bias is None:
             return logits
         return logits + pad(bias, (0, logits.shape[-1] - bias.shape[0])).to(logits.dtype)
 
 
-def spread_head(module: nn.Linear, setting: StageContext, layout: ParallelStyle = SEQUENCE) -> None:
-    """Spread an `nn.Linear` over the grid, in place. Its weight may be spread already, as an embedding's."""
+def parallelize_head(module: nn.Linear, context: StageContext, style: ParallelStyle = SEQUENCE) -> None:
+    """Parallelize an `nn.Linear` in place. Its weight may be sharded already, as an embedding's."""
     module.__class__ = Head3D
-    attach(module, Spread(setting, layout, (module.out_features, module.in_features), None, None))
+    attach_sharding(module, LinearSharding(context, style, (module.out_features, module.in_features)))

@@ -1,128 +1,129 @@
-"""The linear layer over the grid, in place of `nn.Linear` and of Hugging Face's `Conv1D`."""
+"""The 3-D parallel linear layer, in place of `nn.Linear` and of Hugging Face's `Conv1D`."""
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d.boundary.shared_input import SharedInput
-from lightning_hanayo.tensor3d.divisibility import Divisibility, check
+from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
-from lightning_hanayo.tensor3d.layers.product import Call, product
-from lightning_hanayo.tensor3d.layers.weight import Weight, with_own_weight
+from lightning_hanayo.tensor3d.layers.shared_input import SharedInput
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor3d.sharding import Cut, Shard
+from lightning_hanayo.tensor3d.product import ProductArgs, product
+from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
 from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.tensor3d.weight import ShardedWeight, copy_with_own_weight
 
 
-class Spread:
-    """One linear layer's part in the grid: how its parameters are cut, and how it is called.
+class LinearSharding:
+    """How one linear layer's parameters are sharded, and how it computes with them.
 
     Args:
-        setting: the stage's.
-        layout: where its input comes from and its output goes.
-        sizes: out and in features of the whole layer.
-        order: its out-features, in the order in which they are cut; None: as they are.
-        entry: where its input has been brought together already; None: it does that itself.
+        context: of the stage.
+        style: which axes its collectives run along.
+        sizes: out- and in-features of the whole layer.
+        order: its out-features in the order in which they are sharded; None: as they are.
+        shared_input: what has gathered its input; None: the layer gathers it itself.
     """
 
-    axis = "x"
-    """along which the weight is brought together"""
+    weight_axis = "x"
+    """the axis along which the weight is gathered"""
 
     def __init__(
         self,
-        setting: StageContext,
-        layout: ParallelStyle,
+        context: StageContext,
+        style: ParallelStyle,
         sizes: tuple[int, int],
-        order: tuple[int, ...] | None,
-        entry: SharedInput | None,
+        order: tuple[int, ...] | None = None,
+        shared_input: SharedInput | None = None,
     ) -> None:
-        self.setting = setting
-        self.layout = layout
-        self.entry = entry
-        self.weight: Weight | None = None
+        self.context = context
+        self.style = style
+        self.shared_input = shared_input
+        self.weight: ShardedWeight | None = None
         self.shards: dict[str, Shard] = {}
         out, in_ = sizes
-        grid = setting.grid
-        self.shape = -(-out // grid.size(layout.gather.axis)), -(-in_ // grid.size(layout.columns))
-        rows, columns = Cut(out, layout.rows, order), Cut(in_, layout.columns)
-        self.matrix = Shard((rows, columns))
-        by_features = layout.scatter.dim == -1
-        along = layout.gather.axis + (layout.scatter.axis if by_features else "")
-        self.vector = Shard((Cut(out, along, order),), "".join(a for a in "xyz" if a not in along))
+        mesh = context.mesh
+        self.gathered_shape = -(-out // mesh.size(style.all_gather.axis)), -(-in_ // mesh.size(style.in_axes))
+        self.matrix = Shard((DimShard(out, style.out_axes, order), DimShard(in_, style.in_axes)))
+        scatters_features = style.reduce_scatter.dim == -1
+        axes = style.all_gather.axis + (style.reduce_scatter.axis if scatters_features else "")
+        self.vector = Shard((DimShard(out, axes, order),), "".join(axis for axis in "xyz" if axis not in axes))
 
-    def __deepcopy__(self, memo: Any) -> "Spread":
-        return with_own_weight(self, memo)
+    def __deepcopy__(self, memo: Any) -> "LinearSharding":
+        return copy_with_own_weight(self, memo)
 
-    def connect(self, module: nn.Module, *, transposed: bool) -> None:
-        """Cut the module's parameters, and keep its weight at hand."""
-        self.shards = {"weight": Shard(self.matrix.cuts[::-1]) if transposed else self.matrix, "bias": self.vector}
-        for name, shard in self.shards.items():
-            parameter = module._parameters.get(name)
-            if parameter is not None:
-                parameter.data = shard.of(parameter.data, self.setting.grid)
-        self.weight = Weight(
+    def attach(self, module: nn.Module, *, transposed: bool) -> None:
+        """Shard the module's parameters, and compute with its weight from now on."""
+        shards = {"weight": Shard(self.matrix.dims[::-1]) if transposed else self.matrix, "bias": self.vector}
+        self.shards = {name: shard for name, shard in shards.items() if module._parameters.get(name) is not None}
+        shard_parameters(module, self.shards, self.context.mesh)
+        self.weight = ShardedWeight(
             module,
-            self.setting.grid.axis(self.axis),
-            self.shape,
+            self.context.mesh.axis(self.weight_axis),
+            self.gathered_shape,
             transposed=transposed,
-            late=self.setting.late,
-            queue=self.setting.queue,
+            pending_gradients=self.context.pending_gradients,
+            queue=self.context.queue,
         )
 
-    def call(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's forward."""
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The forward of the layer that this is attached to."""
         assert self.weight is not None
-        setting, layout, entry = self.setting, self.layout, self.entry
-        call = Call(
+        context, style, shared_input = self.context, self.style, self.shared_input
+        args = ProductArgs(
             self.weight,
-            setting.along(layout.gather) if entry is None else None,
-            setting.along(layout.scatter),
-            setting.keep,
-            entry.source_of(x) if entry is not None else None,
-            setting.order.after(self.weight),
-            setting.num_pieces,
+            context.bind(style.all_gather) if shared_input is None else None,
+            context.bind(style.reduce_scatter),
+            context.keep,
+            shared_input.saved(x) if shared_input is not None else None,
+            context.prefetch_order.record(self.weight),
+            context.num_pieces,
         )
-        y = product(x, call)
+        y = product(x, args)
         return y if bias is None else y + bias.to(y.dtype)
 
 
-class SpreadLayer(nn.Module):
-    """What all linear layers over the grid have in common, whatever they were."""
+class ShardedLinear(ShardedModule):
+    """What all 3-D linear layers have in common, whichever class they were converted from."""
 
-    spread: Spread
+    sharding: LinearSharding
     weight = property(guarded_weight)
 
     @property
     def shards(self) -> dict[str, Shard]:
-        """How each parameter is cut."""
-        return {name: shard for name, shard in self.spread.shards.items() if self._parameters.get(name) is not None}
+        """How each parameter is sharded."""
+        return self.sharding.shards
 
     def forward(self, x: Tensor) -> Tensor:
-        """Called by all ranks of the grid, in the same order."""
-        return self.spread.call(x, self._parameters["bias"])
+        """Called by all ranks of the mesh, in the same order."""
+        return self.sharding.forward(x, self._parameters["bias"])
 
 
-class Linear3D(SpreadLayer, nn.Linear):
-    """y = x W^T + b, with W, x and y each at 1/(x y z) per rank.
+class Linear3D(ShardedLinear, nn.Linear):
+    """y = x W^T + b, with 1/(x y z) of W, x and y on each rank.
 
-    In the default layout x is [batch/x, seq/y, in/z], y [batch/x, seq, out/(y z)]; `layout.swapped()` leads back.
-    Values don't depend on the grid: they are made whole, from the default generator, and cut.
+    Column-parallel by default: x is [batch/x, seq/y, in/z], y is [batch/x, seq, out/(y z)]. `style.row_parallel()`
+    leads back. Initial values don't depend on the mesh: each rank draws them whole from the default generator, which
+    must be seeded alike on all ranks, and keeps its shard.
 
     Example:
-        >>> up = Linear3D(64, 256, setting=setting)
-        >>> down = Linear3D(256, 64, setting=setting, layout=SEQUENCE.swapped())
+        >>> up = Linear3D(64, 256, context=context)
+        >>> down = Linear3D(256, 64, context=context, style=SEQUENCE.row_parallel())
 
     Args:
-        in_features: of the whole layer, and so are all that follow.
-        out_features: must divide as `layout` says.
-        bias: whether there is one. Its gradient is summed over ranks once per batch, by whoever owns the step.
-        setting: what the layers of a stage share.
-        layout: a value; nothing is inferred from the order in which layers are made.
-        order: the out-features in the order in which they are cut: fused projections lie head by head.
-        entry: where the input is brought together for several layers.
+        in_features: of the whole layer.
+        out_features: of the whole layer; both must divide as `style` shards them.
+        bias: whether there is one. Its gradient is a partial sum, which `all_reduce_partial_gradients` completes.
+        context: what the layers of a stage share.
+        style: column- or row-parallel, and what is sharded between layers.
+        order: the out-features in the order in which they are sharded: fused projections head by head.
+        shared_input: what gathers the input for several layers.
+        **factory: device and dtype.
+
+    Raises:
+        HanayoError: the features don't divide.
     """
 
     def __init__(
@@ -131,17 +132,17 @@ class Linear3D(SpreadLayer, nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        setting: StageContext,
-        layout: ParallelStyle = SEQUENCE,
+        context: StageContext,
+        style: ParallelStyle = SEQUENCE,
         order: Sequence[int] | None = None,
-        entry: SharedInput | None = None,
+        shared_input: SharedInput | None = None,
         **factory: Any,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, **factory)
-        spread(self, setting, layout, order=order, entry=entry)
+        parallelize_linear(self, context, style, order=order, shared_input=shared_input)
 
     def reset_parameters(self) -> None:
-        """While the layer is made, before it is cut."""
+        """Called while the layer is constructed, before it is sharded."""
         weight = self._parameters["weight"]
         assert weight is not None
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
@@ -150,46 +151,43 @@ class Linear3D(SpreadLayer, nn.Linear):
             nn.init.uniform_(self.bias, -bound, bound)
 
 
-def spread(
+def parallelize_linear(
     module: nn.Module,
-    setting: StageContext,
-    layout: ParallelStyle = SEQUENCE,
+    context: StageContext,
+    style: ParallelStyle = SEQUENCE,
     *,
     order: Sequence[int] | None = None,
-    entry: SharedInput | None = None,
+    shared_input: SharedInput | None = None,
 ) -> None:
-    """Spread an `nn.Linear` or a `Conv1D` over the grid, in place: parameter objects, names and attributes stay.
+    """Parallelize an `nn.Linear` or a `Conv1D` in place. Parameter objects, names and attributes stay.
 
     Raises:
         HanayoError: its features don't divide.
     """
     (out, in_), name = features(module), type(module).__name__
-    part = Spread(setting, layout, (out, in_), None if order is None else tuple(order), entry)
-    needs = [
-        Divisibility(name, "out features", out, part.vector.axes),
-        Divisibility(name, "in features", in_, layout.columns),
+    sharding = LinearSharding(context, style, (out, in_), None if order is None else tuple(order), shared_input)
+    required = [
+        Divisibility(name, "out-features", out, sharding.vector.axes),
+        Divisibility(name, "in-features", in_, style.in_axes),
     ]
-    check(needs, setting.grid.sizes)
-    attach(module, part)
+    check_divisibility(required, context.mesh.sizes)
+    attach_sharding(module, sharding)
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """Out and in features of a dense `nn.Linear` or `Conv1D`."""
+    """Returns the out- and in-features of an `nn.Linear` or `Conv1D` that isn't sharded yet."""
     weight = module._parameters["weight"]
     assert weight is not None
     out, in_ = weight.shape if isinstance(module, nn.Linear) else reversed(weight.shape)
     return out, in_
 
 
-def attach(module: nn.Module, part: Spread) -> None:
-    """Give the layer its part in the grid."""
-    if not isinstance(module, SpreadLayer):
-        module.__class__ = Linear3D if type(module) is nn.Linear else _spread_class(type(module))  # type: ignore[arg-type]
-    module.spread = part  # type: ignore[assignment]
-    part.connect(module, transposed=not isinstance(module, nn.Linear))
+def attach_sharding(module: nn.Module, sharding: LinearSharding) -> None:
+    """Make the layer compute as `sharding` says.
 
-
-@lru_cache
-def _spread_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A `Conv1D` over the grid, which is one still: its parent may look."""
-    return type(f"{kind.__name__}3D", (SpreadLayer, kind), {"__doc__": f"A {kind.__name__} over the grid."})
+    The layer's class is replaced, not the layer: blocks, ties and state dicts refer to this object and its parameters.
+    """
+    if not isinstance(module, ShardedLinear):
+        module.__class__ = Linear3D if type(module) is nn.Linear else sharded_class(ShardedLinear, type(module))  # type: ignore[arg-type]
+    module.sharding = sharding  # type: ignore[assignment]
+    sharding.attach(module, transposed=not isinstance(module, nn.Linear))

@@ -1,1 +1,1 @@
-"""Tensor-parallel schemes side by side: the same Transformer layer, spread in one, two and three dimensions."""
+"""The same Transformer layer, parallelized in one, two and three dimensions."""

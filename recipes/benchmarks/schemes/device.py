@@ -1,4 +1,4 @@
-"""The device: what multiplies. An emulated one sleeps in proportion to the flops, a real one uses torch."""
+"""What multiplies: a real device uses torch, an emulated one sleeps in proportion to the flops."""
 
 import time
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d.layers import product as arithmetic
+from lightning_hanayo.tensor3d import product as arithmetic
 from recipes.benchmarks.machine import sleep_until
 from recipes.benchmarks.schemes.log import Log
 
 
 class Device:
-    """A real one. What lies between the linear layers is simple, for checks: q * k + v, and tanh."""
+    """A real device. What is between the linear layers is simple, for checks: q * k + v, and tanh."""
 
     def attention(self, qkv: Tensor, seq: int) -> Tensor:
-        """[..., 3n], each feature's q, k and v side by side, to [..., n]."""
+        """[..., 3n], each feature's q, k and v one after the other, to [..., n]."""
         q, k, v = qkv.unflatten(-1, (-1, 3)).unbind(-1)
         combined: Tensor = q * k + v
         return combined
@@ -30,11 +30,11 @@ class Device:
 
 
 class Emulated(Device):
-    """Products are memory as it was found, after a sleep. One computation follows the other.
+    """An emulated device: a product is uninitialized memory, after a sleep.
 
     Args:
-        flops_per_second: of it.
-        log: what it does goes there.
+        flops_per_second: its speed.
+        log: records what it computes.
         is_dry: whether it doesn't even sleep.
     """
 
@@ -44,7 +44,7 @@ class Emulated(Device):
         self._is_dry = is_dry
 
     def spend(self, flops: float) -> None:
-        """Take that long."""
+        """Sleep as long as this takes."""
         seconds = flops / self._rate
         self._log.compute(seconds)
         if self._is_dry:
@@ -79,9 +79,9 @@ class Emulated(Device):
 
     @contextmanager
     def multiplies(self) -> Iterator[None]:
-        """While it does, all products of linear layers are its."""
-        mine = {name: getattr(self, name) for name in ("multiply", "input_gradient", "weight_gradient")}
-        with patch.multiple(arithmetic, **mine):
+        """In this context the device computes all products of linear layers."""
+        own = {name: getattr(self, name) for name in ("multiply", "input_gradient", "weight_gradient")}
+        with patch.multiple(arithmetic, **own):
             yield
 
 

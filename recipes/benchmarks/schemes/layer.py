@@ -1,4 +1,4 @@
-"""The layer: a Transformer layer's linear layers and what lies between them, however they are spread.
+"""A Transformer layer's linear layers and what is between them, however they are parallelized.
 
 x -> qkv -> attention -> out -> + x -> fc1 -> activation -> fc2 -> +        norms, biases and dropout are left out
 """
@@ -15,7 +15,7 @@ NAMES = ("qkv", "out", "fc1", "fc2")
 
 
 def shapes(hidden: int) -> tuple[tuple[int, int], ...]:
-    """Of the weights, [out, in]. The rows of qkv are each feature's q, k and v side by side."""
+    """Returns the shapes of the weights, [out, in]. The rows of qkv are q, k and v of each feature in turn."""
     return (3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)
 
 
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
     Args:
         linears: the four, in order.
-        device: computes what lies between them.
+        device: computes what is between them.
         seq: the length of a sequence.
     """
 
@@ -42,8 +42,8 @@ class Layer(nn.Module):
         return y
 
 
-class Dense(nn.Module):
-    """A whole linear layer, to compare with."""
+class WholeLinear(nn.Module):
+    """A linear layer that isn't parallelized, to compare with."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -55,25 +55,25 @@ class Dense(nn.Module):
 
 
 class Scheme(ABC):
-    """A way to spread layers over hosts."""
+    """A way to parallelize layers over hosts."""
 
     @abstractmethod
     def linear(self, index: int, weight: Tensor) -> nn.Module:
-        """The `index`-th of a layer's four, from its whole weight."""
+        """Returns the `index`-th of a layer's four, from its whole weight."""
 
     @abstractmethod
     def cut(self, x: Tensor) -> Tensor:
-        """This rank's part of [batch, seq, hidden]."""
+        """Returns this rank's part of [batch, seq, hidden]."""
 
     @abstractmethod
     def cut_weight(self, index: int, weight: Tensor) -> Tensor:
-        """This rank's part of a weight, or of its gradient."""
+        """Returns this rank's part of a weight, or of its gradient."""
 
     def begin(self) -> None:  # noqa: B027
         """A step begins."""
 
     def layers(self, weights: Sequence[Sequence[Tensor]], device: Device, seq: int) -> nn.Sequential:
-        """Layers one after the other, from whole weights."""
+        """Returns layers one after the other, from whole weights."""
         return nn.Sequential(
             *(Layer([self.linear(i, weight) for i, weight in enumerate(four)], device, seq) for four in weights)
         )

@@ -1,4 +1,4 @@
-"""The log: what one host does in a step, in order; from it a step's time on an ideal network can be told.
+"""A log of what one host does in a step, and the time that the step takes on an ideal network.
 
 compute 20 ms | start 2 MB | compute 40 ms | wait        ->  20 + max(40, 2 MB / rate)
 """
@@ -10,13 +10,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Event:
-    """One of them.
+    """One entry.
 
     Args:
-        kind: a computation; a collective's start, or the wait for it; the backward's begin.
-        seconds: that it computes.
-        elements: that come from others.
-        number: which collective.
+        kind: a computation, a collective's start, the wait for it, or the start of the backward.
+        seconds: how long it computes.
+        elements: how many are received.
+        number: the collective's.
     """
 
     kind: Literal["compute", "start", "wait", "backward"]
@@ -27,11 +27,11 @@ class Event:
 
 @dataclass
 class Log:
-    """Of one host, while it is kept."""
+    """The entries of one host."""
 
     events: list[Event] = field(default_factory=list)
     spans: list[tuple[float, float]] = field(default_factory=list)
-    """when it really computed, in seconds of the machine's monotonic clock"""
+    """when it computed, in seconds of the machine's monotonic clock"""
     _collectives: int = 0
 
     def compute(self, seconds: float) -> None:
@@ -39,13 +39,13 @@ class Log:
         self.events.append(Event("compute", seconds=seconds))
 
     def start(self, elements: float) -> int:
-        """A collective begins; its number."""
+        """A collective begins. Returns its number."""
         self._collectives += 1
         self.events.append(Event("start", elements=elements, number=self._collectives))
         return self._collectives
 
     def wait(self, number: int) -> None:
-        """Its result is needed."""
+        """The collective's result is needed."""
         self.events.append(Event("wait", number=number))
 
     def backward(self) -> None:
@@ -53,7 +53,7 @@ class Log:
         self.events.append(Event("backward"))
 
     def clear(self) -> None:
-        """Before another step."""
+        """Forget the step."""
         self.events.clear()
         self.spans.clear()
 
@@ -70,22 +70,22 @@ class Replay:
 
     @property
     def apart(self) -> float:
-        """If nothing overlapped."""
+        """Seconds if nothing overlapped."""
         return self.computing + self.receiving
 
     @property
     def bound(self) -> float:
-        """If all overlapped."""
+        """Seconds if everything overlapped."""
         return max(self.computing, self.receiving)
 
 
 def elements_of(events: Sequence[Event]) -> float:
-    """Received in the step."""
+    """Returns the elements received in the step."""
     return sum(event.elements for event in events)
 
 
 def replay(events: Sequence[Event], elements_per_second: float) -> Replay:
-    """Collectives use the link one after the other, in the order of their starts."""
+    """Replay a step. Collectives use the link one after the other, in the order of their starts."""
     now = free = forward = 0.0
     ends: dict[int, float] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""The names: which schemes there are, of which groups of hosts each is made, and how it is put together.
+"""The names of the schemes, the groups of hosts that each needs, and the function that makes it.
 
 1-d sequence    1-d all-reduce    2-d    3-d 2,2,2    3-d 2,2,2 in 4 (pieces of each product)
 """
@@ -21,11 +21,11 @@ ONE_D = ("1-d sequence", "1-d all-reduce")
 TWO_D = "2-d"
 Group = tuple[int, ...]
 Find = Callable[[Sequence[Group]], "ProcessGroup | None"]
-"""this host's among groups that have no host in common; None for a dry run"""
+"""returns this host's group among disjoint groups; None for a dry run"""
 
 
 def three_d(sizes: Sequence[int], num_pieces: int = 1) -> str:
-    """The name on a grid.
+    """Returns the name of 3-D on a mesh.
 
     Example:
         >>> three_d((4, 2, 1))
@@ -34,8 +34,8 @@ def three_d(sizes: Sequence[int], num_pieces: int = 1) -> str:
     return f"3-d {','.join(map(str, sizes))}" + (f" in {num_pieces}" if num_pieces > 1 else "")
 
 
-def grid_of(name: str) -> tuple[int, int, int]:
-    """The other way round.
+def mesh_of(name: str) -> tuple[int, int, int]:
+    """Returns the mesh of such a name.
 
     Raises:
         HanayoError: it names no scheme.
@@ -48,7 +48,7 @@ def grid_of(name: str) -> tuple[int, int, int]:
 
 
 def groups(name: str, hosts: int) -> dict[str, list[Group]]:
-    """By axis: the groups along it.
+    """Returns the groups along each axis, by its name.
 
     Raises:
         HanayoError: the scheme isn't made for so many hosts.
@@ -61,7 +61,7 @@ def groups(name: str, hosts: int) -> dict[str, list[Group]]:
             raise HanayoError(f"{name} needs a square of hosts, got {hosts}")
         rows = [tuple(range(side * i, side * i + side)) for i in range(side)]
         return {"row": rows, "column": list(zip(*rows, strict=True))}
-    sizes = grid_of(name)
+    sizes = mesh_of(name)
     if prod(sizes) != hosts:
         raise HanayoError(f"{name} has {prod(sizes)} hosts, got {hosts}")
     topology = Topology(cube=sizes)
@@ -69,7 +69,7 @@ def groups(name: str, hosts: int) -> dict[str, list[Group]]:
 
 
 def make(name: str, hosts: int, rank: int, find: Find, log: "Log") -> "Scheme":
-    """The scheme as host `rank` sees it."""
+    """Returns the scheme as host `rank` sees it."""
     from lightning_hanayo.tensor3d.mesh import Mesh
     from recipes.benchmarks.schemes.one_d import OneD
     from recipes.benchmarks.schemes.three_d import ThreeD
@@ -79,15 +79,15 @@ def make(name: str, hosts: int, rank: int, find: Find, log: "Log") -> "Scheme":
     along = groups(name, hosts)
 
     def wire(axis: str) -> Wire:
-        mine = next(group for group in along[axis] if rank in group)
-        return Wire(find(along[axis]) if len(mine) > 1 else None, len(mine), mine.index(rank), log)
+        own = next(group for group in along[axis] if rank in group)
+        return Wire(find(along[axis]) if len(own) > 1 else None, len(own), own.index(rank), log)
 
     if name in ONE_D:
         return OneD(wire("all"), by_sequence=name == ONE_D[0])
     if name == TWO_D:
         return TwoD(wire("row"), wire("column"))
-    grid = Mesh.of(grid_of(name), rank, partial(_of_axis, along, find), wires(log))
-    return ThreeD(grid, int(name.partition(" in ")[2] or 1))
+    mesh = Mesh.of(mesh_of(name), rank, partial(_of_axis, along, find), wires(log))
+    return ThreeD(mesh, int(name.partition(" in ")[2] or 1))
 
 
 def _of_axis(along: dict[str, list[Group]], find: Find, axes: str) -> "ProcessGroup | None":

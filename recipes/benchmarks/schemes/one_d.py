@@ -1,10 +1,10 @@
-"""1-D (Megatron): the first layer of a pair is cut by columns, the second by rows.
+"""1-D (Megatron): the first layer of a pair is column-parallel, the second row-parallel.
 
-sequence form       x [M/P, h] -gather-> first -> [M, n/P] -> second -> -sum, scatter-> [M/P, h]
-all-reduce form     x [M, h]             first -> [M, n/P] -> second -> -sum->          [M, h]
+sequence form       x [M/P, h] -all-gather-> column -> [M, n/P] -> row -reduce-scatter-> [M/P, h]
+all-reduce form     x [M, h]                 column -> [M, n/P] -> row -all-reduce->     [M, h]
 
-What comes back through the first layer is summed beside its weight gradient; what was gathered is kept. 4 (P-1)/P Mh
-per pair, forward and backward, in either form.
+The input gradient of the column-parallel layer is summed while its weight gradient is computed; what was gathered is
+kept. 4 (P-1)/P Mh per pair, forward and backward, in either form.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d.layers import product as arithmetic
+from lightning_hanayo.tensor3d import product as arithmetic
 from lightning_hanayo.tensor3d.mesh import MeshAxis
 from recipes.benchmarks.schemes.layer import Scheme
 
@@ -22,8 +22,8 @@ class OneD(Scheme):
     """All ranks of `axis`.
 
     Args:
-        axis: they.
-        by_sequence: the form.
+        axis: the ranks.
+        by_sequence: whether it is the sequence form.
     """
 
     def __init__(self, axis: MeshAxis, *, by_sequence: bool) -> None:
@@ -32,16 +32,21 @@ class OneD(Scheme):
 
     @override
     def linear(self, index: int, weight: Tensor) -> nn.Module:
-        return _Cut(self.cut_weight(index, weight), _Second if index % 2 else _First, self._axis, self._by_sequence)
+        return _Cut(
+            self.cut_weight(index, weight),
+            _RowParallel if index % 2 else _ColumnParallel,
+            self._axis,
+            self._by_sequence,
+        )
 
     @override
     def cut(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
-        return (rows.chunk(self._axis.size)[self._axis.place] if self._by_sequence else rows).clone()
+        return (rows.chunk(self._axis.size)[self._axis.rank] if self._by_sequence else rows).clone()
 
     @override
     def cut_weight(self, index: int, weight: Tensor) -> Tensor:
-        return weight.chunk(self._axis.size, index % 2)[self._axis.place].contiguous()
+        return weight.chunk(self._axis.size, index % 2)[self._axis.rank].contiguous()
 
 
 class _Cut(nn.Module):
@@ -60,7 +65,7 @@ def _gathered(x: Tensor, axis: MeshAxis) -> Tensor:
     return axis.all_gather(x).wait().flatten(0, 1)
 
 
-class _First(torch.autograd.Function):
+class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: MeshAxis, by_sequence: bool) -> Tensor:
         whole = _gathered(x, axis) if by_sequence else x
@@ -73,14 +78,14 @@ class _First(torch.autograd.Function):
         whole, weight = ctx.saved_tensors
         dx = arithmetic.input_gradient(gradient, weight)
         if ctx.by_sequence:
-            leaving = ctx.axis.reduce_scatter(dx.unflatten(0, (ctx.axis.size, -1)))
+            pending = ctx.axis.reduce_scatter(dx.unflatten(0, (ctx.axis.size, -1)))
         else:
-            leaving = ctx.axis.all_reduce(dx)
+            pending = ctx.axis.all_reduce(dx)
         dw = arithmetic.weight_gradient(gradient, whole)
-        return leaving.wait(), dw, None, None
+        return pending.wait(), dw, None, None
 
 
-class _Second(torch.autograd.Function):
+class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: MeshAxis, by_sequence: bool) -> Tensor:
         ctx.save_for_backward(x, weight)

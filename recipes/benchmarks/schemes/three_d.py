@@ -1,4 +1,4 @@
-"""3-D: our own linear layers, on any grid; the residual stream is cut over batch, sequence and features."""
+"""3-D: this package's linear layers on any mesh; the residual stream is sharded over batch, sequence and features."""
 
 import torch
 from torch import Tensor, nn
@@ -7,40 +7,46 @@ from typing_extensions import override
 from lightning_hanayo.tensor3d.layers.linear import Linear3D
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE
-from lightning_hanayo.tensor3d.sharding import Cut, Shard
+from lightning_hanayo.tensor3d.sharding import DimShard, Shard
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from recipes.benchmarks.schemes.layer import Scheme
 
-_LAYOUTS = SEQUENCE, SEQUENCE.swapped()
+_STYLES = SEQUENCE, SEQUENCE.row_parallel()
 
 
 class ThreeD(Scheme):
-    """Args:
-    grid: its ranks.
-    num_pieces: in which each product is played.
+    """The layers of `lightning_hanayo.tensor3d`.
+
+    Args:
+        mesh: the ranks.
+        num_pieces: in how many pieces each product runs.
     """
 
-    def __init__(self, grid: Mesh, num_pieces: int = 1) -> None:
-        self._grid = grid
-        self._setting = StageContext(grid, num_pieces=num_pieces)
+    def __init__(self, mesh: Mesh, num_pieces: int = 1) -> None:
+        self._mesh = mesh
+        self._context = StageContext(mesh, num_pieces=num_pieces)
 
     @override
     def linear(self, index: int, weight: Tensor) -> nn.Module:
         out, in_ = weight.shape
         with torch.device("meta"):  # values come from `weight`
-            linear = Linear3D(in_, out, bias=False, setting=self._setting, layout=_LAYOUTS[index % 2])
+            linear = Linear3D(in_, out, bias=False, context=self._context, style=_STYLES[index % 2])
         linear.register_parameter("weight", nn.Parameter(self.cut_weight(index, weight)))
         return linear
 
     @override
     def begin(self) -> None:
-        self._setting.order.begin()
+        self._context.prefetch_order.begin()
 
     @override
     def cut(self, x: Tensor) -> Tensor:
-        return Shard((Cut(x.shape[0], "x"), Cut(x.shape[1], "y"), Cut(x.shape[2], "z"))).of(x, self._grid)
+        return Shard((DimShard(x.shape[0], "x"), DimShard(x.shape[1], "y"), DimShard(x.shape[2], "z"))).of(
+            x, self._mesh
+        )
 
     @override
     def cut_weight(self, index: int, weight: Tensor) -> Tensor:
-        layout = _LAYOUTS[index % 2]
-        return Shard((Cut(weight.shape[0], layout.rows), Cut(weight.shape[1], layout.columns))).of(weight, self._grid)
+        style = _STYLES[index % 2]
+        return Shard((DimShard(weight.shape[0], style.out_axes), DimShard(weight.shape[1], style.in_axes))).of(
+            weight, self._mesh
+        )

@@ -1,12 +1,12 @@
-"""2-D (SUMMA): q x q ranks, each with a block of every matrix; panels travel along rows and columns.
+"""2-D (SUMMA): q x q ranks, each with a block of every matrix; panels are sent along rows and columns.
 
 Y[i,j]  = sum over l of X[i,l] W[j,l]^T       X[i,l] to its row, W[j,l] to its column
 dX[i,l] = sum over j of dY[i,j] W[j,l]        W[j,l] to its column, the parts of the sum over the row to l
 dW[j,l] = sum over i of dY[i,j]^T X[i,l]      X[i,l] to its row, the parts of the sum over the column to l
 
-W[j,l] of torch's [N, K] lies at rank (l, j). In the plain form all ranks take l = 0, 1, .. and the next panels are on
-their way while these are multiplied. Here all are on their way at once, each rank begins where it has X itself, and
-backward with the others' parts, so that no link is idle while another is busy: more memory, the same volume,
+W[j,l] of torch's [N, K] is stored on rank (l, j). In the usual form all ranks take l = 0, 1, .. and receive the next
+panels while these are multiplied. Here all panels are sent at once, each rank begins with its own block of X, and the
+backward begins with the others' parts, so that no link is idle while another is busy: more memory, the same volume,
 3 (q-1)/q^2 (MK + KN).
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d.layers import product as arithmetic
+from lightning_hanayo.tensor3d import product as arithmetic
 from lightning_hanayo.tensor3d.mesh import Pending
 from recipes.benchmarks.schemes.layer import Scheme
 from recipes.benchmarks.schemes.wire import Wire
@@ -38,11 +38,11 @@ class TwoD(Scheme):
 
     @override
     def cut(self, x: Tensor) -> Tensor:
-        return self._block(x.flatten(0, 1), self._column.place, self._row.place)
+        return self._block(x.flatten(0, 1), self._column.rank, self._row.rank)
 
     @override
     def cut_weight(self, index: int, weight: Tensor) -> Tensor:
-        return self._block(weight, self._row.place, self._column.place)
+        return self._block(weight, self._row.rank, self._column.rank)
 
     def _block(self, whole: Tensor, row: int, column: int) -> Tensor:
         return whole.chunk(self._row.size)[row].chunk(self._row.size, 1)[column].contiguous()
@@ -64,7 +64,7 @@ class _Summa(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, row: Wire, column: Wire) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.row, ctx.column = row, column
-        panels = [row.place + step for step in range(row.size)]
+        panels = [row.rank + step for step in range(row.size)]
         y: Tensor | None = None
         for a, b in zip(_along(row, x, panels), _along(column, weight, panels), strict=True):
             part = arithmetic.multiply(a, b)
@@ -77,8 +77,8 @@ class _Summa(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         row, column = ctx.row, ctx.column
         steps = [*range(1, row.size), 0]
-        weights = _along(column, weight, [row.place + step for step in steps])
-        inputs = _along(row, x, [column.place + step for step in steps])
+        weights = _along(column, weight, [row.rank + step for step in steps])
+        inputs = _along(row, x, [column.rank + step for step in steps])
         dx, dw = [], []
         for step, b, a in zip(steps, weights, inputs, strict=True):
             dx.append(row.shift(arithmetic.input_gradient(gradient, b), -step))
@@ -93,8 +93,8 @@ def _sum(parts: list[Pending]) -> Tensor:
     return total
 
 
-def _along(axis: Wire, own: Tensor, places: list[int]) -> Iterator[Tensor]:
-    """The blocks of these ranks, in this order; all are asked for at once."""
+def _along(axis: Wire, own: Tensor, ranks: list[int]) -> Iterator[Tensor]:
+    """Returns the blocks of these ranks in this order. All are requested at once."""
     own = own.detach().contiguous()
-    arriving = [axis.shift(own, place - axis.place) for place in places]
-    return (panel.wait() for panel in arriving)
+    pending = [axis.shift(own, rank - axis.rank) for rank in ranks]
+    return (panel.wait() for panel in pending)

@@ -1,4 +1,4 @@
-"""The wire: an axis whose transfers are logged; a dry one moves nothing, and logs what would be moved."""
+"""A mesh axis whose transfers are logged. A dry one sends nothing, and logs what would be sent."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,8 +13,8 @@ from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending, Transfers, Waitabl
 from recipes.benchmarks.schemes.log import Log
 
 
-class _Noted:
-    """Transfers, and the log's note that they are waited for."""
+class _LoggedTransfers:
+    """Transfers whose waits are logged."""
 
     def __init__(self, works: Waitable, log: Log, number: int) -> None:
         self._works, self._log, self._number = works, log, number
@@ -25,23 +25,25 @@ class _Noted:
 
 
 class Wire(MeshAxis):
-    """An axis.
+    """An axis whose transfers are logged.
 
     Args:
-        group: these ranks. None where `size` is above 1: a dry one.
-        size: how many they are.
-        place: this rank's among them.
+        group: the process group; None with a `size` above 1 for a dry one.
+        size: the number of ranks.
+        rank: this rank's number among them.
         log: of this host.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, size: int, place: int, log: Log) -> None:
-        super().__init__(group, size, place)
+    def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int, log: Log) -> None:
+        super().__init__(group, size, rank)
         self._log = log
 
     @override
-    def _exchange(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> Waitable:
+    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> Waitable:
         number = self._log.start(into[0].numel() * (self.size - 1))
-        return _Noted(Transfers([]) if self.group is None else super()._exchange(out, into), self._log, number)
+        return _LoggedTransfers(
+            Transfers([]) if self.group is None else super()._send_and_receive(out, into), self._log, number
+        )
 
     @override
     def all_reduce(self, tensor: Tensor) -> Pending:
@@ -49,19 +51,19 @@ class Wire(MeshAxis):
             return super().all_reduce(tensor)
         number = self._log.start(2 * tensor.numel() * (self.size - 1) / self.size)
         works = [] if self.group is None else [self.group.allreduce([tensor])]
-        return Pending(_Noted(Transfers(works), self._log, number), lambda: tensor)
+        return Pending(_LoggedTransfers(Transfers(works), self._log, number), lambda: tensor)
 
     def shift(self, own: Tensor, step: int) -> Pending:
-        """What the rank `step` places on has; the one `step` places back gets `own`. All do so at a time."""
+        """Receive from the rank `step` further on, and send `own` to the one `step` back. Called by all ranks."""
         if step % self.size == 0:
             return Pending(None, lambda: own)
-        arriving, works = torch.empty_like(own), []
+        received, works = torch.empty_like(own), []
         if self.group is not None:
-            works = [self.group.recv([arriving], (self.place + step) % self.size, 0)]
-            works.append(self.group.send([own], (self.place - step) % self.size, 0))
-        return Pending(_Noted(Transfers(works), self._log, self._log.start(own.numel())), lambda: arriving)
+            works = [self.group.recv([received], (self.rank + step) % self.size, 0)]
+            works.append(self.group.send([own], (self.rank - step) % self.size, 0))
+        return Pending(_LoggedTransfers(Transfers(works), self._log, self._log.start(own.numel())), lambda: received)
 
 
 def wires(log: Log) -> type[MeshAxis]:
-    """What makes them, for a grid."""
+    """Returns the class that a mesh makes its axes of."""
     return cast(type[MeshAxis], partial(Wire, log=log))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_hanayo.errors import HanayoError
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.schemes.log import Log, replay
-from recipes.benchmarks.schemes.names import ONE_D, TWO_D, grid_of, groups, three_d
+from recipes.benchmarks.schemes.names import ONE_D, TWO_D, groups, mesh_of, three_d
 from recipes.benchmarks.tensor3d import cases, speed_of
 from recipes.benchmarks.tensor3d_rank import Case, Steps, check_all
 from recipes.benchmarks.tensor3d_report import table
@@ -20,7 +20,7 @@ from recipes.benchmarks.tensor3d_result import BYTES, outcome_of, predict, volum
 from tests.harness.pool import Pool
 
 LINK = Link(200)
-GRIDS = [three_d(sizes) for sizes in ((1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 4, 1))]
+MESHES = [three_d(sizes) for sizes in ((1, 2, 2), (2, 2, 1), (4, 1, 1), (1, 4, 1))]
 
 
 def test_a_step_is_replayed() -> None:
@@ -38,7 +38,7 @@ def test_a_step_is_replayed() -> None:
 
 def compare() -> dict[str, float]:
     dist.init_process_group("gloo")
-    return check_all(dist.get_rank(), [(name, 4) for name in (*ONE_D, TWO_D, *GRIDS)])
+    return check_all(dist.get_rank(), [(name, 4) for name in (*ONE_D, TWO_D, *MESHES)])
 
 
 def test_all_compute_what_dense_layers_do(pool: Pool) -> None:
@@ -87,7 +87,7 @@ def test_gains_are_of_the_same_round() -> None:
 
 
 def test_names() -> None:
-    assert grid_of(three_d((4, 2, 1))) == (4, 2, 1)
+    assert mesh_of(three_d((4, 2, 1))) == (4, 2, 1)
     assert groups(TWO_D, 4) == {"row": [(0, 1), (2, 3)], "column": [(0, 2), (1, 3)]}
     assert groups("3-d 2,1,2", 4)["x"] == [(0, 2), (1, 3)]
     for name, hosts in ((TWO_D, 8), ("3-d 2,2,2", 4), ("4-d", 4)):

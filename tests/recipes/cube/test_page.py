@@ -1,4 +1,4 @@
-"""The page about the cube holds what the command makes, and its snippets run."""
+"""The page about the cube has the tables that the command makes, and its snippets run."""
 
 import re
 import subprocess
@@ -31,13 +31,13 @@ def test_links_lead_somewhere_and_pictures_are_small() -> None:
     assert (DOCS.parent / "recipes" / "gpt" / "cube.yaml").is_file() and "recipes/gpt/cube.yaml" in TEXT
 
 
-def test_the_choice_of_a_grid_runs() -> None:
-    exec(next(snippet for snippet in SNIPPETS if "best_grid" in snippet), {})
+def test_the_choice_of_a_mesh_runs() -> None:
+    exec(next(snippet for snippet in SNIPPETS if "best_mesh" in snippet), {})
 
 
-def played(snippet: str) -> dict[str, Any]:
-    """The reader's own block, on this rank of a grid and whole."""
-    from lightning_hanayo.tensor3d.convert.parallelize import plan_swap
+def run_registered(snippet: str) -> dict[str, Any]:
+    """Run the page's own block on this rank of a mesh, and whole."""
+    from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
     from lightning_hanayo.tensor3d.stage_context import StageContext
 
     names: dict[str, Any] = {"__name__": "readers_module"}
@@ -48,7 +48,7 @@ def played(snippet: str) -> dict[str, Any]:
         whole = names["Block"]().double()
         block = names["Block"]().double()
         block.load_state_dict(whole.state_dict())
-        plan = plan_swap([block], "blocks", ranks.sizes)
+        plan = plan_parallelize([block], "blocks", ranks.sizes)
         plan.install([block], StageContext(ranks))
         x = torch.randn(2, 6, 16, dtype=torch.float64)
         y, own = whole(x), block(part(x, ranks, "x", "y", "z"))
@@ -57,15 +57,15 @@ def played(snippet: str) -> dict[str, Any]:
         norm = part(whole.norm_1.weight.grad, ranks, "z")
         gradient = ranks.axis("xy").all_reduce(block.norm_1.weight.grad).wait()
         return {
-            "known": plan.known,
+            "is_registered": plan.is_registered,
             "y": error(own, part(y.detach(), ranks, "x", "y", "z")),
-            "gain": error(gradient, norm),
+            "norm": error(gradient, norm),
         }
 
 
-def test_the_readers_own_block_runs_over_the_grid(pool: Pool) -> None:
-    for rank in pool.run(4, played, next(snippet for snippet in SNIPPETS if "register_block" in snippet)):
-        assert rank["known"] and rank["y"] < 1e-10 and rank["gain"] < 1e-10
+def test_the_readers_own_block_runs_over_the_mesh(pool: Pool) -> None:
+    for rank in pool.run(4, run_registered, next(snippet for snippet in SNIPPETS if "register_block" in snippet)):
+        assert rank["is_registered"] and rank["y"] < 1e-10 and rank["norm"] < 1e-10
 
 
 @pytest.mark.parametrize("tokens", volumes.TOKENS)

@@ -1,4 +1,4 @@
-"""Linear layers in blocks of unknown kinds: every rank has rows of its own, many or none, and gets its own back."""
+"""Linear layers of generic blocks: every rank passes tokens of its own, many or none, and gets its own back."""
 
 from copy import deepcopy
 from itertools import product
@@ -11,20 +11,21 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from transformers.pytorch_utils import Conv1D
 
-from lightning_hanayo.tensor3d.collectives import exchange, parts_of
-from lightning_hanayo.tensor3d.convert.generic_linear import Travel, cheapest, spread_rows
-from lightning_hanayo.tensor3d.convert.parallelize import plan_swap
-from lightning_hanayo.tensor3d.layers.linear import Spread
-from lightning_hanayo.tensor3d.layers.product import Keep
+from lightning_hanayo.tensor3d.collectives import all_to_all, split_dim
+from lightning_hanayo.tensor3d.convert.generic_linear import Communicated, cheapest, parallelize_generic_linear
+from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
+from lightning_hanayo.tensor3d.layers.linear import LinearSharding
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective, ParallelStyle
+from lightning_hanayo.tensor3d.product import Keep
+from lightning_hanayo.tensor3d.sharding import ShardedModule
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, reduced, too_large
 
 TOKENS, WIDTH = 5, 12
-TRAVELS: tuple[Travel, ...] = ("rows", "weight")
+COMMUNICATED: tuple[Communicated, ...] = ("activations", "weight")
 
 
 class Mixer(nn.Module):
@@ -50,127 +51,130 @@ def shares(ranks: int) -> list[int]:
 
 
 def mixed(ranks: Mesh, tokens: int, keep: Keep) -> dict[str, float]:
-    """Two unknown blocks: errors of everything, the parameters that stay dense included."""
+    """Two generic blocks: errors of everything, including parameters that aren't converted."""
     torch.manual_seed(0)
-    dense = nn.ModuleList(Mixer() for _ in range(2)).double()
-    blocks = deepcopy(dense)
-    plan = plan_swap(list(blocks), "blocks", ranks.sizes, tokens=tokens)
-    assert not plan.known and plan.streams == ()
+    reference = nn.ModuleList(Mixer() for _ in range(2)).double()
+    blocks = deepcopy(reference)
+    plan = plan_parallelize(list(blocks), "blocks", ranks.sizes, tokens=tokens)
+    assert not plan.is_registered and plan.streams == ()
     plan.install(list(blocks), StageContext(ranks, keep))
     counts = shares(ranks.num_ranks)
     x, gradient = torch.randn(2, sum(counts), TOKENS, WIDTH, dtype=torch.float64)
     where = ranks.index("xyz")
     own, own_gradient = (whole.split(counts)[where].clone() for whole in (x, gradient))
     y, own_y = x.requires_grad_(), own.requires_grad_()
-    for block, whole_block in zip(blocks, dense, strict=True):
+    for block, whole_block in zip(blocks, reference, strict=True):
         y, own_y = whole_block(y), block(own_y)
     y.backward(gradient)
     own_y.backward(own_gradient)
     assert x.grad is not None and own.grad is not None
-    errors = gradient_errors(blocks, dense, ranks)
-    errors |= dense_gradients(blocks, dense, ranks)
-    assert len(errors) == len(list(dense.parameters()))
+    errors = gradient_errors(blocks, reference, ranks)
+    errors |= unconverted_gradients(blocks, reference, ranks)
+    assert len(errors) == len(list(reference.parameters()))
     if counts[where]:
         errors["y"] = error(own_y, y.split(counts)[where].detach())
         errors["dx"] = error(own.grad, x.grad.split(counts)[where])
     return {what: value / 1e-10 for what, value in errors.items()}
 
 
-def dense_gradients(blocks: nn.Module, dense: nn.Module, ranks: Mesh) -> dict[str, float]:
-    """Of parameters that stay whole: their sum over all ranks is the dense gradient."""
+def unconverted_gradients(blocks: nn.Module, reference: nn.Module, ranks: Mesh) -> dict[str, float]:
+    """Of parameters that aren't converted: their sum over all ranks is the gradient of the whole block."""
     errors = {}
     for path, module in blocks.named_modules():
-        if not hasattr(module, "shards"):
+        if not isinstance(module, ShardedModule):
             for name, parameter in module._parameters.items():
-                twin = dense.get_submodule(path)._parameters[name]
+                twin = reference.get_submodule(path)._parameters[name]
                 if parameter is not None and twin is not None and twin.grad is not None:
                     whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     errors[f"{path}.{name}"] = error(ranks.axis("xyz").all_reduce(whole.clone()).wait(), twin.grad)
     return errors
 
 
-def uneven(ranks: Mesh, travel: Travel, sizes: tuple[int, int]) -> dict[str, float]:
+def uneven(ranks: Mesh, communicated: Communicated, sizes: tuple[int, int]) -> dict[str, float]:
     """One layer whose features divide over nothing."""
     torch.manual_seed(1)
-    dense = nn.Linear(*sizes, dtype=torch.float64)
-    layer: Any = deepcopy(dense)
-    spread_rows(layer, StageContext(ranks), travel)
+    reference = nn.Linear(*sizes, dtype=torch.float64)
+    layer: Any = deepcopy(reference)
+    parallelize_generic_linear(layer, StageContext(ranks), communicated)
     x = torch.randn(ranks.num_ranks, 2, sizes[0], dtype=torch.float64)
-    dense(x).square().sum().backward()
+    reference(x).square().sum().backward()
     y = layer(x[ranks.index("xyz")])
     y.square().sum().backward()
-    errors = {"y": error(y, dense(x)[ranks.index("xyz")].detach())}
+    errors = {"y": error(y, reference(x)[ranks.index("xyz")].detach())}
     for name, shard in layer.shards.items():
-        whole, own = dense._parameters[name], layer._parameters[name]
+        whole, own = reference._parameters[name], layer._parameters[name]
         assert whole is not None and own is not None and whole.grad is not None
         errors[name] = error(reduced(own.grad, shard, ranks), shard.of(whole.grad, ranks))
     return {what: value / 1e-10 for what, value in errors.items()}
 
 
-def everything(grids: list[Sizes]) -> dict[str, float]:
+def everything(meshes: list[Sizes]) -> dict[str, float]:
     """In units of what is allowed."""
     errors: dict[str, float] = {}
     with process_group():
-        for sizes in grids:
+        for sizes in meshes:
             ranks = make_mesh(sizes)
             for tokens, keep in ((1, "gathered"), (10**6, "shards"), (1, "shards")):
                 case = mixed(ranks, tokens, keep)  # type: ignore[arg-type]
                 errors |= {f"{sizes} mixer {tokens} {keep} {what}": value for what, value in case.items()}
-            for travel, features in product(TRAVELS, ((5, 9), (3, 1), (1, 7))):
-                case = uneven(ranks, travel, features)
-                errors |= {f"{sizes} {travel} {features} {what}": value for what, value in case.items()}
+            for communicated, features in product(COMMUNICATED, ((5, 9), (3, 1), (1, 7))):
+                case = uneven(ranks, communicated, features)
+                errors |= {f"{sizes} {communicated} {features} {what}": value for what, value in case.items()}
     return errors
 
 
-MESH_SIZES: list[list[Sizes]] = [[(1, 2, 1)], [(1, 2, 2), (2, 1, 2)], [(2, 2, 2)]]
+MESHES: list[list[Sizes]] = [[(1, 2, 1)], [(1, 2, 2), (2, 1, 2)], [(2, 2, 2)]]
 
 
-@pytest.mark.parametrize("grids", MESH_SIZES, ids=lambda grids: f"{prod(grids[0])} ranks")
-def test_unknown_blocks_equal_themselves_run_whole(pool: Pool, grids: list[Sizes]) -> None:
-    assert too_large(pool.run(prod(grids[0]), everything, grids)) == []
+@pytest.mark.parametrize("meshes", MESHES, ids=lambda meshes: f"{prod(meshes[0])} ranks")
+def test_generic_blocks_equal_themselves_run_whole(pool: Pool, meshes: list[Sizes]) -> None:
+    assert too_large(pool.run(prod(meshes[0]), everything, meshes)) == []
 
 
-def own_rows_again(sizes: Sizes) -> tuple[bool, bool]:
-    """Whether an identity gives each rank its rows back; and if its product gathered and scattered on one dimension."""
+def own_tokens_return(sizes: Sizes) -> tuple[bool, bool]:
+    """Whether an identity returns each rank's tokens, as it is and with both collectives on one dimension."""
     with process_group():
         ranks = make_mesh(sizes)
         own = torch.full((3, 4), float(ranks.index("xyz")), dtype=torch.float64)
         layer: Any = nn.Linear(4, 4, bias=False, dtype=torch.float64)
         nn.init.eye_(layer.weight)
-        spread_rows(layer, StageContext(ranks))
+        parallelize_generic_linear(layer, StageContext(ranks))
         return torch.equal(layer(own), own), torch.equal(on_one_dimension(layer, own, ranks), own)
 
 
 def on_one_dimension(layer: Any, own: Tensor, ranks: Mesh) -> Tensor:
-    """The layer as one would write it first: rows come back with y and z exchanged."""
-    layer.spread.layout = ParallelStyle(AxisCollective("y", 0), AxisCollective("z", 0))
-    columns = exchange(parts_of(own, ranks.size("z"), 1), ranks.axis("z"))
-    y = Spread.call(layer.spread, columns, None)
-    return exchange(y, ranks.axis("y")).movedim(0, 1).flatten(1)
+    """The layer with both collectives on one dimension: tokens return with y and z exchanged."""
+    layer.sharding.style = ParallelStyle(AxisCollective("y", 0), AxisCollective("z", 0))
+    columns = all_to_all(split_dim(own, ranks.size("z"), 1), ranks.axis("z"))
+    y = LinearSharding.forward(layer.sharding, columns, None)
+    return all_to_all(y, ranks.axis("y")).movedim(0, 1).flatten(1)
 
 
-def test_rows_in_another_order_would_be_noticed(pool: Pool) -> None:
-    right, wrong = zip(*pool.run(4, own_rows_again, (1, 2, 2)), strict=True)
+def test_tokens_in_another_order_would_be_noticed(pool: Pool) -> None:
+    right, wrong = zip(*pool.run(4, own_tokens_return, (1, 2, 2)), strict=True)
     assert all(right) and not all(wrong)
 
 
-def received(sizes: Sizes, features: tuple[int, int], counts: list[int]) -> list[dict[Travel, int]]:
-    """What this rank receives in a forward and a backward of so many rows per rank, as numbers of fp64."""
+def received(sizes: Sizes, features: tuple[int, int], counts: list[int]) -> list[dict[Communicated, int]]:
+    """What this rank receives in a forward and a backward of so many tokens per rank, in fp64 elements."""
     with process_group():
         ranks = make_mesh(sizes)
-        return [{travel: moved(ranks, travel, features, rows) for travel in TRAVELS} for rows in counts]
+        return [
+            {communicated: num_received(ranks, communicated, features, rows) for communicated in COMMUNICATED}
+            for rows in counts
+        ]
 
 
-def moved(ranks: Mesh, travel: Travel, features: tuple[int, int], rows: int) -> int:
+def num_received(ranks: Mesh, communicated: Communicated, features: tuple[int, int], rows: int) -> int:
     layer = nn.Linear(*features[::-1], dtype=torch.float64)
-    spread_rows(layer, StageContext(ranks), travel)
+    parallelize_generic_linear(layer, StageContext(ranks), communicated)
     CountingAxis.received.clear()
     layer(torch.randn(rows, features[1], dtype=torch.float64, requires_grad=True)).sum().backward()
     return sum(nbytes for kind, nbytes in CountingAxis.received.items() if kind != "reduce") // 8
 
 
-def test_what_travels_is_what_moves_less(pool: Pool) -> None:
+def test_the_cheaper_of_both_is_communicated(pool: Pool) -> None:
     sizes, features, counts = (2, 2, 2), (16, 8), [2, 64]
     for numbers in pool.run(8, received, sizes, features, counts):
-        assert numbers == [{"rows": 176, "weight": 224}, {"rows": 4640, "weight": 224}]
-    assert [cheapest(features, 8 * rows, sizes) for rows in counts] == ["rows", "weight"]
+        assert numbers == [{"activations": 176, "weight": 224}, {"activations": 4640, "weight": 224}]
+    assert [cheapest(features, 8 * rows, sizes) for rows in counts] == ["activations", "weight"]

@@ -1,4 +1,4 @@
-"""The swap: blocks of known kinds run in their own code over the grid, and equal themselves run whole."""
+"""Registered blocks run in their own code over the mesh, and equal themselves run whole."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -19,12 +19,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.tensor3d.boundary.gathered_forward import wrap
-from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_swap, register_block, register_layer
-from lightning_hanayo.tensor3d.convert.specs.layers import leave
-from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, Part
-from lightning_hanayo.tensor3d.layers.product import Keep
+from lightning_hanayo.tensor3d import BlockSpec, ProjectionGroup, elementwise, register_block, register_layer
+from lightning_hanayo.tensor3d.convert.gathered_forward import wrap_forward
+from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor3d.product import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from recipes.bert.module import Block as BERTBlock
 from recipes.gpt.module import Block as GPTBlock
@@ -41,12 +40,12 @@ def causal(length: int) -> Tensor:
 
 
 def padding(length: int) -> Tensor:
-    """Where there is something to see, [BATCH, length]: the first samples are shorter."""
+    """True for tokens, False for padding, [BATCH, length]: the first samples are shorter."""
     return torch.arange(length) < (length - torch.arange(BATCH).flip(0)).unsqueeze(1)
 
 
 def tables(length: int, head_size: int) -> tuple[Tensor, Tensor]:
-    """Rotary tables, [BATCH, length, head_size] each: every sample begins somewhere else."""
+    """Rotary tables, [BATCH, length, head_size] each: every sample has other positions."""
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=head_size, num_attention_heads=1))
     positions = torch.arange(length) + torch.arange(BATCH).unsqueeze(1)
     cos, sin = rotary(torch.zeros(1, dtype=torch.float64), positions)
@@ -55,7 +54,7 @@ def tables(length: int, head_size: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of block, what it is called with besides the stream, and what may differ, of the largest value."""
+    """A class of blocks, the arguments besides the stream, and the allowed error, relative to the largest value."""
 
     make: Callable[[], nn.Module]
     arguments: Callable[[int], dict[str, Any]] = lambda length: {}
@@ -131,13 +130,13 @@ def stack(family: Family) -> nn.ModuleList:
 
 
 def own_parts(x: Tensor, ranks: Mesh) -> Tensor:
-    """This rank's of a residual stream [batch, sequence, features], the sequence padded to whole parts."""
+    """This rank's shard of a residual stream [batch, sequence, features], the sequence padded to whole parts."""
     missing = -x.shape[1] % ranks.size("y")
     return part(pad(x, (0, 0, 0, missing)), ranks, "x", "y", "z")
 
 
 def own_arguments(arguments: Any, ranks: Mesh) -> Any:
-    """This rank's of what else a block is called with: what has something for each sample is cut along x."""
+    """This rank's part of a block's other arguments: what has something for each sample is sharded along x."""
     if isinstance(arguments, dict):
         own = {name: own_arguments(value, ranks) for name, value in arguments.items()}
         return own | {name: own_parts(value, ranks) for name, value in arguments.items() if name == "memory"}
@@ -155,16 +154,16 @@ def run(blocks: nn.ModuleList, x: Tensor, arguments: dict[str, Any], batch_first
 
 def compared(family: Family, length: int, ranks: Mesh, keep: Keep) -> dict[str, float]:
     """Errors of output and all gradients, in units of what is allowed."""
-    dense = stack(family)
-    blocks = deepcopy(dense)
-    plan = plan_swap(list(blocks), "blocks", ranks.sizes)
-    setting = StageContext(ranks, keep, length=length)
-    plan.install(list(blocks), setting)
-    assert plan.known and (plan.batch_dim == 0) is family.batch_first
+    reference = stack(family)
+    blocks = deepcopy(reference)
+    plan = plan_parallelize(list(blocks), "blocks", ranks.sizes)
+    context = StageContext(ranks, keep, sequence_length=length)
+    plan.install(list(blocks), context)
+    assert plan.is_registered and (plan.batch_dim == 0) is family.batch_first
     x, gradient = torch.randn(2, BATCH, length, WIDTH, dtype=torch.float64)
     own = own_parts(x, ranks).requires_grad_()
     arguments = family.arguments(length)
-    y = run(dense, x.requires_grad_(), arguments, family.batch_first)
+    y = run(reference, x.requires_grad_(), arguments, family.batch_first)
     own_y = run(blocks, own, own_arguments(arguments, ranks), family.batch_first)
     with torch.no_grad():  # where torch's own layers would take a fused path, which reads their weights
         evaluated = run(blocks.eval(), own, own_arguments(arguments, ranks), family.batch_first)
@@ -175,15 +174,15 @@ def compared(family: Family, length: int, ranks: Mesh, keep: Keep) -> dict[str, 
     errors = {"y": error(own_y * here, own_parts(y.detach(), ranks))}
     errors["evaluated"] = error(evaluated, own_y.detach())
     errors["dx"] = error(own.grad, own_parts(x.grad, ranks))
-    errors |= gradient_errors(blocks, dense, ranks)
+    errors |= gradient_errors(blocks, reference, ranks)
     assert len(errors) - 3 == len(list(blocks.parameters()))
-    errors |= {what: float(g.abs().max()) for what, g in vanishing(blocks, dense) if what in errors}
+    errors |= {what: float(g.abs().max()) for what, g in vanishing(blocks, reference) if what in errors}
     return {what: value / family.allowed for what, value in errors.items()}
 
 
-def vanishing(blocks: nn.ModuleList, dense: nn.ModuleList) -> Iterator[tuple[str, Tensor]]:
+def vanishing(blocks: nn.ModuleList, reference: nn.ModuleList) -> Iterator[tuple[str, Tensor]]:
     """Gradients that are rounding alone: a key's bias adds the same to all of a query's scores."""
-    for (name, own), whole in zip(blocks.named_parameters(), dense.parameters(), strict=True):
+    for (name, own), whole in zip(blocks.named_parameters(), reference.parameters(), strict=True):
         if own.grad is not None and whole.grad is not None and whole.grad.abs().max() < 1e-12:
             yield name, own.grad
 
@@ -206,32 +205,32 @@ CASES: list[list[tuple[Sizes, int, Keep]]] = [
 
 
 @pytest.mark.parametrize("cases", CASES, ids=["2 ranks", "8 ranks"])
-def test_known_blocks_equal_themselves_run_whole(pool: Pool, cases: list[tuple[Sizes, int, Keep]]) -> None:
+def test_registered_blocks_equal_themselves_run_whole(pool: Pool, cases: list[tuple[Sizes, int, Keep]]) -> None:
     assert too_large(pool.run(prod(cases[0][0]), families, cases)) == []
 
 
 def under_autocast(sizes: Sizes) -> dict[str, float]:
-    """bf16 inside, and gradients as near to the dense ones as that is."""
+    """Under autocast, errors are as small as bf16 allows."""
     errors: dict[str, float] = {}
     with process_group():
         ranks = make_mesh(sizes)
         for keep in ("gathered", "shards"):
             torch.manual_seed(0)
-            dense = nn.ModuleList([BERTBlock(WIDTH, HEADS, 0.0)])
-            blocks = deepcopy(dense)
-            plan_swap(list(blocks), "blocks", sizes).install(list(blocks), StageContext(ranks, keep))  # type: ignore[arg-type]
+            reference = nn.ModuleList([BERTBlock(WIDTH, HEADS, 0.0)])
+            blocks = deepcopy(reference)
+            plan_parallelize(list(blocks), "blocks", sizes).install(list(blocks), StageContext(ranks, keep))  # type: ignore[arg-type]
             x = torch.randn(BATCH, 6, WIDTH)
             with torch.autocast("cpu", torch.bfloat16):
-                y, own_y = dense[0](x), blocks[0](own_parts(x, ranks))
+                y, own_y = reference[0](x), blocks[0](own_parts(x, ranks))
             y.square().sum().backward()
             own_y.square().sum().backward()
             errors |= {f"{keep} y": error(own_y, own_parts(y.detach(), ranks)) / 5e-2}
-            case = gradient_errors(blocks, dense, ranks)
+            case = gradient_errors(blocks, reference, ranks)
             errors |= {f"{keep} {what}": value / 5e-2 for what, value in case.items() if "key.bias" not in what}
     return errors
 
 
-def test_autocast_is_that_of_the_dense_block(pool: Pool) -> None:
+def test_autocast_equals_that_of_the_block_run_whole(pool: Pool) -> None:
     assert too_large(pool.run(4, under_autocast, (1, 2, 2))) == []
 
 
@@ -250,35 +249,35 @@ def drawn(sizes: Sizes) -> dict[str, list[float]]:
     with process_group():
         torch.manual_seed(0)
         noise = Noise()
-        wrap(noise, StageContext(make_mesh(sizes)), None, None, "probability")
+        wrap_forward(noise, StageContext(make_mesh(sizes)), None, None, "probability")
         training = noise(torch.zeros(1)).tolist()
         after = torch.rand(4).tolist()
         return {"training": training, "after": after, "evaluation": noise.eval()(torch.zeros(1)).tolist()}
 
 
-def test_what_an_attention_draws_is_each_ranks_own(pool: Pool) -> None:
+def test_an_attention_draws_from_each_ranks_own_stream(pool: Pool) -> None:
     ranks = pool.run(2, drawn, (1, 2, 1))
     assert ranks[0]["training"] != ranks[1]["training"]
     assert ranks[0]["after"] == ranks[1]["after"] and ranks[0]["evaluation"] == ranks[1]["evaluation"]
 
 
 def planned(blocks: list[nn.Module], sizes: Sizes = (1, 2, 2)) -> ParallelizePlan:
-    return plan_swap(blocks, "model.layers", sizes)
+    return plan_parallelize(blocks, "model.layers", sizes)
 
 
 def test_the_report_folds_equal_blocks() -> None:
     plan = planned([gpt2("sdpa") for _ in range(3)])
-    assert plan.streams == ("hidden_states",) and plan.report.dense == ()
+    assert plan.streams == ("hidden_states",) and plan.report.not_converted == ()
     assert str(plan.report).splitlines() == [
-        "model.layers: 3 blocks wholly over the grid (1, 2, 2)",
+        "model.layers: 3 registered blocks, parallelized whole over the mesh (1, 2, 2)",
         "  model.layers.0..2.ln_1                 nn.LayerNorm    3-D",
-        "  model.layers.0..2.attn.c_attn          Conv1D 16->48   3-D, first",
-        "  model.layers.0..2.attn.c_proj          Conv1D 16->16   3-D, second",
+        "  model.layers.0..2.attn.c_attn          Conv1D 16->48   3-D, column-parallel",
+        "  model.layers.0..2.attn.c_proj          Conv1D 16->16   3-D, row-parallel",
         "  model.layers.0..2.attn.attn_dropout    nn.Dropout      3-D",
         "  model.layers.0..2.attn.resid_dropout   nn.Dropout      3-D",
         "  model.layers.0..2.ln_2                 nn.LayerNorm    3-D",
-        "  model.layers.0..2.mlp.c_fc             Conv1D 16->64   3-D, first",
-        "  model.layers.0..2.mlp.c_proj           Conv1D 64->16   3-D, second",
+        "  model.layers.0..2.mlp.c_fc             Conv1D 16->64   3-D, column-parallel",
+        "  model.layers.0..2.mlp.c_proj           Conv1D 64->16   3-D, row-parallel",
         "  model.layers.0..2.mlp.dropout          nn.Dropout      3-D",
     ]
     assert plan.report.name(plan.report.rows[1]) == "model.layers.0.attn.c_attn"
@@ -340,29 +339,29 @@ REASONS = {
     with_hook: "model.layers.1.mlp has hooks",
     with_weight_hook: "model.layers.1.mlp.up_proj: its parameters have hooks",
     with_own_forward: "model.layers.1.mlp has hooks or a forward of its own",
-    with_softmax: "model.layers.1.mlp.act_fn is a nn.Softmax, which isn't known in a LlamaDecoderLayer",
+    with_softmax: "model.layers.1.mlp.act_fn is a nn.Softmax, which isn't a registered layer",
     with_parameter: "model.layers.1.gain is a parameter that isn't a layer's",
-    with_stranger: "model.layers.1.mlp.gate is a nn.Linear, which isn't known in a LlamaDecoderLayer",
-    with_other_attention: "model.layers.1.self_attn is a elsewhere.Mine, which isn't known in a LlamaDecoderLayer",
+    with_stranger: "model.layers.1.mlp.gate is a nn.Linear, which isn't a registered layer",
+    with_other_attention: "model.layers.1.self_attn is a elsewhere.Mine, which isn't a registered layer",
 }
 
 
 @pytest.mark.parametrize("change", REASONS, ids=lambda change: change.__name__)
-def test_a_block_that_differs_from_its_kind_is_unknown_and_reported(change: Callable[[Any], None]) -> None:
+def test_a_block_that_differs_from_its_spec_is_generic_and_reported(change: Callable[[Any], None]) -> None:
     blocks = [llama(LlamaDecoderLayer, LlamaConfig) for _ in range(2)]
     change(blocks[1])
     plan = planned(blocks)
-    assert not plan.known and plan.streams == () and REASONS[change] in str(plan.report)
-    assert all(row.what == "dense" for row in plan.report.rows if "norm" in row.path)
+    assert not plan.is_registered and plan.streams == () and REASONS[change] in str(plan.report)
+    assert all(row.outcome == "not converted" for row in plan.report.rows if "norm" in row.path)
 
 
-def test_what_stays_dense_in_an_unknown_block_says_why() -> None:
+def test_the_report_says_why_a_layer_is_not_converted() -> None:
     blocks = [llama(LlamaDecoderLayer, LlamaConfig) for _ in range(2)]
     for change in (with_subclass, with_pruning, with_parameter):
         change(blocks[1])
     blocks[0].mlp.up_proj.weight = blocks[1].mlp.up_proj.weight  # type: ignore[union-attr]
     report = planned(blocks).report
-    assert {(report.name(row), row.why) for row in report.dense} == {
+    assert {(report.name(row), row.reason) for row in report.not_converted} == {
         *((f"model.layers.{i}.{name}_layernorm", "no linear layer") for i in range(2) for name in NORMS),
         *((f"model.layers.{i}.mlp.up_proj", "its weight is another module's too") for i in range(2)),
         ("model.layers.1.self_attn.q_proj", "a subclass"),
@@ -374,10 +373,10 @@ def test_what_stays_dense_in_an_unknown_block_says_why() -> None:
 NORMS = ("input", "post_attention")
 
 
-def test_a_parameter_that_is_used_outside_stays_dense() -> None:
+def test_a_parameter_that_is_used_outside_is_not_converted() -> None:
     block = gpt2("sdpa")
-    plan = plan_swap([block], "h", (1, 2, 2), outside=[block.mlp.c_fc.weight])  # type: ignore[union-attr, list-item]
-    assert not plan.known and "h.0.mlp.c_fc: its weight is another module's too" in plan.report.headline
+    plan = plan_parallelize([block], "h", (1, 2, 2), outside=[block.mlp.c_fc.weight])  # type: ignore[union-attr, list-item]
+    assert not plan.is_registered and "h.0.mlp.c_fc: its weight is another module's too" in plan.report.headline
 
 
 def test_a_function_that_may_look_across_features_is_refused() -> None:
@@ -385,7 +384,7 @@ def test_a_function_that_may_look_across_features_is_refused() -> None:
     assert "model.layers.0.activation is" in str(planned(blocks).report)
 
 
-def test_blocks_that_differ_in_their_streams_are_unknown() -> None:
+def test_blocks_that_differ_in_their_streams_are_generic() -> None:
     assert "in another order" in planned([encoder(batch_first=True), encoder()]).report.headline
     assert planned([encoder(), encoder()]).sequence_dim == 0
 
@@ -399,9 +398,9 @@ def test_blocks_that_differ_in_their_streams_are_unknown() -> None:
             (2, 4, 2),
             "model.layers.0.self_attn.k_proj has 4 heads, which",
         ),
-        (encoder, (1, 3, 1), "model.layers.0.self_attn has 4 heads, .* No grid of 3 ranks fits"),
-        (encoder, (1, 2, 4), r"Grids of 8 ranks that fit: \(2, 1, 4\), \(2, 2, 2\), \(2, 4, 1\)"),
-        (lambda: GPTBlock(18, 3, 0.0), (1, 1, 4), r"Grids of 4 ranks that fit: \(4, 1, 1\)"),
+        (encoder, (1, 3, 1), "model.layers.0.self_attn has 4 heads, .* No mesh of 3 ranks fits"),
+        (encoder, (1, 2, 4), r"Meshes of 8 ranks that fit: \(2, 1, 4\), \(2, 2, 2\), \(2, 4, 1\)"),
+        (lambda: GPTBlock(18, 3, 0.0), (1, 1, 4), r"Meshes of 4 ranks that fit: \(4, 1, 1\)"),
     ],
 )
 def test_sizes_that_do_not_divide_are_one_error(block: Callable[[], nn.Module], sizes: Sizes, message: str) -> None:
@@ -410,7 +409,7 @@ def test_sizes_that_do_not_divide_are_one_error(block: Callable[[], nn.Module], 
 
 
 class Swish(nn.Module):
-    """No activation that anybody knows."""
+    """An activation that isn't registered."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.5 * x)
@@ -428,13 +427,13 @@ class Mine(nn.Module):
         return out
 
 
-def test_a_users_block_becomes_known_in_two_lines() -> None:
+def test_a_users_block_is_registered_in_two_lines() -> None:
     assert "model.layers.0 is a tests.tensor3d.convert.test_parallelize.Mine, which isn't registered" in str(
         planned([Mine()]).report
     )
-    register_block(Mine, BlockSpec(("x",), (Part("", ("up",)),), ("down",)))
+    register_block(Mine, BlockSpec(("x",), (ProjectionGroup("", ("up",)),), ("down",)))
     assert "model.layers.0.act is a tests.tensor3d.convert.test_parallelize.Swish, which" in str(
         planned([Mine()]).report
     )
-    register_layer(Swish, leave)
-    assert planned([Mine()]).known
+    register_layer(Swish, elementwise)
+    assert planned([Mine()]).is_registered

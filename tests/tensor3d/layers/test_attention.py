@@ -1,4 +1,4 @@
-"""Attention over the grid: equal to torch's for every way of calling it, in both layouts, with fewer k and v heads."""
+"""3-D attention equals torch's for every way of calling it, in both styles, and with fewer k and v heads."""
 
 from copy import deepcopy
 from itertools import cycle
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor3d.layers.attention import MultiheadAttention3D, spread_attention
-from lightning_hanayo.tensor3d.layers.product import Keep
+from lightning_hanayo.tensor3d.layers.attention import MultiheadAttention3D, parallelize_attention
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
+from lightning_hanayo.tensor3d.product import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from lightning_hanayo.topology import Topology
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
@@ -22,7 +22,7 @@ from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large
 
 E, HEADS, BATCH_SIZE, LENGTH, MEMORY = 16, 4, 8, 6, 4
-ALONE = Mesh.of((1, 1, 1), 0, lambda names: None)
+ALONE = Mesh.single()
 SELF: dict[str, dict[str, Any]] = {
     "plain": {},
     "weights": {"need_weights": True},
@@ -34,7 +34,7 @@ SELF: dict[str, dict[str, Any]] = {
 
 
 def masks(how: dict[str, Any], keys: int) -> dict[str, Tensor]:
-    """Whole ones; the first key is always allowed."""
+    """Masks of whole sequences. The first key is always allowed."""
     each = torch.randn(BATCH_SIZE, HEADS, LENGTH, keys, dtype=torch.float64)
     padding = torch.rand(BATCH_SIZE, keys) < 0.5
     padding[:, 0] = False
@@ -49,10 +49,10 @@ def masks(how: dict[str, Any], keys: int) -> dict[str, Tensor]:
 
 
 def attended(
-    ranks: Mesh, dense: Any, module: Any, inputs: list[Tensor], how: dict[str, Any], outer: tuple[str, ...]
+    ranks: Mesh, reference: Any, module: Any, inputs: list[Tensor], how: dict[str, Any], outer: tuple[str, ...]
 ) -> dict[str, float]:
     """Errors of outputs, weights and all gradients. `inputs`: x, or x and a memory, or query, key and value."""
-    is_first = dense.batch_first
+    is_first = reference.batch_first
     axes = outer if is_first else (outer[1], outer[0], outer[2])
     wholes = [(x if is_first else x.transpose(0, 1)).clone().requires_grad_() for x in inputs]
     parts = [part(x.detach(), ranks, *axes).requires_grad_() for x in wholes]
@@ -65,7 +65,7 @@ def attended(
         elif name == "key_padding_mask":
             own_masks[name] = part(mask, ranks, "x")
     options = {"need_weights": False} | {k: v for k, v in how.items() if k not in whole_masks}
-    y, weights = dense(*(wholes[i] for i in which), **whole_masks, **options)
+    y, weights = reference(*(wholes[i] for i in which), **whole_masks, **options)
     own, own_weights = module(*(parts[i] for i in which), **own_masks, **options)
     gradient = torch.randn_like(y)
     ((y * gradient).sum() + (0 if weights is None else weights.square().sum())).backward()
@@ -78,11 +78,11 @@ def attended(
     for i, (x, whole) in enumerate(zip(parts, wholes, strict=True)):
         assert whole.grad is not None
         errors[f"dx {i}"] = error(x.grad, part(whole.grad, ranks, *axes))
-    return errors | gradient_errors(module, dense, ranks)
+    return errors | gradient_errors(module, reference, ranks)
 
 
-def pair(ranks: Mesh, keep: Keep, layout: Any = None, **options: Any) -> tuple[Any, Any]:
-    """A dense one, and its twin spread in place, with other biases than the zeros that they begin with."""
+def pair(ranks: Mesh, keep: Keep, style: Any = None, **options: Any) -> tuple[Any, Any]:
+    """A layer of torch, and its copy parallelized in place. Biases are random, not torch's zeros."""
     made = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -92,52 +92,52 @@ def pair(ranks: Mesh, keep: Keep, layout: Any = None, **options: Any) -> tuple[A
             nn.init.normal_(module.out_proj.bias)
         made.append(module)
     before = dict(made[1].named_parameters())
-    spread_attention(made[1], StageContext(ranks, keep), layout)
+    parallelize_attention(made[1], StageContext(ranks, keep), style)
     assert all(parameter is before[name] for name, parameter in made[1].named_parameters())
     assert list(made[1].state_dict()) == list(made[0].state_dict())
     return made[0], made[1]
 
 
 def all_attentions(ranks: Mesh) -> dict[str, float]:
-    """Every way of calling it that there is."""
+    """Every way of calling it."""
     x, memory, other = (torch.randn(BATCH_SIZE, n, E, dtype=torch.float64) for n in (LENGTH, MEMORY, MEMORY))
     cases = {}
     for kind, keep in zip(SELF, cycle(("gathered", "shards")), strict=False):
-        dense, module = pair(ranks, keep, batch_first=True)
-        cases[f"{kind} {keep}"] = attended(ranks, dense, module, [x], SELF[kind], ("x", "y", "z"))
+        reference, module = pair(ranks, keep, batch_first=True)
+        cases[f"{kind} {keep}"] = attended(ranks, reference, module, [x], SELF[kind], ("x", "y", "z"))
     for keep in ("gathered", "shards"):
-        dense, module = pair(ranks, keep, bias=False)
-        cases[f"seq first {keep}"] = attended(ranks, dense, module, [x], SELF["3-D, padded"], ("x", "y", "z"))
-        dense, module = pair(ranks, keep, batch_first=True)
+        reference, module = pair(ranks, keep, bias=False)
+        cases[f"seq first {keep}"] = attended(ranks, reference, module, [x], SELF["3-D, padded"], ("x", "y", "z"))
+        reference, module = pair(ranks, keep, batch_first=True)
         how = {"key_padding_mask": "bool"}
-        cases[f"cross {keep}"] = attended(ranks, dense, module, [x, memory], how, ("x", "y", "z"))
-        dense, module = pair(ranks, keep, batch_first=True, kdim=8, vdim=12)
+        cases[f"cross {keep}"] = attended(ranks, reference, module, [x, memory], how, ("x", "y", "z"))
+        reference, module = pair(ranks, keep, batch_first=True, kdim=8, vdim=12)
         inputs = [x, memory[..., :8], other[..., :12]]
-        cases[f"dims {keep}"] = attended(ranks, dense, module, inputs, how, ("x", "y", "z"))
-        dense, module = pair(ranks, keep, BATCH, batch_first=True)
+        cases[f"dims {keep}"] = attended(ranks, reference, module, inputs, how, ("x", "y", "z"))
+        reference, module = pair(ranks, keep, BATCH, batch_first=True)
         how = SELF["3-D, padded"] | {"need_weights": True}
-        cases[f"batch {keep}"] = attended(ranks, dense, module, [x], how, ("xy", "", "z"))
+        cases[f"batch {keep}"] = attended(ranks, reference, module, [x], how, ("xy", "", "z"))
     return {f"{name}: {what}": value for name, case in cases.items() for what, value in case.items()}
 
 
 def grouped(ranks: Mesh, **options: Any) -> dict[str, float]:
-    """Two k and v heads for four q heads, on the grid and on one rank."""
+    """Two k and v heads for four q heads, on the mesh and on one rank."""
     made = []
-    for on in (ALONE, ranks):
+    for mesh in (ALONE, ranks):
         torch.manual_seed(0)
         module = MultiheadAttention3D(
-            E, HEADS, num_kv_heads=2, batch_first=True, dtype=torch.float64, setting=StageContext(on), **options
+            E, HEADS, num_kv_heads=2, batch_first=True, dtype=torch.float64, context=StageContext(mesh), **options
         )
         made.append(module)
-    dense, module = made
+    reference, module = made
     inputs = [torch.randn(BATCH_SIZE, LENGTH, n, dtype=torch.float64) for n in (E, *options.values())]
-    return attended(ranks, dense, module, inputs, {}, ("x", "y", "z"))
+    return attended(ranks, reference, module, inputs, {}, ("x", "y", "z"))
 
 
-def attentions(grids: list[Sizes]) -> dict[str, float]:
+def attentions(meshes: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
-        for sizes in grids:
+        for sizes in meshes:
             ranks = make_mesh(sizes)
             cases = {"": all_attentions(ranks)}
             if ranks.size("yz") <= 2:
@@ -146,14 +146,14 @@ def attentions(grids: list[Sizes]) -> dict[str, float]:
             if ranks.size("y") > 1:
                 pads(ranks)
             casts(ranks)
-            whole_again(ranks)
+            shards_make_up_the_whole(ranks)
             errors |= {f"{sizes} {name} {w}": e / 1e-10 for name, case in cases.items() for w, e in case.items()}
     return errors
 
 
 def drops(ranks: Mesh) -> None:
-    """Masks differ between heads' ranks, and the default generator doesn't."""
-    module = MultiheadAttention3D(E, HEADS, dropout=0.5, batch_first=True, setting=StageContext(ranks))
+    """Dropout masks differ between the ranks of heads; default generators stay equal."""
+    module = MultiheadAttention3D(E, HEADS, dropout=0.5, batch_first=True, context=StageContext(ranks))
     x = torch.ones(4, LENGTH // ranks.size("y"), E // ranks.size("z"))
     torch.manual_seed(0)
     _, weights = module(x, x, x, average_attn_weights=False)
@@ -169,16 +169,16 @@ def drops(ranks: Mesh) -> None:
 
 
 def pads(ranks: Mesh) -> None:
-    """A sequence of 5 in parts of 3: what lies behind its end takes no part. In bf16 under autocast, and in a copy."""
-    dense, module = pair(ranks, "shards", batch_first=True)
-    module.heads.setting.length = module.out_proj.spread.setting.length = LENGTH - 1
+    """A sequence of 5 in parts of 3: the padding takes no part, in a deep copy either."""
+    reference, module = pair(ranks, "shards", batch_first=True)
+    module.projections.context.sequence_length = LENGTH - 1
     x = torch.randn(BATCH_SIZE, LENGTH, E, dtype=torch.float64)
     own, whole = part(x, ranks, "x", "y", "z").requires_grad_(), x[:, :-1].clone().requires_grad_()
     twin = deepcopy(module)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.zero_()  # a copy doesn't see that
-    y = dense(whole, whole, whole, need_weights=False)[0]
+            parameter.zero_()  # the copy has weights of its own
+    y = reference(whole, whole, whole, need_weights=False)[0]
     own_y = twin(own, own, own, need_weights=False)[0]
     last = ranks.index("y") == ranks.size("y") - 1
     kept = slice(0, own.shape[1] - 1 if last else None)
@@ -189,25 +189,25 @@ def pads(ranks: Mesh) -> None:
     assert whole.grad is not None
     assert error(own.grad, part(pad(whole.grad, (0, 0, 0, 1)), ranks, "x", "y", "z")) < 1e-10
     assert module.out_proj._parameters["weight"].grad is None
-    assert max(gradient_errors(twin, dense, ranks).values()) < 1e-10
+    assert max(gradient_errors(twin, reference, ranks).values()) < 1e-10
 
 
 def casts(ranks: Mesh) -> None:
-    """Under autocast all that travels is bf16."""
-    module = MultiheadAttention3D(E, HEADS, batch_first=True, setting=StageContext(ranks))
+    """Under autocast all collectives are in bf16."""
+    module = MultiheadAttention3D(E, HEADS, batch_first=True, context=StageContext(ranks))
     x = part(torch.randn(BATCH_SIZE, LENGTH, E), ranks, "x", "y", "z")
     CountingAxis.received.clear()
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = module(x, x, x, need_weights=False)
     x_size, y_size, z_size = ranks.sizes
     whole, weights = BATCH_SIZE * LENGTH * E // ranks.num_ranks, 4 * E * E // ranks.num_ranks
-    moved = (y_size - 1) * whole + (z_size - 1) * whole + (x_size - 1) * weights
-    assert y.dtype is torch.bfloat16 and CountingAxis.received["gather"] == 2 * moved
+    expected = (y_size - 1) * whole + (z_size - 1) * whole + (x_size - 1) * weights
+    assert y.dtype is torch.bfloat16 and CountingAxis.received["gather"] == 2 * expected
 
 
-def whole_again(ranks: Mesh) -> None:
-    """A checkpoint has the rows in torch's order."""
-    module = MultiheadAttention3D(E, HEADS, setting=StageContext(ranks))
+def shards_make_up_the_whole(ranks: Mesh) -> None:
+    """The ranks' shards make up the parameters in torch's order of rows."""
+    module = MultiheadAttention3D(E, HEADS, context=StageContext(ranks))
     for shard in module.shards.values():
         whole = torch.arange(float(prod(shard.shape))).view(shard.shape)
         read = torch.zeros_like(whole)
@@ -219,41 +219,41 @@ def whole_again(ranks: Mesh) -> None:
         nn.functional.linear(torch.ones(E), module.in_proj_weight)
 
 
-@pytest.mark.parametrize("grids", [[(2, 2, 1)], [(2, 2, 2)], [(1, 2, 2), (2, 1, 2)]], ids=str)
-def test_equals_torchs_attention(pool: Pool, grids: list[Sizes]) -> None:
-    assert too_large(pool.run(prod(grids[0]), attentions, grids)) == []
+@pytest.mark.parametrize("meshes", [[(2, 2, 1)], [(2, 2, 2)], [(1, 2, 2), (2, 1, 2)]], ids=str)
+def test_equals_torchs_attention(pool: Pool, meshes: list[Sizes]) -> None:
+    assert too_large(pool.run(prod(meshes[0]), attentions, meshes)) == []
 
 
 def test_fewer_heads_are_repeated_ones() -> None:
     torch.manual_seed(0)
-    module = MultiheadAttention3D(E, HEADS, num_kv_heads=2, batch_first=True, setting=StageContext(ALONE))
-    dense = nn.MultiheadAttention(E, HEADS, batch_first=True)
+    module = MultiheadAttention3D(E, HEADS, num_kv_heads=2, batch_first=True, context=StageContext(ALONE))
+    reference = nn.MultiheadAttention(E, HEADS, batch_first=True)
     weight, size = module._parameters["in_proj_weight"], E // HEADS
     assert weight is not None and weight.shape == (E + 2 * 2 * size, E)
     q, *kv = weight.detach().split((E, 2 * size, 2 * size))
     kv = [rows.unflatten(0, (2, size)).repeat_interleave(2, 0).flatten(0, 1) for rows in kv]
-    dense.load_state_dict(
+    reference.load_state_dict(
         module.state_dict() | {"in_proj_weight": torch.cat((q, *kv)), "in_proj_bias": torch.zeros(48)}
     )
     x = torch.randn(2, LENGTH, E)
     for need in (True, False):
-        actual, expected = module(x, x, x, need_weights=need), dense(x, x, x, need_weights=need)
+        actual, expected = module(x, x, x, need_weights=need), reference(x, x, x, need_weights=need)
         assert all(error(a, b.detach()) < 1e-5 for a, b in zip(actual, expected, strict=True) if b is not None)
 
 
-def test_what_it_cannot_be() -> None:
-    setting = StageContext(ALONE)
+def test_options_that_are_refused() -> None:
+    context = StageContext(ALONE)
     for option in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(UnsupportedError, match=option):
-            MultiheadAttention3D(E, HEADS, setting=setting, **{option: True})
+            MultiheadAttention3D(E, HEADS, context=context, **{option: True})
     with pytest.raises(HanayoError, match="is for batch_first=True"):
-        MultiheadAttention3D(E, HEADS, setting=setting, layout=SEQUENCE)
+        MultiheadAttention3D(E, HEADS, context=context, style=SEQUENCE)
     with pytest.raises(UnsupportedError, match="batch_first=True"):
-        MultiheadAttention3D(E, HEADS, setting=setting, layout=BATCH)
+        MultiheadAttention3D(E, HEADS, context=context, style=BATCH)
     three = Mesh((1, 3, 1), (0, 0, 0), ALONE._axes)
     with pytest.raises(HanayoError, match=r"4 heads, which don't divide over y \* z = 3"):
-        MultiheadAttention3D(E, HEADS, setting=StageContext(three))
-    module = MultiheadAttention3D(E, HEADS, setting=setting)
+        MultiheadAttention3D(E, HEADS, context=StageContext(three))
+    module = MultiheadAttention3D(E, HEADS, context=context)
     with pytest.raises(UnsupportedError, match=r"not \(4, 16\)"):
         module(*3 * [torch.ones(4, E)])
     with pytest.raises(HanayoError, match="is_causal"):

@@ -1,4 +1,4 @@
-"""Dropout over the grid: a mask per rank, the same at every replay, and generators that stay equal."""
+"""3-D dropout: a mask for each rank, the same when it is recomputed, and generators that stay equal."""
 
 from typing import Any
 
@@ -8,38 +8,38 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.tensor3d.layers.dropout import Dropout3D, own_stream, spread_dropout
+from lightning_hanayo.tensor3d.layers.dropout import Dropout3D, parallelize_dropout, rank_random_stream
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.mesh import make_mesh, process_group
 from tests.harness.pool import Pool
 
 
 def dropped() -> dict[str, Any]:
-    """One rank's masks, and the state of its default generator behind them."""
+    """One rank's masks, and the state of its default generator after them."""
     with process_group():
-        setting = StageContext(make_mesh((1, 2, 2)))
+        context = StageContext(make_mesh((1, 2, 2)))
         torch.manual_seed(0)
-        silent(setting)
+        silent(context)
         dropout = nn.Dropout(0.25)
-        spread_dropout(dropout, setting)
+        parallelize_dropout(dropout, context)
         masks = [dropout(torch.ones(4096)) for _ in range(2)]
         assert isinstance(dropout, Dropout3D)
         for reentrant in (False, True):
-            replayed(dropout, reentrant)
-        with own_stream(setting, torch.device("cpu")):
+            recomputed(dropout, reentrant)
+        with rank_random_stream(context, torch.device("cpu")):
             own = torch.rand(4)
         return {"masks": masks, "own": own, "after": torch.get_rng_state()}
 
 
-def silent(setting: StageContext) -> None:
+def silent(context: StageContext) -> None:
     """Nothing is drawn where nothing is dropped."""
     before, x = torch.get_rng_state(), torch.ones(3)
-    assert torch.equal(Dropout3D(0.0, setting=setting)(x), x)
-    assert torch.equal(Dropout3D(0.5, setting=setting).eval()(x), x)
+    assert torch.equal(Dropout3D(0.0, context=context)(x), x)
+    assert torch.equal(Dropout3D(0.5, context=context).eval()(x), x)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def replayed(dropout: nn.Module, reentrant: bool) -> None:
+def recomputed(dropout: nn.Module, reentrant: bool) -> None:
     """A mask made again for the backward is the forward's: the gradient of dropout(x) * dropout(x) tells."""
     x = torch.ones(512, requires_grad=True)
 
@@ -53,7 +53,7 @@ def replayed(dropout: nn.Module, reentrant: bool) -> None:
     assert x.grad is not None and torch.allclose(x.grad, 2 * y - first)
 
 
-def test_masks_differ_and_generators_dont(pool: Pool) -> None:
+def test_masks_differ_and_generators_stay_equal(pool: Pool) -> None:
     ranks = pool.run(4, dropped)
     masks = [mask for rank in ranks for mask in rank["masks"]]
     assert len({tuple(mask.tolist()) for mask in masks}) == 8
@@ -68,13 +68,13 @@ def test_masks_differ_and_generators_dont(pool: Pool) -> None:
 
 def alone() -> None:
     with process_group():
-        setting = StageContext(make_mesh((1, 1, 1)))
+        context = StageContext(make_mesh((1, 1, 1)))
         torch.manual_seed(0)
-        y = Dropout3D(0.5, setting=setting)(torch.ones(64))
+        y = Dropout3D(0.5, context=context)(torch.ones(64))
         torch.manual_seed(0)
         assert torch.equal(y, nn.Dropout(0.5)(torch.ones(64)))
         with pytest.raises(UnsupportedError, match="Dropout1d"):
-            spread_dropout(nn.Dropout1d(), setting)
+            parallelize_dropout(nn.Dropout1d(), context)
 
 
 def test_one_rank_drops_as_torch_does(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Embeddings over the grid: any vocabulary, a global padding_idx, tied to a head with both gradients, loaded right."""
+"""3-D embeddings: any vocabulary, a global padding_idx, tied to a head with both gradients, and loaded."""
 
 from math import prod
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor3d.layers.embedding import Embedding3D, spread_embedding
-from lightning_hanayo.tensor3d.layers.head import Head3D, spread_head
+from lightning_hanayo.tensor3d.layers.embedding import Embedding3D, parallelize_embedding
+from lightning_hanayo.tensor3d.layers.head import Head3D, parallelize_head
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
 from lightning_hanayo.tensor3d.stage_context import StageContext
@@ -18,7 +18,7 @@ from tests.harness.mesh import Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large
 
-LAYOUTS: dict[str, tuple[ParallelStyle, tuple[str, ...], tuple[str, ...]]] = {
+STYLES: dict[str, tuple[ParallelStyle, tuple[str, ...], tuple[str, ...]]] = {
     "sequence": (SEQUENCE, ("x", ""), ("x", "y", "z")),
     "sequence first": (SEQUENCE_FIRST, ("", "x"), ("y", "x", "z")),
     "batch": (BATCH, ("x", ""), ("xy", "", "z")),
@@ -26,18 +26,18 @@ LAYOUTS: dict[str, tuple[ParallelStyle, tuple[str, ...], tuple[str, ...]]] = {
 
 
 def looked_up(ranks: Mesh, kind: str, padding: int | None) -> dict[str, float]:
-    """13 rows divide by nothing; id 7 is the padding, and lies on another rank with another local number."""
-    layout, inner, outer = LAYOUTS[kind]
+    """13 rows don't divide. Id 7 is the padding; its rank has it under another local number."""
+    style, inner, outer = STYLES[kind]
     torch.manual_seed(0)
-    dense = nn.Embedding(13, 8, padding, dtype=torch.float64)
+    reference = nn.Embedding(13, 8, padding, dtype=torch.float64)
     torch.manual_seed(0)
-    module = Embedding3D(13, 8, padding, dtype=torch.float64, setting=StageContext(ranks), layout=layout)
+    module = Embedding3D(13, 8, padding, dtype=torch.float64, context=StageContext(ranks), style=style)
     ids = torch.arange(8 * 4).view(8, 4) % 13
-    y, own = dense(ids), module(part(ids, ranks, *inner))
+    y, own = reference(ids), module(part(ids, ranks, *inner))
     gradient = torch.randn_like(y)
     y.backward(gradient)
     own.backward(part(gradient, ranks, *outer))
-    return {"y": error(own, part(y.detach(), ranks, *outer))} | gradient_errors(module, dense, ranks)
+    return {"y": error(own, part(y.detach(), ranks, *outer))} | gradient_errors(module, reference, ranks)
 
 
 class Tied(nn.Module):
@@ -57,29 +57,29 @@ class Tied(nn.Module):
 def tied(ranks: Mesh) -> dict[str, float]:
     """Twice, so that gradients accumulate."""
     torch.manual_seed(0)
-    dense = Tied()
+    reference = Tied()
     torch.manual_seed(0)
     module = Tied()
-    setting = StageContext(ranks)
-    spread_embedding(module.embedding, setting)
-    spread_head(module.head, setting)
+    context = StageContext(ranks)
+    parallelize_embedding(module.embedding, context)
+    parallelize_head(module.head, context)
     assert isinstance(module.head, Head3D) and isinstance(module.embedding, Embedding3D)
     assert module.head._parameters["weight"] is module.embedding._parameters["weight"]
     start, stop = module.head.vocabulary.span(ranks)
     errors = {}
     for seed in range(2):
         ids = torch.randint(13, (4, 4), generator=torch.Generator().manual_seed(seed))
-        y, own = dense(ids), module(part(ids, ranks, "x", ""))
+        y, own = reference(ids), module(part(ids, ranks, "x", ""))
         y.square().sum().backward()
         own[..., : stop - start].square().sum().backward()
         errors[f"y {seed}"] = error(own[..., : stop - start], part(y.detach(), ranks, "x")[..., start:stop])
-    return errors | gradient_errors(module, dense, ranks)
+    return errors | gradient_errors(module, reference, ranks)
 
 
 def saved_and_loaded(ranks: Mesh) -> None:
-    """The table's parts make up the table, each dimension in its place."""
+    """The ranks' shards make up the table."""
     whole = torch.arange(13 * 8.0).view(13, 8)
-    module = Embedding3D(13, 8, _weight=whole.clone(), _freeze=True, setting=StageContext(ranks))
+    module = Embedding3D(13, 8, _weight=whole.clone(), _freeze=True, context=StageContext(ranks))
     shard, read = module.shards["weight"], torch.zeros(13, 8)
     for rank in range(ranks.num_ranks):
         place = Topology(cube=ranks.sizes).coordinates(rank)[2:]
@@ -94,26 +94,26 @@ def saved_and_loaded(ranks: Mesh) -> None:
 
 
 def refusals(ranks: Mesh) -> None:
-    setting = StageContext(ranks)
+    context = StageContext(ranks)
     for option in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
         with pytest.raises(UnsupportedError, match=next(iter(option))):
-            Embedding3D(13, 8, setting=setting, **option)
+            Embedding3D(13, 8, context=context, **option)
     if ranks.size("z") > 1:
         with pytest.raises(HanayoError, match="7 features, which don't divide over z = 2"):
-            Embedding3D(13, 7, setting=setting)
-    module = Embedding3D(13, 8, setting=setting)
+            Embedding3D(13, 7, context=context)
+    module = Embedding3D(13, 8, context=context)
     with pytest.raises(UnsupportedError, match="linear"):
         nn.functional.linear(torch.ones(8), module.weight)
     with pytest.raises(RuntimeError, match="outside of the table"):
         module(torch.full((1, 4), 13))
 
 
-def embeddings(grids: list[Sizes]) -> dict[str, float]:
+def embeddings(meshes: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
-        for sizes in grids:
+        for sizes in meshes:
             ranks = make_mesh(sizes)
-            cases = {f"{kind} {padding}": looked_up(ranks, kind, padding) for kind in LAYOUTS for padding in (None, 7)}
+            cases = {f"{kind} {padding}": looked_up(ranks, kind, padding) for kind in STYLES for padding in (None, 7)}
             cases["tied"] = tied(ranks)
             saved_and_loaded(ranks)
             errors |= {f"{sizes} {name} {w}": e / 1e-10 for name, case in cases.items() for w, e in case.items()}
@@ -121,6 +121,6 @@ def embeddings(grids: list[Sizes]) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("grids", [[(2, 2, 2)], [(1, 2, 2), (1, 4, 1), (2, 1, 2)]], ids=["8 ranks", "4 ranks"])
-def test_equals_the_dense_embedding(pool: Pool, grids: list[Sizes]) -> None:
-    assert too_large(pool.run(prod(grids[0]), embeddings, grids)) == []
+@pytest.mark.parametrize("meshes", [[(2, 2, 2)], [(1, 2, 2), (1, 4, 1), (2, 1, 2)]], ids=["8 ranks", "4 ranks"])
+def test_equals_torchs_embedding(pool: Pool, meshes: list[Sizes]) -> None:
+    assert too_large(pool.run(prod(meshes[0]), embeddings, meshes)) == []

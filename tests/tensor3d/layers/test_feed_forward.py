@@ -1,4 +1,4 @@
-"""Feed-forward layers over the grid: equal to dense ones in both layouts, whichever layer was made first."""
+"""3-D feed-forward networks equal those of torch's layers in both styles, in whichever order their layers are made."""
 
 from itertools import product
 from math import prod
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from lightning_hanayo.tensor3d.layers.feed_forward import FeedForward3D, SwiGLU3D
-from lightning_hanayo.tensor3d.layers.linear import Linear3D, spread
+from lightning_hanayo.tensor3d.layers.linear import Linear3D, parallelize_linear
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor3d.stage_context import StageContext
@@ -17,14 +17,14 @@ from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, proc
 from tests.harness.pool import Pool
 from tests.tensor3d.comparing import gradient_errors, too_large
 
-LAYOUTS: dict[str, tuple[ParallelStyle, tuple[str, ...]]] = {
+STYLES: dict[str, tuple[ParallelStyle, tuple[str, ...]]] = {
     "sequence": (SEQUENCE, ("x", "y", "z")),
     "batch": (BATCH, ("xy", "", "z")),
 }
 
 
-class Dense(nn.Module):
-    """Both kinds, of plain layers with the same names."""
+class Reference(nn.Module):
+    """Both networks of torch's layers, with the same names."""
 
     def __init__(self, gated: bool) -> None:
         super().__init__()
@@ -40,48 +40,48 @@ class Dense(nn.Module):
 
 
 class Backwards(nn.Module):
-    """The same as the plain one, but with its layers made, and spread, in another order."""
+    """The plain network, whose layers are made and parallelized in another order."""
 
-    def __init__(self, setting: StageContext, layout: ParallelStyle) -> None:
+    def __init__(self, context: StageContext, style: ParallelStyle) -> None:
         super().__init__()
-        dense = Dense(False)
-        self.down = dense.down
-        spread(self.down, setting, layout.swapped())
-        Linear3D(8, 8, setting=setting, layout=layout)  # one that nobody uses
-        self.up = dense.up
-        spread(self.up, setting, layout)
+        reference = Reference(False)
+        self.down = reference.down
+        parallelize_linear(self.down, context, style.row_parallel())
+        Linear3D(8, 8, context=context, style=style)  # one that nobody uses
+        self.up = reference.up
+        parallelize_linear(self.up, context, style)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(torch.relu(self.up(x)))
         return y
 
 
-def made(kind: str, setting: StageContext, layout: ParallelStyle) -> nn.Module:
+def made(kind: str, context: StageContext, style: ParallelStyle) -> nn.Module:
     torch.manual_seed(0)
     if kind == "backwards":
-        return Backwards(setting, layout)
+        return Backwards(context, style)
     if kind == "swiglu":
-        return SwiGLU3D(8, 16, bias=True, setting=setting, layout=layout, dtype=torch.float64)
-    return FeedForward3D(8, 16, torch.relu, setting=setting, layout=layout, dtype=torch.float64)
+        return SwiGLU3D(8, 16, bias=True, context=context, style=style, dtype=torch.float64)
+    return FeedForward3D(8, 16, torch.relu, context=context, style=style, dtype=torch.float64)
 
 
 def compared(
-    ranks: Mesh, kind: str, layout: ParallelStyle, axes: tuple[str, ...], setting: StageContext
+    ranks: Mesh, kind: str, style: ParallelStyle, axes: tuple[str, ...], context: StageContext
 ) -> dict[str, float]:
     """Each is used twice, so that its weights get two gradients.
 
-    Where the sequence's parts are padded, what lies behind its end is cut off the output again.
+    Where the sequence's parts are padded, the padding is cut off the output.
     """
     torch.manual_seed(0)
-    dense = Dense(kind == "swiglu")
-    module = made(kind, setting, layout)
-    length = setting.length or 6
+    reference = Reference(kind == "swiglu")
+    module = made(kind, context, style)
+    length = context.sequence_length or 6
     x = torch.randn(8, length, 8, dtype=torch.float64)
     gradient = torch.randn_like(x)
     padded = pad(x, (0, 0, 0, 6 - length))
     own = part(padded, ranks, *axes).requires_grad_()
     x.requires_grad_()
-    y = dense(dense(x))
+    y = reference(reference(x))
     y.backward(gradient)
     CountingAxis.received.clear()
     own_y = module(module(own))
@@ -93,27 +93,27 @@ def compared(
     errors = {"dx": error(own.grad, part(pad(x.grad, (0, 0, 0, 6 - length)), ranks, *axes))}
     if real.stop:
         errors["y"] = error(own_y[:, real], expected[:, real])
-    return errors | gradient_errors(module, dense, ranks)
+    return errors | gradient_errors(module, reference, ranks)
 
 
-def feed_forwards(grids: list[Sizes]) -> dict[str, float]:
+def feed_forwards(meshes: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
-        for sizes in grids:
+        for sizes in meshes:
             ranks = make_mesh(sizes)
-            for kind, layout, keep in product(("plain", "swiglu", "backwards"), LAYOUTS, ("gathered", "shards")):
-                lengths = (None, 5) if layout == "sequence" else (None,)
+            for kind, style, keep in product(("plain", "swiglu", "backwards"), STYLES, ("gathered", "shards")):
+                lengths = (None, 5) if style == "sequence" else (None,)
                 for length in lengths:
-                    setting = StageContext(ranks, keep, length=length)
-                    case = compared(ranks, kind, *LAYOUTS[layout], setting)
-                    errors |= {f"{sizes} {kind} {layout} {keep} {length} {w}": e / 1e-10 for w, e in case.items()}
-            enters_once(ranks)
+                    context = StageContext(ranks, keep, sequence_length=length)
+                    case = compared(ranks, kind, *STYLES[style], context)
+                    errors |= {f"{sizes} {kind} {style} {keep} {length} {w}": e / 1e-10 for w, e in case.items()}
+            gathers_once(ranks)
     return errors
 
 
-def enters_once(ranks: Mesh) -> None:
-    """SwiGLU brings x together once for both, also under autocast, where it travels in bf16."""
-    module = SwiGLU3D(8, 16, setting=StageContext(ranks))
+def gathers_once(ranks: Mesh) -> None:
+    """SwiGLU gathers x once for both layers, under autocast in bf16."""
+    module = SwiGLU3D(8, 16, context=StageContext(ranks))
     x = torch.randn(8 // ranks.size("x"), 6 // ranks.size("y"), 8 // ranks.size("z"))
     CountingAxis.received.clear()
     with torch.autocast("cpu", torch.bfloat16):
@@ -125,13 +125,13 @@ def enters_once(ranks: Mesh) -> None:
     assert CountingAxis.received["gather"] == 2 * (inputs + inner + weights)
 
 
-def test_dropout_is_inside() -> None:
-    module = FeedForward3D(8, 16, dropout=0.5, setting=StageContext(Mesh.of((1, 1, 1), 0, lambda names: None)))
+def test_dropout_is_applied_in_training_only() -> None:
+    module = FeedForward3D(8, 16, dropout=0.5, context=StageContext(Mesh.single()))
     x = torch.randn(4, 8)
     assert not torch.equal(module(x), module(x))
     assert torch.equal(module.eval()(x), module(x))
 
 
-@pytest.mark.parametrize("grids", [[(2, 2, 2)], [(1, 2, 2), (2, 1, 2), (4, 1, 1)]], ids=["8 ranks", "4 ranks"])
-def test_equals_the_dense_layers(pool: Pool, grids: list[Sizes]) -> None:
-    assert too_large(pool.run(prod(grids[0]), feed_forwards, grids)) == []
+@pytest.mark.parametrize("meshes", [[(2, 2, 2)], [(1, 2, 2), (2, 1, 2), (4, 1, 1)]], ids=["8 ranks", "4 ranks"])
+def test_equals_torchs_layers(pool: Pool, meshes: list[Sizes]) -> None:
+    assert too_large(pool.run(prod(meshes[0]), feed_forwards, meshes)) == []

@@ -1,4 +1,4 @@
-"""The loss over the grid: equal to the dense one however tokens are ignored, and finite whatever the logits."""
+"""The 3-D loss equals torch's, however tokens are ignored, and is finite whatever the logits."""
 
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_hanayo.tensor3d.layers.head import Head3D
 from lightning_hanayo.tensor3d.layers.loss import cross_entropy3d
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
-from lightning_hanayo.tensor3d.sharding import Cut
+from lightning_hanayo.tensor3d.sharding import DimShard
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
@@ -25,30 +25,30 @@ OPTIONS: list[dict[str, Any]] = [{}, {"label_smoothing": 0.1}, {"reduction": "su
 
 def headed(ranks: Mesh, kind: str, size: int, **options: Any) -> dict[str, float]:
     """A head and its loss; of 8 samples the first keeps one token, the second none."""
-    layout, outer, rows = KINDS[kind]
+    style, outer, batch_axes = KINDS[kind]
     torch.manual_seed(0)
-    dense = nn.Linear(8, size, dtype=torch.float64)
+    reference = nn.Linear(8, size, dtype=torch.float64)
     torch.manual_seed(0)
-    head = Head3D(8, size, dtype=torch.float64, setting=StageContext(ranks), layout=layout)
+    head = Head3D(8, size, dtype=torch.float64, context=StageContext(ranks), style=style)
     x, labels = 3 * torch.randn(8, 4, 8, dtype=torch.float64), torch.randint(size, (8, 4))
     labels[0, 1:] = labels[1] = options.get("ignore_index", -100)
     own = part(x, ranks, *outer).requires_grad_()
     x.requires_grad_()
-    loss = cross_entropy(dense(x).flatten(0, 1), labels.flatten(), **options)
-    own_labels = part(labels, ranks, rows)
-    own_loss = cross_entropy3d(head(own), own_labels, head.vocabulary, ranks, rows=rows, **options)
+    loss = cross_entropy(reference(x).flatten(0, 1), labels.flatten(), **options)
+    own_labels = part(labels, ranks, batch_axes)
+    own_loss = cross_entropy3d(head(own), own_labels, head.vocabulary, ranks, batch_axes=batch_axes, **options)
     (2 * loss).backward()
     (2 * own_loss).backward()
     assert x.grad is not None
     errors = {"loss": error(own_loss, loss.detach()), "dx": error(own.grad, part(x.grad, ranks, *outer))}
-    return errors | gradient_errors(head, dense, ranks)
+    return errors | gradient_errors(head, reference, ranks)
 
 
-def by_itself(ranks: Mesh) -> dict[str, float]:
-    """Logits of any origin: 3 columns over 4 ranks or 11, very large, in bf16; one rank's tokens don't count at all."""
+def without_head(ranks: Mesh) -> dict[str, float]:
+    """Logits of any origin: 3 or 11 columns over 4 ranks, very large, in bf16; one rank has no token that counts."""
     errors = {}
     for size, dtype in ((3, torch.float64), (11, torch.float64), (11, torch.bfloat16)):
-        vocabulary = Cut(size, "yz")
+        vocabulary = DimShard(size, "yz")
         torch.manual_seed(0)
         logits, labels = (1e4 * torch.randn(12, size)).to(dtype), torch.randint(size, (12,))
         labels[5:] = -100
@@ -70,11 +70,11 @@ def by_itself(ranks: Mesh) -> dict[str, float]:
 
 
 def uneven(ranks: Mesh) -> None:
-    """The mean over tokens isn't the mean over ranks of their means; a rank without any has a loss of its own still."""
-    vocabulary, x = Cut(4, "yz"), ranks.index("x")
+    """The mean over tokens isn't the mean of the ranks' means. A rank without tokens has a loss too."""
+    vocabulary, x = DimShard(4, "yz"), ranks.index("x")
     own = torch.full((4, 4), 0.0)[:, slice(*vocabulary.span(ranks))].requires_grad_()
     labels = torch.tensor([0, -100, -100, -100] if x == 0 else [-100] * 4)
-    alone = cross_entropy3d(own, labels, vocabulary, ranks, rows="")
+    alone = cross_entropy3d(own, labels, vocabulary, ranks, batch_axes="")
     assert alone.item() == pytest.approx(1.3863 if x == 0 else 0.0, abs=1e-4)
     each = cross_entropy3d(own, labels, vocabulary, ranks, reduction="none")
     assert each.shape == (4,) and each[1:].eq(0).all()
@@ -86,12 +86,12 @@ def uneven(ranks: Mesh) -> None:
         cross_entropy3d(own, labels[:3], vocabulary, ranks)
 
 
-def losses(grids: list[Sizes]) -> dict[str, float]:
+def losses(meshes: list[Sizes]) -> dict[str, float]:
     errors = {}
     with process_group():
-        for sizes in grids:
+        for sizes in meshes:
             ranks = make_mesh(sizes)
-            cases = {"by itself": by_itself(ranks)}
+            cases = {"without head": without_head(ranks)}
             for kind in KINDS:
                 for i, options in enumerate(OPTIONS):
                     cases[f"{kind} 13 {i}"] = headed(ranks, kind, 13, **options)
@@ -101,6 +101,6 @@ def losses(grids: list[Sizes]) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("grids", [[(2, 2, 2)], [(1, 2, 2), (1, 1, 4), (4, 1, 1)]], ids=["8 ranks", "4 ranks"])
-def test_equals_the_dense_loss(pool: Pool, grids: list[Sizes]) -> None:
-    assert too_large(pool.run(prod(grids[0]), losses, grids)) == []
+@pytest.mark.parametrize("meshes", [[(2, 2, 2)], [(1, 2, 2), (1, 1, 4), (4, 1, 1)]], ids=["8 ranks", "4 ranks"])
+def test_equals_torchs_cross_entropy(pool: Pool, meshes: list[Sizes]) -> None:
+    assert too_large(pool.run(prod(meshes[0]), losses, meshes)) == []

@@ -1,1 +1,1 @@
-"""The kinds: what the swap knows of blocks and layers, one file per family, and the tables that users extend."""
+"""Descriptions of the blocks and layers that can be parallelized whole, and the registry that users add to."""

@@ -1,4 +1,4 @@
-"""The layers: kinds that are spread by themselves, wherever in a block of a known kind they stand."""
+"""The registry of layers that are parallelized by themselves, wherever they stand in a registered block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,49 +9,86 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_hanayo.tensor3d.convert.specs import llama
+from lightning_hanayo.tensor3d.convert.specs import huggingface
 from lightning_hanayo.tensor3d.convert.specs.spec import class_name
-from lightning_hanayo.tensor3d.layers.attention import spread_attention
-from lightning_hanayo.tensor3d.layers.dropout import spread_dropout
-from lightning_hanayo.tensor3d.layers.norm import spread_norm, spread_rms_norm
+from lightning_hanayo.tensor3d.layers.attention import parallelize_attention
+from lightning_hanayo.tensor3d.layers.dropout import parallelize_dropout
+from lightning_hanayo.tensor3d.layers.norm import parallelize_norm, parallelize_rms_norm
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
-SpreadModule = Callable[[Any, StageContext], None]
-"""spreads one module over the grid, in place"""
+ParallelizeLayer = Callable[[Any, StageContext], None]
+"""parallelizes one module in place"""
 
-Sizes = tuple[tuple[str, int, str], ...]
-"""what must divide: what it is, how many, along which axes"""
+LayerSizes = tuple[tuple[str, int, str], ...]
+"""what must divide: what is counted, how many there are, over which axes they are sharded"""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How a class of layers is spread, what of it must divide, and why one can't be spread, if so."""
+    """One class of layers.
 
-    spread: SpreadModule
-    sizes: Callable[[Any], Sizes] = lambda module: ()
-    obstacle: Callable[[Any], str | None] = lambda module: None
+    Args:
+        parallelize: does it, in place.
+        sizes: of a layer, what must divide over the mesh.
+        reason_ineligible: why a layer can't be parallelized; None if it can.
+    """
 
-
-def leave(module: nn.Module, setting: StageContext) -> None:
-    """For layers that compute each entry from the same entry alone: they work on any part of a tensor as they are."""
-
-
-def _norm_sizes(module: Any) -> Sizes:
-    shape = module.normalized_shape if hasattr(module, "normalized_shape") else module.weight.shape
-    return (("features", shape[-1], "z"),)
+    parallelize: ParallelizeLayer
+    sizes: Callable[[Any], LayerSizes] = lambda module: ()
+    reason_ineligible: Callable[[Any], str | None] = lambda module: None
 
 
-def _norm_obstacle(module: Any) -> str | None:
-    return "it normalises over several dimensions" if len(module.normalized_shape) > 1 else None
+def elementwise(module: nn.Module, context: StageContext) -> None:
+    """For layers that compute each entry from itself alone: they work on any part of a tensor as they are."""
 
 
-def _attention_sizes(module: nn.MultiheadAttention) -> Sizes:
+def register_layer(layer: type[nn.Module], parallelize: ParallelizeLayer) -> None:
+    """Register a class of layers, which may stand anywhere in a registered block.
+
+    Example:
+        >>> register_layer(MyRMSNorm, partial(parallelize_rms_norm, eps=1e-6))
+        >>> register_layer(Swish, elementwise)
+    """
+    _LAYERS[class_name(layer)] = LayerSpec(parallelize)
+
+
+def layer_spec(module: nn.Module) -> LayerSpec | None:
+    """Returns the spec of a layer if exactly its class is registered."""
+    spec = _LAYERS.get(class_name(type(module)))
+    if spec is None and type(module).__module__ == "transformers.activations" and not list(module.parameters()):
+        return LayerSpec(elementwise)
+    return spec
+
+
+def is_elementwise_function(function: Any) -> bool:
+    """Returns whether a function is known to compute each entry from itself alone."""
+    if isinstance(function, partial):
+        return is_elementwise_function(function.func)
+    if isinstance(function, nn.Module):
+        spec = layer_spec(function)
+        return spec is not None and spec.parallelize is elementwise
+    return any(function is elementwise_function for elementwise_function in _FUNCTIONS)
+
+
+def _layer_norm_sizes(module: nn.LayerNorm | nn.RMSNorm) -> LayerSizes:
+    return (("features", module.normalized_shape[-1], "z"),)
+
+
+def _layer_norm_ineligible(module: nn.LayerNorm | nn.RMSNorm) -> str | None:
+    return "it normalizes over several dimensions" if len(module.normalized_shape) > 1 else None
+
+
+def _rms_norm_sizes(module: Any) -> LayerSizes:
+    return (("features", module.weight.shape[-1], "z"),)
+
+
+def _attention_sizes(module: nn.MultiheadAttention) -> LayerSizes:
     inputs = {"query": module.embed_dim, "key": module.kdim, "value": module.vdim}
     features = tuple((f"features of a {name}", size, "z") for name, size in inputs.items())
     return (("heads", module.num_heads, "yz"), ("features", module.embed_dim, "xy"), *features)
 
 
-def _attention_obstacle(module: nn.MultiheadAttention) -> str | None:
+def _attention_ineligible(module: nn.MultiheadAttention) -> str | None:
     return "it adds keys of its own" if module.bias_k is not None or module.add_zero_attn else None
 
 
@@ -67,29 +104,11 @@ _FUNCTIONS = (
     torch.tanh,
 )  # fmt: skip
 
-LAYERS: dict[str, LayerSpec] = {
-    class_name(nn.LayerNorm): LayerSpec(spread_norm, _norm_sizes, _norm_obstacle),
-    class_name(nn.RMSNorm): LayerSpec(spread_norm, _norm_sizes, _norm_obstacle),
-    class_name(nn.Dropout): LayerSpec(spread_dropout),
-    class_name(nn.MultiheadAttention): LayerSpec(spread_attention, _attention_sizes, _attention_obstacle),
-    **{name: LayerSpec(spread_rms_norm, _norm_sizes) for name in llama.NORMS},
-    **{class_name(kind): LayerSpec(leave) for kind in _ACTIVATIONS},
+_LAYERS: dict[str, LayerSpec] = {
+    class_name(nn.LayerNorm): LayerSpec(parallelize_norm, _layer_norm_sizes, _layer_norm_ineligible),
+    class_name(nn.RMSNorm): LayerSpec(parallelize_norm, _layer_norm_sizes, _layer_norm_ineligible),
+    class_name(nn.Dropout): LayerSpec(parallelize_dropout),
+    class_name(nn.MultiheadAttention): LayerSpec(parallelize_attention, _attention_sizes, _attention_ineligible),
+    **{name: LayerSpec(parallelize_rms_norm, _rms_norm_sizes) for name in huggingface.RMS_NORMS},
+    **{class_name(activation): LayerSpec(elementwise) for activation in _ACTIVATIONS},
 }
-
-
-def layer_kind(module: nn.Module) -> LayerSpec | None:
-    """The kind of a layer, if it has one: exactly its class counts."""
-    known = LAYERS.get(class_name(type(module)))
-    if known is None and type(module).__module__ == "transformers.activations" and not list(module.parameters()):
-        return LayerSpec(leave)
-    return known
-
-
-def works_on_parts(function: Any) -> bool:
-    """Whether a function is known to compute each entry from the same entry alone."""
-    if isinstance(function, partial):
-        return works_on_parts(function.func)
-    if isinstance(function, nn.Module):
-        known = layer_kind(function)
-        return known is not None and known.spread is leave
-    return any(function is known for known in _FUNCTIONS)

@@ -1,84 +1,88 @@
-"""The kind: a description of a block's class, from which its blocks are spread over the grid with their own code.
+"""The description of a class of blocks, from which its blocks are parallelized with their own code.
 
-residual stream     [batch/x, seq/y, h/z]      norms, dropouts, sums; entered and left by the linear layers
-inside              [batch/x, seq, n/(y z)]    between a first and a second linear layer: heads, activations
+residual stream              [batch/x, seq/y, h/z]      norms, dropouts, sums; read and written by the linear layers
+between the linear layers    [batch/x, seq, n/(y z)]    column-parallel ones lead here, row-parallel ones lead back:
+                                                        heads, activations
 
-Paths are those of submodules, as "attn.c_attn".
+Paths are those of submodules, as "attn.c_attn". This module imports no torch: describing a block costs nothing.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 
 @dataclass(frozen=True)
-class Part:
-    """The module that reads the residual stream, with the linear layers that do it: an attention, or an MLP's front.
+class ProjectionGroup:
+    """Linear layers of one module that read the residual stream: q, k and v of an attention, or an MLP's up.
 
     Args:
-        path: in the block; "" is the block itself.
-        first: its linear layers that read the residual stream, paths in this module.
-        input: the name of its forward's argument that several of them read: that is brought together once.
+        path: the module's, in the block; "" is the block itself.
+        column_parallel: the linear layers, paths in this module.
+        input: the name of its forward's argument that several of them read, which is gathered once for all.
         head_size: features per head, as an attribute's name or a function of the module; None: it has no heads.
-        fused: how many projections lie one behind the other in each layer: 3 for q, k and v in one.
-        local: attributes that count heads or features, of which each rank has its part.
-        whole: norms of each head's features, paths in this module: the same on every rank.
+        num_fused: how many projections lie one after the other in each layer: 3 for q, k and v in one.
+        sharded_counts: attributes that count heads or features, of which each rank has its part.
+        replicated_norms: norms of each head's features, paths in this module: the same on every rank.
         dropout: the attribute with the probability that the forward gives to its attention, as "dropout.p".
     """
 
     path: str
-    first: tuple[str, ...]
+    column_parallel: tuple[str, ...]
     input: str | None = None
     head_size: str | Callable[[Any], int] | None = None
-    fused: int = 1
-    local: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
+    num_fused: int = 1
+    sharded_counts: tuple[str, ...] = ()
+    replicated_norms: tuple[str, ...] = ()
     dropout: str | None = None
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One class of blocks. Layers that aren't named are found by their own kind: norms, dropouts, activations.
+    """One class of blocks. Norms, dropouts and activations aren't named: they are found by their own classes.
 
     Example:
-        >>> BlockSpec(("x",), (Part("", ("up",)),), ("down",))
+        >>> BlockSpec(("x",), (ProjectionGroup("", ("up",)),), ("down",))
 
     Args:
         streams: the forward's arguments that carry residual streams.
-        parts: with the first linear layers.
-        second: the linear layers that lead back to the residual stream, paths in the block.
+        projections: the groups of column-parallel linear layers.
+        row_parallel: the linear layers that lead back to the residual stream, paths in the block.
         batch_first: whether a block's streams are [batch, seq, h]; None: all are.
-        functions: attributes with functions that are applied to parts of the features.
-        expects: attributes that must have these values, or the block is of an unknown kind.
-        sets: attributes that get these values when the block is spread.
-        made_of: classes of submodules that come from elsewhere than the block's own Python module.
+        elementwise_functions: attributes with functions that are applied to sharded features.
+        required_values: attributes that must have these values, or the block isn't what is described here.
+        overrides: attributes that get these values when the block is parallelized.
+        containers: classes of submodules that are defined elsewhere than in the block's own Python module.
     """
 
     streams: tuple[str, ...]
-    parts: tuple[Part, ...]
-    second: tuple[str, ...]
+    projections: tuple[ProjectionGroup, ...]
+    row_parallel: tuple[str, ...]
     batch_first: Callable[[Any], bool] | None = None
-    functions: tuple[str, ...] = ()
-    expects: Mapping[str, Any] = field(default_factory=dict)
-    sets: Mapping[str, Any] = field(default_factory=dict)
-    made_of: tuple[type[nn.Module], ...] = ()
+    elementwise_functions: tuple[str, ...] = ()
+    required_values: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    containers: tuple[type, ...] = ()
 
 
 def attribute(module: Any, path: str) -> Any:
-    """What lies at a dotted path; an `AttributeError` if nothing does."""
+    """Returns the attribute at a dotted path. Raises an `AttributeError` if there is none."""
     for name in path.split("."):
         module = getattr(module, name)
     return module
 
 
 def set_attribute(module: Any, path: str, value: Any) -> None:
-    """Put it there."""
+    """Set the attribute at a dotted path."""
     *owners, name = path.split(".")
     setattr(attribute(module, ".".join(owners)) if owners else module, name, value)
 
 
-def class_name(kind: type) -> str:
-    """Where a class comes from and what it is called: "transformers.models.gpt2.modeling_gpt2.GPT2Block"."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+def joined(*names: str) -> str:
+    """Returns the dotted path of names, of which some may be empty."""
+    return ".".join(name for name in names if name)
+
+
+def class_name(cls: type) -> str:
+    """Returns a class's qualified name: "transformers.models.gpt2.modeling_gpt2.GPT2Block"."""
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,121 @@
+"""Reshards the micro-batches of a batch: implements the runtime's `BoundaryReshard` for the ranks of a cube."""
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, Reshard
+from lightning_hanayo.tensor3d.boundary.shares import Share, block_shares
+
+AllGatherObject = Callable[[Any], list[Any]]
+"""called by all ranks of a group, each with a picklable object; returns the objects of all, in rank order"""
+
+
+class MicrobatchReshard:
+    """One rank's. Call `begin` with the shares of a batch, then convert the tensors of its micro-batches.
+
+    Args:
+        reshard: how tensors are resharded.
+        all_gather_object: over the ranks of this rank's (y, z) plane.
+    """
+
+    def __init__(self, reshard: Reshard, all_gather_object: AllGatherObject) -> None:
+        self._reshard = reshard
+        self._all_gather_object = all_gather_object
+        self._shares: Sequence[Sequence[Share]] = ()
+        self._lengths: dict[int, int] = {}
+
+    def begin(self, shares: Sequence[Sequence[Share]]) -> None:
+        """Begin a batch: for each micro-batch, the share of every rank of the cube."""
+        self._shares = shares
+        self._lengths.clear()
+
+    def shard_arguments(
+        self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
+    ) -> list[Tensor] | None:
+        """Reshard the arguments of blocks. Returns None, on all ranks, where their structures or shapes differ."""
+        if self._reshard.stream_dims is None and not isinstance(self._reshard, ReplicatedReshard):
+            return list(tensors)
+        is_batch = self._find_batch_tensors(microbatch, tensors, streams, structure)
+        if is_batch is None:
+            return None
+        resharded = dict(zip(streams, self.shard_streams(microbatch, [tensors[i] for i in streams]), strict=True))
+        shares = self._shares[microbatch]
+        return [
+            resharded[i] if i in resharded else self._reshard.argument_in(tensor, shares, is_batch=is_batch[i])
+            for i, tensor in enumerate(tensors)
+        ]
+
+    def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Reshard residual streams alone. The first one sets the micro-batch's sequence length.
+
+        Raises:
+            UnsupportedError: y doesn't divide another one's length.
+        """
+        dims = self._reshard.stream_dims
+        for i, tensor in enumerate(tensors if dims is not None else ()):
+            assert dims is not None
+            length = tensor.shape[dims.sequence_dim]
+            if i == 0:
+                self._lengths[microbatch] = length
+            elif length % self._reshard.mesh.size("y"):
+                raise UnsupportedError(
+                    f"the memory of a decoder has {length} positions, which don't divide over y = "
+                    f"{self._reshard.mesh.size('y')} ranks of the cube. Pad it, with a mask, or take y = 1."
+                )
+        return [self._reshard.stream_in(tensor, self._shares[microbatch]) for tensor in tensors]
+
+    def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
+        """Reshard the output of the stack for the user's code."""
+        return self._reshard.stream_out(tensor, self._shares[microbatch], self.sequence_length(microbatch))
+
+    def sequence_length(self, microbatch: int) -> int:
+        """Returns the length of the micro-batch's sequences; 0 if the blocks don't need it."""
+        return self._lengths.get(microbatch, 0)
+
+    def _find_batch_tensors(
+        self, microbatch: int, tensors: Sequence[Tensor], streams: Collection[int], structure: Hashable
+    ) -> list[bool] | None:
+        """Returns which tensors have something for each sample: as long as the share on all ranks.
+
+        None if structures or shapes differ between ranks.
+        """
+        shares = self._shares[microbatch]
+        if isinstance(self._reshard, ReplicatedReshard):
+            samples = sum(share.size for share in shares if not share.is_padding)
+            return [tensor.dim() > 0 and len(tensor) == samples for tensor in tensors]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        of_all_ranks = self._all_gather_object((structure, shapes))
+        self._check_lengths(of_all_ranks, streams)
+        if any(other[0] != structure for other in of_all_ranks):
+            return None
+        sizes = [share.size for share in block_shares(tuple(shares), self._reshard.mesh)]
+        is_batch = [
+            all(other[i][:1] == (size,) for (_, other), size in zip(of_all_ranks, sizes, strict=True))
+            for i in range(len(tensors))
+        ]
+        agree = all(
+            shapes[i][1:] == other[i][1:] if is_batch[i] else shapes[i] == other[i]
+            for _, other in of_all_ranks
+            for i in range(len(tensors))
+            if i not in streams
+        )
+        return is_batch if agree else None
+
+    def _check_lengths(self, of_all_ranks: list[Any], streams: Collection[int]) -> None:
+        """Check that residual streams have one length on all ranks.
+
+        Raises:
+            HanayoError: code before the stack cuts them to what its own samples need.
+        """
+        dims = self._reshard.stream_dims
+        assert dims is not None
+        for i in streams:
+            lengths = {shapes[i][dims.sequence_dim] for _, shapes in of_all_ranks if i < len(shapes)}
+            if len(lengths) > 1:
+                raise HanayoError(
+                    f"samples of one micro-batch reach the stack with sequences of {sorted(lengths)} positions on "
+                    f"different ranks of the cube; pad them alike, or set cube_outside='replicate'."
+                )

@@ -1,0 +1,91 @@
+"""Wraps a module's forward, which then runs on whole sequences and on this rank's heads or features.
+
+forward(module, x, ...)    x [batch/x, seq/y, h/z]  --all-gather-->  [batch/x, seq, h/z]  -->  its class's forward
+
+What the forward draws itself, as an attention its dropout, comes from this rank's own random stream.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.linear_modules import as_autocast
+from lightning_hanayo.tensor3d.convert.specs.spec import attribute
+from lightning_hanayo.tensor3d.layers.dropout import rank_random_stream
+from lightning_hanayo.tensor3d.layers.shared_input import SharedInput
+from lightning_hanayo.tensor3d.stage_context import StageContext
+
+_ATTRIBUTE = "_gathered_forward"
+
+
+@dataclass(frozen=True)
+class GatheredForward:
+    """What happens before and after a module's own forward.
+
+    Args:
+        context: of the stage.
+        shared_input: gathers the input; None: the module's linear layers do.
+        input: the name of its argument.
+        index: its position among the arguments.
+        dropout: the attribute with the probability of what the forward drops; None: it drops nothing itself.
+    """
+
+    context: StageContext
+    shared_input: SharedInput | None
+    input: str
+    index: int
+    dropout: str | None
+
+    def __deepcopy__(self, memo: Any) -> "GatheredForward":
+        return self
+
+    def gather_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments, with the input gathered."""
+        if self.shared_input is None:
+            return args, kwargs
+        x = kwargs[self.input] if self.input in kwargs else args[self.index]
+        gathered = self.shared_input.all_gather(as_autocast(x))  # cast once, not by each linear layer that reads it
+        if self.input in kwargs:
+            return args, kwargs | {self.input: gathered}
+        return (*args[: self.index], gathered, *args[self.index + 1 :]), kwargs
+
+    def random_stream(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Returns the context from which the forward draws its random numbers."""
+        if self.dropout is None or not module.training or not attribute(module, self.dropout):
+            return nullcontext()
+        return rank_random_stream(self.context, _device(args, kwargs))
+
+
+def wrap_forward(
+    module: nn.Module, context: StageContext, shared_input: SharedInput | None, input: str | None, dropout: str | None
+) -> None:
+    """Wrap the forward of this instance. Its class, names and repr stay."""
+    names = list(signature(type(module).forward).parameters)[1:]
+    wrapper = GatheredForward(context, shared_input, input or "", names.index(input) if input else 0, dropout)
+    object.__setattr__(module, _ATTRIBUTE, wrapper)
+    module.forward = MethodType(forward, module)
+
+
+def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of the module's forward. A function of this module, so that pickle finds it by name."""
+    wrapper: GatheredForward = vars(module)[_ATTRIBUTE]
+    args, kwargs = wrapper.gather_input(args, kwargs)
+    try:
+        with wrapper.random_stream(module, args, kwargs):
+            return type(module).forward(module, *args, **kwargs)
+    finally:
+        if wrapper.shared_input is not None:
+            wrapper.shared_input.clear()
+
+
+def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    tensors: Iterator[Tensor] = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return next(tensors).device

@@ -148,7 +148,7 @@ def skip_hooks_without_data(module: "pl.LightningModule", attributes: TemporaryA
     for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
         attributes.set(module, hook, _return_batch)
     for hook in _EVALUATION_ENDS:
-        attributes.set(module, hook, _do_nothing)
+        attributes.set(module, hook, _no_op)
 
 
 def _return_batch(batch: Any, *_: Any, **__: Any) -> Any:
@@ -156,5 +156,5 @@ def _return_batch(batch: Any, *_: Any, **__: Any) -> Any:
     return batch
 
 
-def _do_nothing() -> None:
+def _no_op() -> None:
     """A function of this module, so that the user's module can be pickled."""

@@ -20,9 +20,9 @@ def keep_sigterm_local(trainer: "pl.Trainer", attributes: TemporaryAttributes) -
             launcher.kill(signum)
         trainer._signal_connector.received_sigterm = True
 
-    attributes.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _do_nothing)
+    attributes.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _no_op)
     attributes.set(trainer._signal_connector, "_sigterm_notifier_fn", note)
 
 
-def _do_nothing() -> None:
+def _no_op() -> None:
     """A function of this module, so that a patched loop can be pickled."""

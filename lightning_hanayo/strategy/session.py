@@ -16,18 +16,18 @@ from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.seeds import seed_of
-from lightning_hanayo.strategy.build.context import PreparedModel, RankContext
 from lightning_hanayo.strategy.build.cube import Cube
-from lightning_hanayo.strategy.build.pipeline import build_pipeline, restore_forwards, whole_values
+from lightning_hanayo.strategy.build.pipeline import (
+    PreparedModel,
+    RankContext,
+    build_pipeline,
+    restore_forwards,
+    whole_values,
+)
 from lightning_hanayo.strategy.build.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.gradient_clipping import clip_by_norm, clip_by_norm_of_shards
-from lightning_hanayo.strategy.lightning.loaders import skip_hooks_without_data
-from lightning_hanayo.strategy.lightning.metric_state import sync_metrics_over
-from lightning_hanayo.strategy.lightning.precision import clip_with
-from lightning_hanayo.strategy.lightning.shared_metrics import share_metrics
-from lightning_hanayo.strategy.lightning.signals import keep_sigterm_local
-from lightning_hanayo.strategy.lightning.user_hooks import clips_by_norm, example_run
+from lightning_hanayo.strategy.lightning import loaders, metric_state, precision, shared_metrics, signals, user_hooks
 from lightning_hanayo.strategy.loss_weight import LossWeighting, PieceWeights
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
@@ -104,7 +104,7 @@ class Session:
             seed,
             self._random_streams(trainer, plan.layout, seed),
         )
-        self._pipeline = build_pipeline(module, plan, prepared, context, example_run(module))
+        self._pipeline = build_pipeline(module, plan, prepared, context, user_hooks.example_run(module))
         self._adapt(trainer, module)
 
     def close(self) -> None:
@@ -172,14 +172,14 @@ class Session:
 
     def _adapt(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         attributes = self.attributes
-        clip_with(trainer.precision_plugin, self._clip, attributes)
-        keep_sigterm_local(trainer, attributes)
+        precision.clip_with(trainer.precision_plugin, self._clip, attributes)
+        signals.keep_sigterm_local(trainer, attributes)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
         # The ranks of a cube log the same values: rank 0's are used for all of them.
-        share_metrics(trainer, self.replica_relay, attributes, computes=computes, warns=warns)
-        sync_metrics_over(module, self._groups.metrics, attributes)
+        shared_metrics.share_metrics(trainer, self.replica_relay, attributes, computes=computes, warns=warns)
+        metric_state.sync_metrics_over(module, self._groups.metrics, attributes)
         if self._pipe_rank > 0:
-            skip_hooks_without_data(module, attributes)
+            loaders.skip_hooks_without_data(module, attributes)
         if self.topology.replica_size > 1:  # summaries and graphs would run the model outside a step
             attributes.set(module, "example_input_array", None)
 
@@ -202,5 +202,5 @@ def plan_for(
     Raises:
         HanayoError: it can't be run so.
     """
-    steady = not clips_by_norm(trainer, module)
+    steady = not user_hooks.clips_by_norm(trainer, module)
     return plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)

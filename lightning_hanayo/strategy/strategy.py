@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from math import prod
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import steps
 from lightning_hanayo.strategy.build.checks import check_optimizers, check_run
-from lightning_hanayo.strategy.build.context import PreparedModel
+from lightning_hanayo.strategy.build.pipeline import PreparedModel
 from lightning_hanayo.strategy.lightning.loaders import wrap_loader
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
@@ -107,25 +108,8 @@ class HanayoStrategy(MeshParallelStrategy):
         costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        options = Options(
-            pipeline_parallel_size=pipeline_parallel_size,
-            num_waves=num_waves,
-            cube=cube,
-            data_parallel_size=data_parallel_size,
-            num_microbatches=num_microbatches,
-            blocks=blocks,
-            loss_weight=loss_weight,
-            activation_budget=activation_budget,
-            cube_outside=cube_outside,
-            schedule=schedule,
-            balance=balance,
-            costs=costs_from(costs),
-            cube_memory=cube_memory,
-            cube_pieces=cube_pieces,
-            cube_tokens=cube_tokens,
-            timeout=timeout,
-        )
-        super().__init__(options)
+        arguments = locals() | {"costs": costs_from(costs)}
+        super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._session: Session | None = None
         self._prepared: WeakKeyDictionary[pl.LightningModule, PreparedModel] = WeakKeyDictionary()
         self._accumulates = False

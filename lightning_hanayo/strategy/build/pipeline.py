@@ -1,6 +1,7 @@
 """Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,12 @@ from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
+from lightning_hanayo.runtime.comm.process_group import OnFailure, ProcessGroupTransport
+from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
+from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.strategy.batch_split import WholeSplitter
-from lightning_hanayo.strategy.build.context import PreparedModel, RankContext
 from lightning_hanayo.strategy.build.cube import Cube
 from lightning_hanayo.strategy.build.initial_values import fill_initial_values
 from lightning_hanayo.strategy.build.plan import ModelPlan
@@ -29,6 +32,52 @@ from lightning_hanayo.strategy.build.stages import build_stages
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import GradientSync, Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What this rank brings to its pipeline.
+
+    Args:
+        options: of the strategy.
+        groups: this rank's process groups.
+        device: where the model shall be.
+        relay: over the ranks of the pipeline.
+        attributes: remembers what is set on the model's modules for the run.
+        on_failure: called when a transfer fails.
+        seed: for the values of what was built on the meta device; equal on all ranks.
+        random_streams: where random numbers come from; None: from torch's own generators, unchanged.
+    """
+
+    options: Options
+    groups: ProcessGroups
+    device: torch.device
+    relay: Relay
+    attributes: TemporaryAttributes
+    on_failure: OnFailure
+    seed: int
+    random_streams: RandomStreams | None
+
+    def transport(self) -> ProcessGroupTransport:
+        """A new transport among the ranks of this rank's pipeline."""
+        return ProcessGroupTransport(
+            self.groups.pipe_ranks,
+            control=self.groups.control,
+            channels=self.groups.channels,
+            device=self.device,
+            on_failure=self.on_failure,
+        )
+
+
+@dataclass
+class PreparedModel:
+    """What is kept of a module from its first run: later runs find its stages cut and its layers converted."""
+
+    stage_blocks: list[range] | None = None
+    """the blocks of each stage; None before the first run"""
+    cube: Cube | None = None
+    """None before the first run, and without a cube"""
 
 
 def build_pipeline(
@@ -64,7 +113,9 @@ def build_pipeline(
     if deferred is not None:
         fill_initial_values(deferred, _own_modules(model, ownership, rank), context.device, cube)
 
-    stages, user_step = build_stages(model, layout, ownership, rank, cube=cube, context=context)
+    stages, user_step = build_stages(
+        model, layout, ownership, rank, cube=cube, streams=context.random_streams, attributes=context.attributes
+    )
     gradients = _gradient_sync(model, ownership, rank, context.groups, cube)
     streams = context.random_streams
     engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams)

@@ -11,11 +11,11 @@ from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.capture.user_step import UserStep
+from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import FirstStage, LastStage, MiddleStage, Stage
 from lightning_hanayo.runtime.stages.single import SingleStage
 from lightning_hanayo.runtime.stages.tensor_parallel_ends import TensorParallelFirstStage, TensorParallelLastStage
 from lightning_hanayo.schedule import Kind
-from lightning_hanayo.strategy.build.context import RankContext
 from lightning_hanayo.strategy.build.cube import Cube
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
@@ -27,7 +27,8 @@ def build_stages(
     rank: int,
     *,
     cube: Cube | None,
-    context: RankContext,
+    streams: RandomStreams | None,
+    attributes: TemporaryAttributes,
 ) -> tuple[dict[int, Stage], UserStep | None]:
     """This rank's stages by number, and what runs the user's step, which is None above pipeline rank 0.
 
@@ -37,7 +38,8 @@ def build_stages(
         ownership: which stages are on which ranks.
         rank: this pipeline rank.
         cube: the ranks that hold each stage together; None for one.
-        context: this rank's.
+        streams: where random numbers come from; None: from torch's own generators, unchanged.
+        attributes: remembers what is set on the model's modules for the run.
     """
     numbers = ownership.stages_of(rank)
     queues = {stage: WeightGradientQueue() for stage in numbers} | (cube.queues if cube is not None else {})
@@ -45,13 +47,13 @@ def build_stages(
         keep = ownership.tied_parameters(model)
         for stage in numbers:
             linear_patch.install(ownership.blocks(stage), queues[stage], keep=keep)
-    stack, streams = ownership.stack, context.random_streams
+    stack = ownership.stack
     num_local = len(ownership.stages[0]) if cube is None else 0
     is_single = len(ownership.stages) == 1  # a single stage runs the blocks where the user's code calls them
     if streams is not None or not is_single:
         forward_patch.install(stack.blocks, streams, num_local=num_local, whole=is_single)
     if not is_single:
-        _keep_padding(model, context.attributes)
+        _keep_padding(model, attributes)
     hooks = {stage: cube.stage_hooks(stage) if cube is not None else None for stage in numbers}
     stages: dict[int, Stage] = {
         stage: MiddleStage(ownership.blocks(stage), queues[stage], hooks[stage]) for stage in numbers

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Late(Protocol):
+class PendingGradient(Protocol):
     """A gradient that isn't there yet: its sum over ranks is under way."""
 
     def wait(self) -> "Tensor":
         """The gradient, once it is there."""
 
 
-Product = Callable[..., "Tensor | Late"]
+Product = Callable[..., "Tensor | PendingGradient"]
 """Makes a gradient out of the operands it was left with."""
 
 

@@ -1,4 +1,4 @@
-"""The engine: plays one pipeline rank's program. It knows no schedule, no model and no network."""
+"""The engine: runs the program of one pipeline rank. It depends on no schedule, model or network backend."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,83 +6,86 @@ from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.comm.point_to_point import MessageKey, PointToPointChannel
 from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Compute, Exchange, Program
+from lightning_hanayo.runtime.program import Compute, Program, Transfers
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.schedule import Kind
 
 
 class Engine:
-    """Plays programs over the stages that lie on this rank.
+    """Runs programs over the stages of this rank.
 
     Args:
-        stages: this rank's stages by their number.
-        mail: brings packets from and to the other ranks.
-        reduce: called with a stage's number once all its gradients are there; starts their reduction over data ranks
-            and twins, and mustn't wait for it: a twin may need this rank's next computation to get there.
-        trace: notes when what ran.
+        stages: this rank's stages by stage number.
+        channel: sends messages to the other ranks and receives theirs.
+        reduce_gradients: called with a stage's number when all its gradients are complete. It starts their reduction
+            over data ranks and over copies of the stage. It must not wait for the reduction: another rank may need
+            this rank's next computation to get there.
+        trace: records when each action ran.
         streams: the random streams of steps and blocks; None: torch's own generators are left as they are.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        mail: PointToPointChannel,
-        reduce: Callable[[int], None],
+        channel: PointToPointChannel,
+        reduce_gradients: Callable[[int], None],
         trace: Trace,
         streams: RandomStreams | None = None,
     ) -> None:
         self.stages = stages
-        self.mail = mail
+        self.channel = channel
         self.trace = trace
-        self._reduce = reduce
+        self._reduce_gradients = reduce_gradients
         self._streams = streams
-        self._handed: dict[MessageKey, Message] = {}
-        self._runs = {(number, kind): run for number, stage in stages.items() for kind, run in stage.runs().items()}
+        self._messages: dict[MessageKey, Message] = {}
+        """made on this rank, and not yet sent or used by another stage of this rank"""
+        self._actions = {
+            (number, kind): run for number, stage in stages.items() for kind, run in stage.actions().items()
+        }
 
     def run(self, program: Program, batch: Batch) -> None:
         """Run `program` on `batch`. Called by all ranks of the pipeline with their own programs of one schedule."""
-        self._handed.clear()
+        self._messages.clear()
         for stage in self.stages.values():
-            stage.clear()
-        self.mail.begin(batch.signature)
+            stage.begin_batch()
+        self.channel.begin_batch(batch.signature)
         self.trace.begin()
-        for move in program.moves:
-            if isinstance(move, Compute):
-                self._compute(move, batch)
-            elif isinstance(move, Exchange):
-                self._exchange(move)
+        for step in program.steps:
+            if isinstance(step, Compute):
+                self._compute(step, batch)
+            elif isinstance(step, Transfers):
+                self._start(step)
             elif batch.reduce_gradients:
-                self._keep_what_was_handed()
-                self._reduce(move.stage)
+                self._copy_waiting_gradients()
+                self._reduce_gradients(step.stage)
         for stage in self.stages.values():
-            stage.end()
+            stage.end_batch()
         if program.trains:
             self.trace.end()
 
-    def _keep_what_was_handed(self) -> None:
-        """A gradient that waits here for its next stage may be a parameter's too (`x + p`), summed in place."""
-        for route, packet in self._handed.items():
-            if route.direction == "backward":
-                self._handed[route] = Message(packet.skeleton, tuple(tensor.clone() for tensor in packet.tensors))
+    def _copy_waiting_gradients(self) -> None:
+        """Copy gradients that wait here for their stage: one may also be a parameter's (`x + p`), reduced in place."""
+        for key, message in self._messages.items():
+            if key.direction == "backward":
+                self._messages[key] = Message(message.skeleton, tuple(tensor.clone() for tensor in message.tensors))
 
-    def _exchange(self, exchange: Exchange) -> None:
-        self.mail.exchange(
-            [(route, peer, self._handed.pop(route)) for route, peer in exchange.sends], exchange.receives
-        )
+    def _start(self, transfers: Transfers) -> None:
+        sends = [(key, peer, self._messages.pop(key)) for key, peer in transfers.sends]
+        self.channel.start_transfers(sends, transfers.receives)
 
-    def _compute(self, move: Compute, batch: Batch) -> None:
-        action, arrives, clock = move.action, move.arrives, self.trace.clock
+    def _compute(self, step: Compute, batch: Batch) -> None:
+        action, source, clock = step.action, step.input_key, self.trace.clock
         assert action.microbatch is not None
-        asked = clock()
-        packet = None
-        if arrives is not None:
-            packet = self._handed.pop(arrives).detached() if move.is_local else self.mail.collect(arrives)
-            self.mail.release(move.frees)
+        reached = clock()
+        received = None
+        if source is not None:
+            received = self._messages.pop(source).detached() if step.is_local else self.channel.wait_receive(source)
+            self.channel.wait_sends(step.completed_sends)
         start = clock()
         if self._streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
             self._streams.begin_action(action.microbatch, action.kind)
-        leaving = self._runs[action.stage, action.kind](batch, action.microbatch, packet)
-        if move.leaves is not None and leaving is not None:
-            self._handed[move.leaves] = leaving
-        self.trace.add(action, asked, start)
+        made = self._actions[action.stage, action.kind](batch, action.microbatch, received)
+        if step.output_key is not None and made is not None:
+            self._messages[step.output_key] = made
+        self.trace.add(action, reached, start)

@@ -47,10 +47,10 @@ def split(batch: Any, parts: Sequence[int]) -> list[Any]:
     return [_cut(batch, slice(start, start + size), samples) for start, size in zip(starts, parts, strict=True)]
 
 
-def part(batch: Any, which: Sequence[int], samples: int) -> Any:
-    """The samples `which` of a batch of `samples`: a view of it where they follow each other."""
-    run = range(which[0], which[0] + len(which))
-    return _cut(batch, slice(run.start, run.stop) if list(run) == list(which) else list(which), samples)
+def select_samples(batch: Any, indices: Sequence[int], samples: int) -> Any:
+    """The samples at `indices` of a batch of `samples`: a view of it if they are consecutive."""
+    run = range(indices[0], indices[0] + len(indices))
+    return _cut(batch, slice(run.start, run.stop) if list(run) == list(indices) else list(indices), samples)
 
 
 def signature(batch: Any, parts: Sequence[int], kind: str) -> int:

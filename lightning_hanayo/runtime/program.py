@@ -1,6 +1,6 @@
-"""The program: one pipeline rank's completed action list, with where each action's packet comes from and goes to.
+"""The program: the list of everything one pipeline rank does in a batch, worked out once from the schedule.
 
-Runs of messages are taken together into exchanges. All that can be known before a batch is worked out here, once.
+Each computation knows the keys of the messages it needs and makes. Consecutive messages start together.
 """
 
 from collections import defaultdict
@@ -15,8 +15,8 @@ from lightning_hanayo.schedule.dependency import producers, source_stage, target
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Messages that start together: (route, peer) of each."""
+class Transfers:
+    """Messages that start together: the key and the other pipeline rank of each."""
 
     sends: tuple[tuple[MessageKey, int], ...]
     receives: tuple[tuple[MessageKey, int], ...]
@@ -24,79 +24,84 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Compute:
-    """An action of a stage: the route of the packet it takes, and of the one it hands on."""
+    """An action of a stage, and the keys of its messages.
+
+    Args:
+        action: what is computed.
+        input_key: the message it needs; None at the ends of the model, and for a weight gradient.
+        output_key: the message it makes; None likewise.
+        is_local: whether the message it needs was made on this rank.
+        completed_sends: messages of this rank that have certainly been received once the input is here: their buffers
+            can be used again.
+    """
 
     action: Action
-    arrives: MessageKey | None
-    """None at the ends of the model, and for a weight gradient"""
-    leaves: MessageKey | None
+    input_key: MessageKey | None
+    output_key: MessageKey | None
     is_local: bool
-    """whether what arrives comes from this rank"""
-    frees: tuple[MessageKey, ...] = ()
-    """what this rank has sent and its peer has surely taken once this packet is there: these buffers are free"""
+    completed_sends: tuple[MessageKey, ...] = ()
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does, in order. The bare actions are reductions."""
+    """What one rank does, in order. A bare action is the reduction of its stage's gradients."""
 
-    moves: tuple[Compute | Exchange | Action, ...]
+    steps: tuple[Compute | Transfers | Action, ...]
     trains: bool
     """whether there is a backward in it"""
 
     @staticmethod
-    def of(schedule: Schedule, rank: int) -> "Program":
+    def from_schedule(schedule: Schedule, rank: int) -> "Program":
         """The program of pipeline rank `rank` in `schedule`."""
-        moves: list[Compute | Exchange | Action] = []
-        frees = _frees(schedule, rank)
+        steps: list[Compute | Transfers | Action] = []
+        completed = _completed_sends(schedule, rank)
         for is_message, run in groupby(complete(schedule)[rank], key=lambda action: action.kind.is_message):
             if is_message:
-                moves.append(_exchange(run, schedule))
+                steps.append(_transfers(run, schedule))
             else:
-                moves.extend(_compute(a, schedule, frees.get(a, ())) if a.kind.is_compute else a for a in run)
+                steps.extend(_compute(a, schedule, completed.get(a, ())) if a.kind.is_compute else a for a in run)
         trains = any(action.kind is not Kind.F for action in schedule.actions[rank])
-        return Program(tuple(moves), trains)
+        return Program(tuple(steps), trains)
 
 
-def _compute(action: Action, schedule: Schedule, frees: tuple[MessageKey, ...]) -> Compute:
-    per_replica = schedule.stages_per_replica
-    source, target = source_stage(action, per_replica), target_stage(action, per_replica)
+def _compute(action: Action, schedule: Schedule, completed: tuple[MessageKey, ...]) -> Compute:
+    source, target = source_stage(action, schedule.stages_per_replica), target_stage(action, schedule.stages_per_replica)
     is_local = source is not None and schedule.stage_ranks[source] == schedule.stage_ranks[action.stage]
-    arrives = None if source is None else _key(action, source)
-    return Compute(action, arrives, None if target is None else _key(action, target), is_local, frees)
+    input_key = None if source is None else _key(action, source)
+    return Compute(action, input_key, None if target is None else _key(action, target), is_local, completed)
 
 
-def _frees(schedule: Schedule, rank: int) -> dict[Action, tuple[MessageKey, ...]]:
-    """Per action the messages that its packet answers: the peer took them before it made the packet.
+def _completed_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[MessageKey, ...]]:
+    """For each action the messages that its sender had received before it made the action's input.
 
-    rank 0   0F0 0F1 ...... 3F0        what 3F0 gets was made by 2F0, behind 1F0: the buffer of 0F0's message is free,
-    rank 1       1F0 2F0 1F1           0F1's isn't yet
+    rank 0   0F0 0F1 ...... 3F0        3F0's input is made by 2F0, after 1F0: the message of 0F0 has been received,
+    rank 1       1F0 2F0 1F1           that of 0F1 perhaps not yet
     """
     ranks = schedule.stage_ranks
-    places = {action: place for row in schedule.actions for place, action in enumerate(row)}
+    positions = {action: position for row in schedule.actions for position, action in enumerate(row)}
     producer_of = producers(schedule)
     consumer_of = {producer: consumer for consumer, producer in producer_of.items()}
-    taken: dict[int, list[tuple[int, MessageKey]]] = defaultdict(list)  # per peer: (where in its row, what)
-    frees: dict[Action, tuple[MessageKey, ...]] = {}
+    pending: dict[int, list[tuple[int, MessageKey]]] = defaultdict(list)  # by peer: (its consumer's position, key)
+    completed: dict[Action, tuple[MessageKey, ...]] = {}
     for action in schedule.actions[rank]:
         if (producer := producer_of.get(action)) is not None:
-            peer, made = ranks[producer.stage], places[producer]
-            frees[action] = tuple(key for place, key in taken[peer] if place <= made)
-            taken[peer] = [message for message in taken[peer] if message[0] > made]
+            peer, made = ranks[producer.stage], positions[producer]
+            completed[action] = tuple(key for position, key in pending[peer] if position <= made)
+            pending[peer] = [message for message in pending[peer] if message[0] > made]
         if (consumer := consumer_of.get(action)) is not None and (peer := ranks[consumer.stage]) != rank:
-            taken[peer].append((places[consumer], _key(action, consumer.stage)))
-    return frees
+            pending[peer].append((positions[consumer], _key(action, consumer.stage)))
+    return completed
 
 
-def _exchange(run: Iterable[Action], schedule: Schedule) -> Exchange:
-    sends, receives, per_replica = [], [], schedule.stages_per_replica
+def _transfers(run: Iterable[Action], schedule: Schedule) -> Transfers:
+    sends, receives = [], []
     for action in run:
-        source, target = source_stage(action, per_replica), target_stage(action, per_replica)
+        source, target = source_stage(action, schedule.stages_per_replica), target_stage(action, schedule.stages_per_replica)
         if target is not None:
             sends.append((_key(action, target), schedule.stage_ranks[target]))
         elif source is not None:
             receives.append((_key(action, source), schedule.stage_ranks[source]))
-    return Exchange(tuple(sends), tuple(receives))
+    return Transfers(tuple(sends), tuple(receives))
 
 
 def _key(action: Action, other: int) -> MessageKey:

@@ -115,7 +115,7 @@ class SharedSplitter(BatchSplitter):
 
         def cut(m: int, *parts: Share) -> Any:
             samples = [i for share in parts for i in range(share.start, share.stop)]
-            return microbatches.part(whole[m], samples, sizes[m])
+            return microbatches.select_samples(whole[m], samples, sizes[m])
 
         pieces = [None if share.is_padding else cut(m, share) for m, row in enumerate(table) for share in row]
         own = [m * num_ranks + rank for m in range(len(sizes))]

@@ -50,7 +50,7 @@ class GradientSync:
 
     def reduce(self, stages: list[int]) -> None:
         """Sum all gradients that are there now, stage by stage in the given order. Called by all ranks."""
-        if not self.stages.is_alone:
+        if not self.stages.has_no_peers:
             for stage in stages:
                 self.stages.start(stage)
             self.stages.finish()
@@ -112,18 +112,18 @@ class Pipeline:
             trains: whether to run backwards.
             reduce: whether to sum gradients over data ranks.
         """
-        self.relay.share("batch", [num_microbatches, batch.signature, key])
+        self.relay.broadcast("batch", [num_microbatches, batch.signature, key])
         self._run(batch, num_microbatches, key, trains=trains, reduce=reduce)
 
     def follow(self, *, trains: bool, reduce: bool) -> None:
         """On the other pipeline ranks: run the batch that pipeline rank 0 announces. Arguments as for `lead`."""
-        num_microbatches, signature, key = self.relay.share("batch")
+        num_microbatches, signature, key = self.relay.broadcast("batch")
         batch = Batch(signature, self.reduces_in_batch(reduce))
         self._run(batch, num_microbatches, key, trains=trains, reduce=reduce)
 
     def reduces_in_batch(self, reduce: bool) -> bool:
         """Whether stages start to sum their gradients while the batch runs."""
-        return reduce and not self.gradients.stages.is_alone
+        return reduce and not self.gradients.stages.has_no_peers
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over data ranks after a batch that didn't. Called by all ranks."""
@@ -133,19 +133,19 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads, once the other ranks have received what this one sent."""
-        self.engine.mail.finish()
+        self.engine.channel.finish()
         self._stop_user_code()
 
     def abandon(self) -> None:
         """After a failure: drop everything under way, without waiting for other ranks, and close the connections."""
-        self.engine.mail.forget()
+        self.engine.channel.forget()
         self.gradients.forget()
-        self.engine.mail.transport.close()
+        self.engine.channel.transport.close()
         self._stop_user_code()
 
     def _stop_user_code(self) -> None:
         if self.user_step is not None:
-            self.user_step.stop()
+            self.user_step.close()
 
     def _run(self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool) -> None:
         self.gradients.begin_batch()
@@ -157,5 +157,5 @@ class Pipeline:
         key = (num_microbatches, trains)
         if key not in self._programs:
             table = self.layout.table(num_microbatches)
-            self._programs[key] = Program.of(table if trains else forward_only(table), self.rank)
+            self._programs[key] = Program.from_schedule(table if trains else forward_only(table), self.rank)
         return self._programs[key]

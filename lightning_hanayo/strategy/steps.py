@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
 from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.stages.base import loss_of
+from lightning_hanayo.runtime.stages.first_last import loss_of
 from lightning_hanayo.strategy.build.checks import reject_stop
 from lightning_hanayo.strategy.lightning import progress, user_hooks
 from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
@@ -42,20 +42,20 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     separate = continues and user_hooks.may_scale_backward(trainer)
     deferred = DeferredGradients(
         pipeline.parameters,
-        continues=continues,
-        keeps=user_hooks.reads_old_gradients(trainer),
+        accumulates=continues,
+        keeps_old=user_hooks.reads_old_gradients(trainer),
         separate=separate,
         finish=pipeline.reduce_gradients if separate and steps else None,
     )
     result = _run(session, trainer, batch, step, scale=scale, trains=True, reduce=steps and not separate)
-    deferred.take()
+    deferred.stash()
     loss = loss_of(result) if pipeline.rank == 0 else torch.zeros((), device=session.device)
     if session.topology.replica_size > 1:
         if trainer.should_stop != stopping:
             reject_stop()
         if user_hooks.reads_step_metrics(trainer, progress.batch_idx(trainer), steps=steps):
             loss = shared_metrics_of(trainer).share_step(loss)
-    return _with_loss(result, deferred.loss(loss.reshape(()), scale).reshape(loss.shape))
+    return _with_loss(result, deferred.surrogate_loss(loss.reshape(()), scale).reshape(loss.shape))
 
 
 def evaluate(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:

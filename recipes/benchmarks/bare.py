@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_hanayo.runtime.comm.point_to_point import MessageKey
 from lightning_hanayo.runtime.comm.transport import Transport, Work
-from lightning_hanayo.runtime.program import Compute, Exchange, Program
+from lightning_hanayo.runtime.program import Compute, Program, Transfers
 from lightning_hanayo.schedule import Kind
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.machine import sleep_until
@@ -51,11 +51,11 @@ class BareRunner(Runner):
             Kind.W: times.backward_weight,
         }
         self._instructions: list[_Transfers | _Sleep] = []
-        for move in Program.of(self.schedule, dist.get_rank()).moves:
+        for move in Program.from_schedule(self.schedule, dist.get_rank()).steps:
             if isinstance(move, Compute):
-                awaits = None if move.is_local else move.arrives
+                awaits = None if move.is_local else move.input_key
                 self._instructions.append(_Sleep(awaits, seconds[move.action.kind]))
-            elif isinstance(move, Exchange):
+            elif isinstance(move, Transfers):
                 sends, receives = (
                     tuple((key, peer, torch.zeros(case.width)) for key, peer in messages)
                     for messages in (move.sends, move.receives)

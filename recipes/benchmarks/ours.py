@@ -68,7 +68,7 @@ class OurRunner(Runner):
             inputs=inputs(case.num_microbatches, case.width).split(1),
             loss_weights=[1 / case.num_microbatches] * case.num_microbatches,
         )
-        self._program = Program.of(self.schedule, rank)
+        self._program = Program.from_schedule(self.schedule, rank)
         self._engine = Engine(runs, PointToPointChannel(transport), reduce, Trace())
 
     def _run(self, number: int, stage: EmulatedStage, case: Case) -> Stage:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.message import gradients
+from lightning_hanayo.runtime.comm.message import gradient_message
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
@@ -132,13 +132,13 @@ def _ours(case: RealCase, name: str) -> _Runner:
         is_last = number == schedule.num_stages - 1
         everything.extend(blocks)
         queue = WeightGradientQueue()
-        linear_patch.install(blocks, queue)
+        linear_patch.patch_linear_layers(blocks, queue)
         whole = [*blocks[:-1], _WithLoss(blocks[-1])] if is_last else blocks
         runs[number] = build_stage(whole, number, schedule, queue, num_blocks=case.blocks * RANKS)
     batch = Batch(inputs=_batch(case), loss_weights=[1 / case.num_microbatches] * case.num_microbatches)
     engine, program = (
         Engine(runs, PointToPointChannel(world_transport()), lambda _: None, Trace()),
-        Program.of(schedule, rank),
+        Program.from_schedule(schedule, rank),
     )
 
     def loss() -> float | None:
@@ -179,7 +179,7 @@ def _profile(case: RealCase, record: RealRecord) -> None:
     """Time this rank's blocks one by one: forward, backward, and split backward; all ranks at the same time."""
     queue = WeightGradientQueue()
     blocks = [_block(case, place) for place in range(case.blocks)]
-    linear_patch.install(blocks, queue)
+    linear_patch.patch_linear_layers(blocks, queue)
     stages = [SelfContainedFirstStage([block], 1, queue) for block in blocks]
     x = _batch(case)[0].requires_grad_()
     taken: dict[str, list[float]] = {what: [] for what in ("forward", "backward", "backward_input", "backward_weight")}
@@ -203,7 +203,7 @@ def _time_stage(stage: SelfContainedFirstStage, x: Tensor, split: bool, times: d
     start = clock()
     stage.forward(batch, 0, None)
     forward = clock()
-    arrived = gradients([torch.full_like(x, 1e-3)])
+    arrived = gradient_message([torch.full_like(x, 1e-3)])
     begin = clock()
     if split:
         stage.backward_input(batch, 0, arrived)

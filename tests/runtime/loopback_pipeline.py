@@ -19,7 +19,8 @@ from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stages.base import FirstStage, LastStage, MiddleStage, Stage
+from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
+from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage
 from lightning_hanayo.schedule import Schedule, forward_only, with_loss_stage
 from tests.harness.limits import real_seconds
 
@@ -34,8 +35,8 @@ class LoopbackPipeline:
         self.runs = [*cut([1.0] * len(self.blocks), num_stages), *([range(0)] if self.schedule.loss_stage else [])]
         self.queues = [WeightGradientQueue() for _ in self.runs]
         for run, queue in zip(self.runs, self.queues, strict=True):
-            linear_patch.install([self.blocks[i] for i in run], queue)
-        forward_patch.install(self.blocks)
+            linear_patch.patch_linear_layers([self.blocks[i] for i in run], queue)
+        forward_patch.patch_blocks(self.blocks)
         self.reduced: list[int] = []
         self.user = UserStep(self.blocks, len(self.runs[0]), "blocks")
         stages = self._stages()
@@ -74,7 +75,7 @@ class LoopbackPipeline:
         def play(rank: int, engine: Engine) -> None:
             try:
                 with context():
-                    engine.run(Program.of(schedule, rank), batch)
+                    engine.run(Program.from_schedule(schedule, rank), batch)
             except BaseException as error:
                 errors.append(error)
 
@@ -89,6 +90,6 @@ class LoopbackPipeline:
 
     def close(self) -> None:
         """End the step threads and take the bridge away."""
-        self.user.stop()
-        forward_patch.remove(self.blocks)
-        linear_patch.remove(self.blocks)
+        self.user.close()
+        forward_patch.unpatch_blocks(self.blocks)
+        linear_patch.unpatch_linear_layers(self.blocks)

@@ -301,7 +301,7 @@ def test_what_is_summed_in_place_is_nobody_elses() -> None:
     blocks = nn.ModuleList([Shift(), Shift()])
     playing = LoopbackPipeline(blocks, build("hanayo", num_ranks=1, num_microbatches=1))
     engine = playing.engines[0]
-    engine._reduce = lambda stage: blocks[stage].shift.grad.mul_(10.0)  # as if ten replicas were summed
+    engine._reduce_gradients = lambda stage: blocks[stage].shift.grad.mul_(10.0)  # as if ten replicas were summed
     try:
         playing.run(lambda _: blocks[1](blocks[0](torch.ones(2, 3, requires_grad=True))).square().sum(), [1.0])
     finally:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_hanayo.runtime.comm.point_to_point import SPARE
+from lightning_hanayo.runtime.comm.point_to_point import MAX_SPARE_BUFFERS
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.schedule import Action, Schedule, build, simulate
 from tests.harness.thorough import covered
@@ -86,9 +86,9 @@ class Watch(Trace):
         self.live = live
         self.held: list[int] = []
 
-    def add(self, action: Action, asked: float, start: float) -> None:
+    def add(self, action: Action, reached: float, start: float) -> None:
         self.held.append(self.live.num_bytes)
-        super().add(action, asked, start)
+        super().add(action, reached, start)
 
 
 @contextmanager
@@ -138,7 +138,9 @@ def test_peak_bytes_are_the_simulated_peak(schedule: Schedule) -> None:
         peak = simulate(pipeline.schedule).peak_activations[1]
         assert one > 60 * message
         assert max(watch.held) - before <= 1.05 * peak * one
-        assert watch.held[-1] - before <= (5 + 2 * SPARE) * message  # spare buffers for activations and gradients
+        assert (
+            watch.held[-1] - before <= (5 + 2 * MAX_SPARE_BUFFERS) * message
+        )  # spare buffers for activations and gradients
 
 
 @pytest.mark.parametrize("schedule", covered(TABLES[:3], by=TABLES[:2]), ids=lambda schedule: schedule.name)

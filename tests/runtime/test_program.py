@@ -1,4 +1,4 @@
-"""The program: where packets come from and go to, and when a sent one's buffer is free.
+"""The program: where messages come from and go to, and when a sent one's buffer is free.
 
 rank 0   0F0 0F1 3F0 3I0 3W0 ...      stages 0 and 3
 rank 1       1F0 2F0 1F1 2I0 ...      stages 1 and 2: between them nothing is sent
@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 
 from lightning_hanayo.runtime.comm.point_to_point import MessageKey
-from lightning_hanayo.runtime.program import Compute, Exchange, Program
+from lightning_hanayo.runtime.program import Compute, Program, Transfers
 from lightning_hanayo.schedule import Action, Kind, Schedule, build
 from tests.schedule.samples import schedules, split, unhurried
 
 
 def computes(schedule: Schedule, rank: int) -> dict[str, Compute]:
-    return {str(move.action): move for move in Program.of(schedule, rank).moves if isinstance(move, Compute)}
+    return {str(step.action): step for step in Program.from_schedule(schedule, rank).steps if isinstance(step, Compute)}
 
 
 def forward(border: int, microbatch: int) -> MessageKey:
@@ -28,7 +28,7 @@ def backward(border: int, microbatch: int) -> MessageKey:
 
 
 WAVE = split(build("hanayo", num_ranks=2, num_microbatches=2))
-ROUTES = [  # action -> what it takes, what it makes, whether what it takes is local
+MESSAGES = [  # action -> what it takes, what it makes, whether what it takes is local
     ("0F1", None, forward(0, 1), False),
     ("1F1", forward(0, 1), forward(1, 1), False),
     ("2F1", forward(1, 1), forward(2, 1), True),
@@ -40,18 +40,18 @@ ROUTES = [  # action -> what it takes, what it makes, whether what it takes is l
 ]
 
 
-@pytest.mark.parametrize(("action", "arrives", "leaves", "is_local"), ROUTES)
-def test_routes(action: str, arrives: MessageKey | None, leaves: MessageKey | None, is_local: bool) -> None:
-    move = computes(WAVE, WAVE.stage_ranks[int(action[0])])[action]
-    assert (move.arrives, move.leaves, move.is_local) == (arrives, leaves, is_local)
+@pytest.mark.parametrize(("action", "arrives", "leaves", "is_local"), MESSAGES)
+def test_messages(action: str, arrives: MessageKey | None, leaves: MessageKey | None, is_local: bool) -> None:
+    step = computes(WAVE, WAVE.stage_ranks[int(action[0])])[action]
+    assert (step.input_key, step.output_key, step.is_local) == (arrives, leaves, is_local)
 
 
 def test_two_chains_end_where_they_end() -> None:
     """Chimera, P = 2: stages 0, 1 and their twins 2, 3."""
     schedule = build("chimera", num_ranks=2, num_microbatches=2)
-    moves = computes(schedule, 0) | computes(schedule, 1)
-    ends = [str(move.action) for move in moves.values() if move.action.kind is Kind.F and move.leaves is None]
-    starts = [str(move.action) for move in moves.values() if move.action.kind is Kind.F and move.arrives is None]
+    steps = computes(schedule, 0) | computes(schedule, 1)
+    ends = [str(step.action) for step in steps.values() if step.action.kind is Kind.F and step.output_key is None]
+    starts = [str(step.action) for step in steps.values() if step.action.kind is Kind.F and step.input_key is None]
     assert {(end[0]) for end in ends} == {"1", "3"} and {(start[0]) for start in starts} == {"0", "2"}
 
 
@@ -60,11 +60,11 @@ def test_an_answer_frees_what_the_peer_took_before_it_made_it() -> None:
     rank 1       1F0 1B0 1F1 1B1     1F2 1B2
     """
     schedule = build("1f1b", num_ranks=2, num_microbatches=3)
-    moves = computes(schedule, 0)
-    assert [(name, move.frees) for name, move in moves.items() if move.frees] == [
+    steps = computes(schedule, 0)
+    assert [(name, step.completed_sends) for name, step in steps.items() if step.completed_sends] == [
         ("0B0", (forward(0, 0),)), ("0B1", (forward(0, 1),)), ("0B2", (forward(0, 2),)),
     ]  # fmt: skip
-    assert [(name, move.frees) for name, move in computes(schedule, 1).items() if move.frees] == [
+    assert [(name, step.completed_sends) for name, step in computes(schedule, 1).items() if step.completed_sends] == [
         ("1F2", (backward(0, 0),)),
     ]  # fmt: skip
 
@@ -72,22 +72,22 @@ def test_an_answer_frees_what_the_peer_took_before_it_made_it() -> None:
 @unhurried
 @given(schedules(max_ranks=4, max_microbatches=5))
 def test_nothing_is_freed_that_may_be_under_way(schedule: Schedule) -> None:
-    """Each message at most once, and only by a packet that was made behind its own taker."""
+    """Each message at most once, and only by a message that was made behind its own taker."""
     place = {action: (rank, i) for rank, row in enumerate(schedule.actions) for i, action in enumerate(row)}
 
-    def action(stage: int, route: MessageKey) -> Action:
-        kinds = (Kind.F,) if route.direction == "forward" else (Kind.B, Kind.I)
-        return next(a for kind in kinds if (a := Action(stage, kind, route.microbatch)) in place)
+    def action(stage: int, key: MessageKey) -> Action:
+        kinds = (Kind.F,) if key.direction == "forward" else (Kind.B, Kind.I)
+        return next(a for kind in kinds if (a := Action(stage, kind, key.microbatch)) in place)
 
     for rank in range(schedule.num_ranks):
-        program = Program.of(schedule, rank)
-        sent = [route for move in program.moves if isinstance(move, Exchange) for route, _ in move.sends]
-        freed = list(chain(*(move.frees for move in program.moves if isinstance(move, Compute))))
+        program = Program.from_schedule(schedule, rank)
+        sent = [key for step in program.steps if isinstance(step, Transfers) for key, _ in step.sends]
+        freed = list(chain(*(step.completed_sends for step in program.steps if isinstance(step, Compute))))
         assert len(set(freed)) == len(freed) and set(freed) <= set(sent)
-        for move in (m for m in program.moves if isinstance(m, Compute) and m.frees):
-            assert move.arrives is not None and not move.is_local
-            toward = move.arrives.direction == "forward"
-            maker = place[action(move.arrives.stage + (not toward), move.arrives)]
-            for route in move.frees:
-                taker = place[action(route.stage + (route.direction == "forward"), route)]
+        for step in (m for m in program.steps if isinstance(m, Compute) and m.completed_sends):
+            assert step.input_key is not None and not step.is_local
+            toward = step.input_key.direction == "forward"
+            maker = place[action(step.input_key.stage + (not toward), step.input_key)]
+            for key in step.completed_sends:
+                taker = place[action(key.stage + (key.direction == "forward"), key)]
                 assert taker[0] == maker[0] != rank and taker <= maker

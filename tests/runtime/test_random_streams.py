@@ -142,7 +142,7 @@ class Noisy(nn.Module):
 
 def test_copies_of_a_block_belong_to_no_stream() -> None:
     block, streams = Noisy(), RandomStreams(0, 0, CPU)
-    forward_patch.install([block], streams, whole=True)
+    forward_patch.patch_blocks([block], streams, single_stage=True)
     with streams.batch("train 0 0"):
         for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
             streams.begin_action(0, Kind.F)
@@ -150,7 +150,7 @@ def test_copies_of_a_block_belong_to_no_stream() -> None:
             noise = torch.rand(())
             streams.begin_code(0)
             assert torch.equal(copied(torch.zeros(())), noise)
-    forward_patch.remove([block])
+    forward_patch.unpatch_blocks([block])
     assert vars(block).keys() == vars(Noisy()).keys()
 
 

@@ -24,8 +24,8 @@ class DeferredGradients:
 
     Args:
         parameters: all that this rank trains.
-        continues: whether the batch adds to the gradients that are there, as all but the first of accumulated ones do.
-        keeps: whether gradients that the batch doesn't add to are put back; otherwise their memory is free.
+        accumulates: whether the batch adds to the gradients that are there, as all but the first accumulated batch do.
+        keeps_old: whether gradients that the batch doesn't add to are put back; otherwise their memory is free.
         separate: whether the batch makes its gradients separately from those that it adds to.
         finish: called when all gradients are in place.
     """
@@ -34,26 +34,26 @@ class DeferredGradients:
         self,
         parameters: Iterable[nn.Parameter],
         *,
-        continues: bool,
-        keeps: bool = True,
+        accumulates: bool,
+        keeps_old: bool = True,
         separate: bool = False,
         finish: Callable[[], None] | None = None,
     ) -> None:
         self._parameters = list(parameters)
-        self._continues = continues
-        self._separate = continues and separate
+        self._continues = accumulates
+        self._separate = accumulates and separate
         self._finish = finish
-        self._found = [parameter.grad if continues or keeps else None for parameter in self._parameters]
+        self._found = [parameter.grad if accumulates or keeps_old else None for parameter in self._parameters]
         self._fresh: list[Tensor | None] = []
-        if not continues or separate:
+        if not accumulates or separate:
             self._put([None] * len(self._parameters))
 
-    def take(self) -> None:
+    def stash(self) -> None:
         """Take the batch's gradients away, and put back what was found."""
         self._fresh = [parameter.grad for parameter in self._parameters]
         self._put(self._found)
 
-    def loss(self, value: Tensor, scale: float) -> Tensor:
+    def surrogate_loss(self, value: Tensor, scale: float) -> Tensor:
         """A loss of that `value`, whose backward gives the gradients to the parameters.
 
         Args:
@@ -62,7 +62,7 @@ class DeferredGradients:
         """
         return _HandOver.apply(self, scale, value.detach(), _ANCHOR)  # type: ignore[no-any-return]
 
-    def give(self, factor: Tensor) -> None:
+    def apply(self, factor: Tensor) -> None:
         """Give the gradients to the parameters, times `factor`: unread where reading it would wait for a device.
 
         Raises:
@@ -110,7 +110,7 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        ctx.handover.give(gradient / torch.full_like(gradient, ctx.scale))  # exactly 1 if it is what was expected
+        ctx.handover.apply(gradient / torch.full_like(gradient, ctx.scale))  # exactly 1 if it is what was expected
         return None, None, None, None
 
 

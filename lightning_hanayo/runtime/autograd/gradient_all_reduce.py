@@ -54,7 +54,7 @@ class GradientAllReduce:
         self._under_way: list[_Bucket] = []
 
     @property
-    def is_alone(self) -> bool:
+    def has_no_peers(self) -> bool:
         """Whether there is nobody to sum with."""
         return not any(self._sums.values())
 

@@ -12,22 +12,22 @@ from lightning_hanayo.runtime.comm.message import Message
 
 
 class DetachedInputs:
-    """The tensors of an arriving packet as the beginning of a graph of their own, and the gradients that reach them.
+    """The tensors of an arriving message as the beginning of a graph of their own, and the gradients that reach them.
 
         leaf (arrived) ---> what blocks get: neither a leaf nor a view, so that they may work on it in place
 
     Args:
-        packet: nobody else's: its differentiable tensors are leaves, and their `.grad` is the entrance's.
+        message: nobody else's: its differentiable tensors are leaves, and their `.grad` is the inputs's.
     """
 
-    def __init__(self, packet: Message) -> None:
-        self._leaves = packet.differentiable
-        tensors = tuple(alias(t) if t.requires_grad else t for t in packet.tensors)
-        self.packet = Message(packet.skeleton, tensors)
+    def __init__(self, message: Message) -> None:
+        self._leaves = message.differentiable
+        tensors = tuple(alias(t) if t.requires_grad else t for t in message.tensors)
+        self.message = Message(message.skeleton, tensors)
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """Of the packet's differentiable tensors."""
+        """Of the message's differentiable tensors."""
         return [leaf.grad for leaf in self._leaves]
 
 
@@ -40,7 +40,7 @@ def alias(leaf: Tensor) -> Tensor:
     return _unsafe_view(leaf, leaf.shape)  # type: ignore[no-any-return]
 
 
-def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run autograd from those `outputs` that have a gradient."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
     if not pairs:
@@ -75,7 +75,7 @@ def nodes_of(tensors: Iterable[Tensor]) -> set[Node]:
     return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
 
 
-def reach(roots: Iterable[Tensor], stop: Iterable[Node] = ()) -> tuple[set[Node], set[Tensor]]:
+def reachable(roots: Iterable[Tensor], stop: Iterable[Node] = ()) -> tuple[set[Node], set[Tensor]]:
     """The nodes and the leaves that the graph of `roots` reaches without passing through `stop`."""
     seen: set[Node] = set(stop)
     nodes: set[Node] = set()
@@ -94,7 +94,7 @@ def reach(roots: Iterable[Tensor], stop: Iterable[Node] = ()) -> tuple[set[Node]
     return nodes, leaves
 
 
-def sequence_number() -> int:
+def current_sequence_number() -> int:
     """The calling thread's autograd clock: nodes made before have smaller `_sequence_nr`. 0 without grad mode."""
     node = _CLOCK.view(0).grad_fn
     return node._sequence_nr() if node is not None else 0

@@ -17,7 +17,7 @@ from lightning_hanayo.weight_gradients import WeightGradients
 _LAYER = "_split_linear"
 
 
-def install(blocks: Iterable[nn.Module], queue: WeightGradients, *, keep: Collection[Tensor] = ()) -> None:
+def patch_linear_layers(blocks: Iterable[nn.Module], queue: WeightGradients, *, keep: Collection[Tensor] = ()) -> None:
     """Let the layers of `blocks` use `queue`: exact `nn.Linear` and Hugging Face's `Conv1D`, no subclasses.
 
     Args:
@@ -33,7 +33,7 @@ def install(blocks: Iterable[nn.Module], queue: WeightGradients, *, keep: Collec
             module.forward = MethodType(forward_transposed if layer.transposed else forward, module)
 
 
-def remove(blocks: Iterable[nn.Module]) -> None:
+def unpatch_linear_layers(blocks: Iterable[nn.Module]) -> None:
     """Give the layers their own `forward` back."""
     for block in blocks:
         for module in block.modules():

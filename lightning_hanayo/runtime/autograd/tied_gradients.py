@@ -19,13 +19,13 @@ class TiedGradients:
     def __init__(self) -> None:
         self._parts: dict[int, dict[Tensor, Tensor]] = {}
 
-    def first(self, microbatch: int, parameters: Iterable[Tensor], backward: Callable[[], None]) -> None:
+    def loss_backward(self, microbatch: int, parameters: Iterable[Tensor], backward: Callable[[], None]) -> None:
         """Run the loss's `backward`; what it adds to `parameters` is set aside."""
         with _apart(parameters) as part:
             backward()
         self._parts[microbatch] = part
 
-    def second(self, microbatch: int, backward: Callable[[], None]) -> None:
+    def first_stage_backward(self, microbatch: int, backward: Callable[[], None]) -> None:
         """Run stage 0's `backward`, and add both parts at once."""
         part = self._parts.pop(microbatch, {})
         with _apart(part) as own:

@@ -9,9 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_hanayo.weight_gradients import Late, Product
+from lightning_hanayo.weight_gradients import PendingGradient, Product
 
-_Made = list[Tensor | Late]
+_Made = list[Tensor | PendingGradient]
 _Pieces = list[tuple[Product, tuple[Tensor, ...]]]
 
 
@@ -41,7 +41,7 @@ class WeightGradientQueue:
         storages = {operand.untyped_storage().data_ptr(): operand.untyped_storage().nbytes() for operand in operands}
         return sum(storages.values())
 
-    def opened(self, microbatch: int) -> Self:
+    def collecting(self, microbatch: int) -> Self:
         """Keep the products of `microbatch`, until the `with` statement that calls this ends."""
         self._open = self._waiting[microbatch] = {}
         return self

@@ -1,7 +1,7 @@
-"""The hole: what stands for a block's output while the block runs on another rank.
+"""The proxy: stands for a block's output in the user's step while the block runs on another rank.
 
-The user's code may pass a hole on to the next block, or take a part out of a tuple of them, but anything that would
-need its value is an error that names the line.
+The user's code may pass a proxy to the next block, or take it out of a tuple. Any operation that needs its value raises
+an error that names the user's line.
 """
 
 import threading
@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.comm.pytree import Placeholder
 
-_ELSEWHERE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), threading.__file__)
-"""where code is not the user's"""
+_NOT_USER_CODE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), threading.__file__)
+"""file names that begin so are not the user's code"""
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
 _OPERATORS = (
     *(f"{prefix}{name}" for name in _ARITHMETIC for prefix in ("", "r", "i")),
@@ -23,24 +24,18 @@ _OPERATORS = (
 )
 
 
-class Proxy:
-    """The part at `path` of the output of block number `block`, whose value this rank hasn't got."""
+class Proxy(Placeholder):
+    """The part at `path` of the output of block number `block`, of which this rank has no value."""
 
-    __slots__ = ("block", "path")
-    path: tuple[Any, ...]
-    block: int
+    __slots__ = ()
     __hash__ = object.__hash__
-
-    def __init__(self, path: tuple[Any, ...] = (), block: int = 0) -> None:
-        self.path = path
-        self.block = block
 
     def __repr__(self) -> str:
         return f"Proxy{list(self.path) or ''}"
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # what copy, pickle and inspect ask of every object
+            raise AttributeError(name)  # copy, pickle and inspect look these up on every object
         refuse(f".{name}")
 
     @classmethod
@@ -60,12 +55,12 @@ for _name in _OPERATORS:
 
 
 def refuse(operation: str) -> NoReturn:
-    """Raise the error for code between blocks, naming the user's line.
+    """Raise the error for code between two blocks that needs a value. It names the user's line.
 
     Raises:
         UnsupportedError: always.
     """
-    line = next((f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_ELSEWHERE)), None)
+    line = next((f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_NOT_USER_CODE)), None)
     where = f"{line.filename}:{line.lineno} ({line.line})" if line else "your module"
     raise UnsupportedError(
         f"{where} uses the output of a block between two blocks ({operation}), but that block runs on another pipeline "
@@ -73,16 +68,16 @@ def refuse(operation: str) -> NoReturn:
     )
 
 
-def pattern(tree: Any, block: int, path: tuple[Any, ...] = ()) -> Any:
-    """Holes for the output of `block`, shaped like `tree`: containers stay, so that tuples can be unpacked."""
+def proxies_like(tree: Any, block: int, path: tuple[Any, ...] = ()) -> Any:
+    """Return proxies for the output of `block` in the containers of `tree`, so that tuples can be unpacked."""
     if type(tree) in (tuple, list):
-        return type(tree)(pattern(item, block, (*path, i)) for i, item in enumerate(tree))
+        return type(tree)(proxies_like(item, block, (*path, i)) for i, item in enumerate(tree))
     if isinstance(tree, dict):
-        return {key: pattern(item, block, (*path, key)) for key, item in tree.items()}
+        return {key: proxies_like(item, block, (*path, key)) for key, item in tree.items()}
     return tree if tree is None else Proxy(path, block)
 
 
-def pick(tree: Any, path: tuple[Any, ...]) -> Any:
+def subtree(tree: Any, path: tuple[Any, ...]) -> Any:
     """The part of `tree` at `path`."""
     for key in path:
         tree = tree[key]

@@ -1,11 +1,11 @@
-"""The cargo: what travels down the stack of blocks with one micro-batch.
+"""The stage input: what a stage gets for one micro-batch, and the message that carries it between ranks.
 
-    carry    the last block's output                            a tree
-    calls    the distinct calls of the blocks still to come     (args, kwargs) with holes where the carry goes
-    which    for each block still to come, its call             indices into `calls`
-    sequence_length   of the whole sequences; 0 where no block uses it
+    output_skeleton    the output of the block before                       a tree
+    calls              the distinct calls of the blocks still to come       (args, kwargs), with proxies for that output
+    call_of_block      for each block still to come, the index of its call
+    sequence_length    of the whole sequences; 0 if no block uses it
 
-A mask that all blocks get is one tensor in one call; Gemma's two kinds of masks are two calls.
+A mask that all blocks get is one tensor in one call. Gemma's two kinds of masks are two calls.
 """
 
 from dataclasses import dataclass
@@ -14,75 +14,77 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hanayo.runtime.capture.proxy import pick
+from lightning_hanayo.runtime.capture.proxy import subtree
 from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, places, renumber, unflatten
+from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, renumber, tensor_indices, unflatten
 
-NOTHING: Skeleton = ("plain", "NoneType", None)
+NO_OUTPUT: Skeleton = ("plain", "NoneType", None)
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """A packet, read as carry and calls."""
+    """The output of the block before, and the calls of the blocks still to come; all share one list of tensors."""
 
-    carry: Skeleton
+    output_skeleton: Skeleton
     calls: tuple[Skeleton, ...]
-    which: tuple[int, ...]
+    call_of_block: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     sequence_length: int = 0
 
     @staticmethod
-    def of(packet: Message) -> "StageInput":
-        """The cargo that `packet` holds."""
-        carry, calls, which, sequence_length = packet.skeleton
-        return StageInput(carry, calls, which, packet.tensors, sequence_length)
+    def from_message(message: Message) -> "StageInput":
+        """Read the stage input in `message`."""
+        output_skeleton, calls, call_of_block, sequence_length = message.skeleton
+        return StageInput(output_skeleton, calls, call_of_block, message.tensors, sequence_length)
 
     @property
-    def packet(self) -> Message:
-        """As a packet, with the tensors it really uses, each once."""
-        skeleton, used = _used(self.carry, self.calls, self.which, self.sequence_length)
-        return Message(skeleton, tuple(self.tensors[place] for place in used))
+    def message(self) -> Message:
+        """The stage input as a message, with the tensors that are still used, each once."""
+        skeleton, used = _used(self.output_skeleton, self.calls, self.call_of_block, self.sequence_length)
+        return Message(skeleton, tuple(self.tensors[index] for index in used))
 
     @property
     def output(self) -> Any:
-        """The carry as a tree: after the last block, the output of the stack."""
-        return unflatten(self.carry, self.tensors)
+        """The output of the block before, as a tree; after the last block, the output of the stack."""
+        return unflatten(self.output_skeleton, self.tensors)
 
-    def through(self, blocks: list[nn.Module]) -> "StageInput":
-        """The cargo behind `blocks`, which are the next ones in the stack."""
+    def run(self, blocks: list[nn.Module]) -> "StageInput":
+        """Run the next `blocks` of the stack, and return the input of the stage after them."""
         output = self.output
-        for block, which in zip(blocks, self.which, strict=False):
-            args, kwargs = unflatten(self.calls[which], self.tensors, partial(pick, output))
+        for block, call in zip(blocks, self.call_of_block, strict=False):
+            args, kwargs = unflatten(self.calls[call], self.tensors, partial(subtree, output))
             output = block(*args, **kwargs)
-        return self.behind(output, len(blocks)) if blocks else self
+        return self.after(output, len(blocks)) if blocks else self
 
-    def behind(self, output: Any, num_blocks: int) -> "StageInput":
-        """The cargo behind the next `num_blocks`, whose last one returned `output`."""
-        which = self.which[num_blocks:]
+    def after(self, output: Any, num_blocks: int) -> "StageInput":
+        """The input of the stage after the next `num_blocks`, the last of which has returned `output`."""
         flattener = Flattener()
-        carry = flattener.flatten(output, "the output of a block")
-        calls, which = _kept(self.calls, which, len(flattener.tensors), len(self.tensors))
-        return StageInput(carry, calls, which, (*flattener.tensors, *self.tensors), self.sequence_length)
+        skeleton = flattener.flatten(output, "the output of a block")
+        remaining = self.call_of_block[num_blocks:]
+        calls, call_of_block = _remaining(self.calls, remaining, len(flattener.tensors), len(self.tensors))
+        tensors = (*flattener.tensors, *self.tensors)
+        return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_length)
 
 
-# What follows from structure alone is the same for every micro-batch, and worked out once.
+# The following depends on the structure alone, which is the same for all micro-batches: it is computed once.
 
 
 @lru_cache(maxsize=256)
 def _used(
-    carry: Skeleton, calls: tuple[Skeleton, ...], which: tuple[int, ...], sequence_length: int
+    output: Skeleton, calls: tuple[Skeleton, ...], call_of_block: tuple[int, ...], sequence_length: int
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The skeleton of a packet with the tensors that are used, and where these stand."""
-    used = tuple(dict.fromkeys(place for skeleton in (carry, *calls) for place in places(skeleton)))
-    where = {place: i for i, place in enumerate(used)}
-    return (renumber(carry, where), tuple(renumber(call, where) for call in calls), which, sequence_length), used
+    """The skeleton of a message with only the tensors that are used, and their indices."""
+    used = tuple(dict.fromkeys(index for skeleton in (output, *calls) for index in tensor_indices(skeleton)))
+    new = {index: i for i, index in enumerate(used)}
+    renumbered = tuple(renumber(call, new) for call in calls)
+    return (renumber(output, new), renumbered, call_of_block, sequence_length), used
 
 
 @lru_cache(maxsize=256)
-def _kept(
-    calls: tuple[Skeleton, ...], which: tuple[int, ...], num_new: int, num_old: int
+def _remaining(
+    calls: tuple[Skeleton, ...], call_of_block: tuple[int, ...], num_new: int, num_old: int
 ) -> tuple[tuple[Skeleton, ...], tuple[int, ...]]:
-    """The calls that are still to come, behind `num_new` more tensors."""
-    shift = {i: num_new + i for i in range(num_old)}
-    kept = list(dict.fromkeys(which))
-    return tuple(renumber(calls[call], shift) for call in kept), tuple(kept.index(call) for call in which)
+    """The calls of the blocks still to come, in a list of tensors that begins with `num_new` more."""
+    shifted = {i: num_new + i for i in range(num_old)}
+    kept = list(dict.fromkeys(call_of_block))
+    return tuple(renumber(calls[call], shifted) for call in kept), tuple(kept.index(call) for call in call_of_block)

@@ -1,7 +1,8 @@
-"""The context: torch's state that a step's thread takes over, and that user code must not change around the stack.
+"""The state of torch that a step's thread copies from the main thread, and that user code must not change.
 
-Grad mode, inference mode, autocast and default device belong to a thread; SDPA and matmul flags and default dtype to
-the process. The stack's blocks run outside the user's `with`, so any difference at its call would be silently lost.
+Grad mode, inference mode, autocast and the default device belong to a thread; SDPA flags, matmul flags and the default
+dtype belong to the process. The stack's blocks run outside the user's `with` statements, so a state that is different
+where the step calls the stack would silently be lost. It is an error.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class ThreadState:
-    """A snapshot. Field names are what errors print."""
+    """A snapshot. Errors print the field names."""
 
     grad_mode: bool
     inference_mode: bool
@@ -50,7 +51,7 @@ class ThreadState:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the calling thread the state that belongs to threads."""
+        """Set the parts of the state that belong to a thread, in the calling thread."""
         before = ThreadState.current()
         self._set_autocast()
         try:
@@ -70,7 +71,7 @@ class ThreadState:
         """Compare with the calling thread's state now.
 
         Raises:
-            UnsupportedError: the user's code calls the stack inside a context that changes it.
+            UnsupportedError: the user's code calls the stack inside a context that changes the state.
         """
         now = ThreadState.current()
         changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(now, f.name)]
@@ -83,7 +84,7 @@ class ThreadState:
             )
 
     def _device(self, before: "ThreadState") -> AbstractContextManager[Any]:
-        """The default device, which belongs to a thread too; setting it costs a little at every call of torch."""
+        """Set the default device if it differs: once set, it makes every call of torch a little slower."""
         return nullcontext() if self.default_device == before.default_device else torch.device(self.default_device)
 
     def _set_autocast(self) -> None:

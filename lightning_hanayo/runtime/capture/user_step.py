@@ -7,17 +7,20 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batch import Batch, StepFunction
-from lightning_hanayo.runtime.capture.forward_patch import BlockTracer
+from lightning_hanayo.runtime.capture.block_tracer import BlockTracer
 from lightning_hanayo.runtime.capture.suspended_call import SuspendedCall, SuspendedCalls
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.random_streams import RandomStreams
 
+_Call = tuple[SuspendedCall, BlockTracer]
+
 
 class UserStep:
-    """Opens a micro-batch's step (up to the stack), and closes it (from the stack's output on).
+    """Runs the user's step on a micro-batch in two parts: up to the stack, and from the stack's output on.
 
     Args:
-        blocks: the whole stack; `num_local` of them run where they are called.
+        blocks: the whole stack.
+        num_local: how many of the blocks run where the step calls them.
         name: the stack's qualified name, for errors.
         streams: the random streams of steps and blocks; None: torch's own generators are left as they are.
     """
@@ -29,107 +32,115 @@ class UserStep:
         self._num_local = num_local
         self._name = name
         self._streams = streams
-        self._steps = SuspendedCalls()
-        self._under_way: dict[int, tuple[SuspendedCall, BlockTracer]] = {}
-        self._rehearsals: dict[int, tuple[SuspendedCall, BlockTracer]] = {}
+        self._calls = SuspendedCalls()
+        self._under_way: dict[int, _Call] = {}
+        self._dry_runs: dict[int, _Call] = {}
 
     def run(self, batch: Batch, microbatch: int) -> Any:
-        """Run the whole step straight through, where the stack lies as one stage; return what it returns."""
+        """Run the whole step where the stack is one stage, and return what it returns."""
         assert batch.step is not None
         batch.on_user_code(microbatch)
-        self._begin_code(microbatch)
+        self._begin_random_numbers(microbatch)
         return batch.step(microbatch)
 
-    def open(self, batch: Batch, microbatch: int) -> Message:
-        """Run the step until it suspends at the last block, and return the cargo.
+    def start(self, batch: Batch, microbatch: int) -> Message:
+        """Run the step until it is suspended at the last block (at the first one, where no block runs in it).
+
+        Returns:
+            The stage input of the recorded calls.
 
         Raises:
-            UnsupportedError: the step ended without passing the stack.
+            UnsupportedError: the step has ended without a pass through the stack.
         """
         assert batch.step is not None
         batch.on_user_code(microbatch)
-        self._under_way[microbatch] = self._begin(batch.step, microbatch)
-        return self._under_way[microbatch][1].packet
+        self._under_way[microbatch] = self._start(batch.step, microbatch)
+        return self._under_way[microbatch][1].message
 
-    def go_on(self, batch: Batch, microbatch: int, output: Any) -> Message:
-        """Where no block runs in the step: resume it with the first block's output, to its suspension at the last one.
+    def run_to_last_block(self, batch: Batch, microbatch: int, output: Any) -> Message:
+        """Resume a step suspended at the first block with that block's output, until it is suspended at the last one.
 
         Returns:
-            The calls of the blocks behind the first one.
+            The calls of the blocks after the first one.
         """
         batch.on_user_code(microbatch)
-        return self._go_on(self._under_way, microbatch, output)
+        return self._run_to_last_block(self._under_way[microbatch], output)
 
-    def rehearse(self, batch: Batch, microbatch: int) -> Message:
-        """As `open`, of the rehearsed function: what it does counts for nothing, and it is never closed."""
+    def finish(self, batch: Batch, microbatch: int, output: Any) -> tuple[Any, int]:
+        """Resume the step with the stack's output.
+
+        Returns:
+            What the step returns, and autograd's sequence number at its suspension.
+        """
+        call, tracer = self._under_way.pop(microbatch)
+        batch.on_user_code(microbatch)
+        call.resume(output)
+        self._calls.release(call)
+        result, call.result = call.result, None
+        return result, tracer.sequence_number
+
+    def start_dry_run(self, batch: Batch, microbatch: int) -> Message:
+        """Like `start`, for `batch.dry_run_step`. Its logs and metrics do not count, and it never ends."""
         assert batch.dry_run_step is not None
         batch.on_user_code(None)
-        self._rehearsals[microbatch] = self._begin(batch.dry_run_step, microbatch)
-        return self._rehearsals[microbatch][1].packet
+        self._dry_runs[microbatch] = self._start(batch.dry_run_step, microbatch)
+        return self._dry_runs[microbatch][1].message
 
-    def rehearse_on(self, batch: Batch, microbatch: int, output: Any) -> Message:
-        """As `go_on`; then the rehearsal is over."""
+    def finish_dry_run(self, batch: Batch, microbatch: int, output: Any) -> Message:
+        """Like `run_to_last_block`; then unwind the dry run."""
         batch.on_user_code(None)
-        packet = self._go_on(self._rehearsals, microbatch, output)
-        step, _ = self._rehearsals.pop(microbatch)
-        step.abandon()
-        self._steps.release(step)
-        return packet
+        call, tracer = self._dry_runs.pop(microbatch)
+        message = self._run_to_last_block((call, tracer), output)
+        call.abandon()
+        self._calls.release(call)
+        return message
 
-    def _begin_code(self, microbatch: int) -> None:
+    def close(self) -> None:
+        """Unwind the suspended steps and end the threads."""
+        self._under_way.clear()
+        self._dry_runs.clear()
+        self._calls.close()
+
+    def _begin_random_numbers(self, microbatch: int) -> None:
         if self._streams is not None:
             self._streams.begin_code(microbatch)
 
-    def _begin(self, function: StepFunction, microbatch: int) -> tuple[SuspendedCall, BlockTracer]:
-        recorder = BlockTracer(self._blocks, self._num_local, self._name)
-        self._begin_code(microbatch)
-        step = self._steps.begin(lambda: _whole(function, microbatch), recorder)
-        self._check(step, recorder)
-        return step, recorder
+    def _start(self, function: StepFunction, microbatch: int) -> _Call:
+        tracer = BlockTracer(self._blocks, self._num_local, self._name)
+        self._begin_random_numbers(microbatch)
+        call = self._calls.start(lambda: _run_step(function, microbatch), tracer)
+        self._check_suspended(call, tracer)
+        return call, tracer
 
-    def _go_on(self, under_way: dict[int, tuple[SuspendedCall, BlockTracer]], microbatch: int, output: Any) -> Message:
-        step, recorder = under_way[microbatch]
-        step.resume(output)
-        self._check(step, recorder)
-        return recorder.packet
+    def _run_to_last_block(self, under_way: _Call, output: Any) -> Message:
+        call, tracer = under_way
+        call.resume(output)
+        self._check_suspended(call, tracer)
+        return tracer.message
 
-    def _check(self, step: SuspendedCall, recorder: BlockTracer) -> None:
-        if step.done:
-            self._steps.release(step)
+    def _check_suspended(self, call: SuspendedCall, tracer: BlockTracer) -> None:
+        if call.done:
+            self._calls.release(call)
             raise UnsupportedError(
-                f"the step ended after {recorder.num_visited} of the {len(self._blocks)} blocks of {self._name}; "
-                f"a pipeline plays one whole pass through the stack for each micro-batch."
+                f"the step ended after {tracer.num_called} of the {len(self._blocks)} blocks of {self._name}; "
+                f"a pipeline runs one whole pass through the stack for each micro-batch."
             )
 
-    def close(self, batch: Batch, microbatch: int, output: Any) -> tuple[Any, int]:
-        """Resume the step with the stack's output; return what it returns, and autograd's clock at its suspension."""
-        step, recorder = self._under_way.pop(microbatch)
-        batch.on_user_code(microbatch)
-        step.resume(output)
-        self._steps.release(step)
-        result, step.result = step.result, None
-        return result, recorder.mark
 
-    def stop(self) -> None:
-        """Unwind what is suspended and end the threads."""
-        self._under_way.clear()
-        self._rehearsals.clear()
-        self._steps.close()
-
-
-def _whole(function: StepFunction, microbatch: int) -> Any:
-    """Run the user's step; a value that hangs on another rank's placeholders is refused by name."""
+def _run_step(function: StepFunction, microbatch: int) -> Any:
+    """Run the user's step. An error about another rank's placeholders becomes one that names the cause."""
     try:
         return function(microbatch)
     except NotImplementedError as error:
         if "meta tensor" not in str(error):
             raise
-        raise without_values("the step") from error
+        raise missing_values_error("the step") from error
 
 
-def without_values(what: str) -> UnsupportedError:
-    """The error for `what`, which hangs on placeholders."""
+def missing_values_error(what: str) -> UnsupportedError:
+    """The error for `what`, which depends on placeholders of other ranks' parameters."""
     return UnsupportedError(
-        f"{what} uses parameters of blocks that lie on other pipeline ranks (a penalty over self.parameters()?), and "
-        f"this rank has no values for them. Use the optimizer's weight_decay, or compute it inside the block."
+        f"{what} uses parameters of blocks that are stored on other pipeline ranks (a penalty over "
+        f"self.parameters()?), and this rank has no values for them. Use the optimizer's weight_decay, or compute it "
+        f"inside the block."
     )

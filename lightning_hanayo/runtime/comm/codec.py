@@ -1,7 +1,7 @@
-"""The codec: a message as one flat buffer of bytes, and its spec, which says how to read them.
+"""The codec: packs a message into one flat buffer of bytes, and describes in a spec how to read it.
 
-buffer   | 64 B: bytes of a correction that follows, 0 = as agreed | tensor 0 | tensor 1 | ...   (64 B aligned)
-spec     (skeleton, ((dtype, shape, requires_grad), ...))          travels only when it isn't the agreed one
+buffer   | 64 B header: 0, or the bytes of a new spec that follows | tensor 0 | tensor 1 | ...   (64 B aligned)
+spec     (skeleton, ((dtype, shape, requires_grad), ...))          sent only if it differs from the agreed one
 """
 
 import ctypes
@@ -22,13 +22,13 @@ from lightning_hanayo.runtime.comm.pytree import Skeleton
 ALIGN = 64
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _NAMES = {value: name for name, value in _DTYPES.items()}
-_UNITS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-"""dtypes that every backend can send; a buffer of several, or of others, goes as bytes"""
+_SENDABLE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""dtypes that every backend can send; a buffer with others, or with several dtypes, is sent as bytes"""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """How to read a buffer: the tree's skeleton, and dtype, shape and requires_grad of each tensor."""
+    """How to read a buffer: the skeleton, and the dtype, shape and requires_grad of each tensor."""
 
     skeleton: Skeleton
     tensors: tuple[tuple[str, tuple[int, ...], bool], ...]
@@ -42,7 +42,7 @@ class Spec:
 
     @cached_property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """Where each tensor begins and ends in the buffer, in bytes."""
+        """Start and end of each tensor in the buffer, in bytes."""
         spans, start = [], ALIGN
         for dtype, shape, _ in self.tensors:
             stop = start + prod(shape) * _DTYPES[dtype].itemsize
@@ -52,40 +52,40 @@ class Spec:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Size of the buffer."""
+        """Size of the buffer, in bytes."""
         return self.extents[-1][1] if self.extents else ALIGN
 
     @cached_property
-    def unit(self) -> torch.dtype:
-        """The buffer's dtype: that of its tensors if they share one, so that they can be read as they lie."""
+    def buffer_dtype(self) -> torch.dtype:
+        """The buffer's dtype: that of its tensors if they share one, so that they are plain views of it."""
         dtypes = {_DTYPES[name] for name, _, _ in self.tensors}
-        return dtypes.pop() if len(dtypes) == 1 and dtypes <= _UNITS else torch.uint8
+        return dtypes.pop() if len(dtypes) == 1 and dtypes <= _SENDABLE else torch.uint8
 
     @cached_property
     def layout(self) -> tuple[tuple[torch.dtype, torch.Size, bool, tuple[int, ...], int], ...]:
-        """Per tensor: dtype, shape, requires_grad, strides, and where it begins, counted in its own elements."""
+        """For each tensor: dtype, shape, requires_grad, strides, and its start in the buffer, in elements."""
         return tuple(
             (_DTYPES[name], torch.Size(shape), needs, _strides(shape), start // _DTYPES[name].itemsize)
             for (name, shape, needs), (start, _) in zip(self.tensors, self.extents, strict=True)
         )
 
-    def describes(self, packet: Message) -> bool:
-        """Whether it is the spec of `packet`."""
-        tensors, layout = packet.tensors, self.layout
-        if len(tensors) != len(layout) or packet.skeleton != self.skeleton:
+    def matches(self, message: Message) -> bool:
+        """Whether this is the spec of `message`."""
+        tensors, layout = message.tensors, self.layout
+        if len(tensors) != len(layout) or message.skeleton != self.skeleton:
             return False
         for tensor, (dtype, shape, needs, _, _) in zip(tensors, layout, strict=True):
             if tensor.dtype is not dtype or tensor.shape != shape or tensor.requires_grad is not needs:
                 return False
         return True
 
-    def room(self, device: torch.device) -> Tensor:
-        """A buffer for it."""
-        return torch.empty(self.num_bytes // self.unit.itemsize, dtype=self.unit, device=device)
+    def new_buffer(self, device: torch.device) -> Tensor:
+        """A new buffer for a message of this spec."""
+        return torch.empty(self.num_bytes // self.buffer_dtype.itemsize, dtype=self.buffer_dtype, device=device)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors in a buffer."""
-        if buffer.dtype is self.unit and self.unit is not torch.uint8:
+        """The tensors in a buffer, as views."""
+        if buffer.dtype is self.buffer_dtype and self.buffer_dtype is not torch.uint8:
             return [buffer.as_strided(shape, strides, start) for _, shape, _, strides, start in self.layout]
         data = buffer.view(torch.uint8)
         return [
@@ -94,11 +94,11 @@ class Spec:
         ]
 
     def empty(self) -> list[Tensor]:
-        """Tensors of that kind on the CPU, without values."""
+        """Uninitialized tensors of these dtypes and shapes, on the CPU."""
         return [torch.empty(shape, dtype=_DTYPES[dtype]) for dtype, shape, _ in self.tensors]
 
     def to_bytes(self) -> bytes:
-        """As JSON: nothing that crosses is ever unpickled."""
+        """The spec as JSON: received data is never unpickled."""
         return json.dumps([self.skeleton, self.tensors]).encode()
 
     @staticmethod
@@ -109,39 +109,39 @@ class Spec:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
+    """The strides of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _tuples(node: Any) -> Any:
     return tuple(map(_tuples, node)) if isinstance(node, list) else node
 
 
-def spec_of(packet: Message) -> Spec:
-    """How to read the buffer in which `packet` travels."""
-    return Spec(packet.skeleton, tuple((_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in packet.tensors))
+def spec_of(message: Message) -> Spec:
+    """The spec of `message`."""
+    return Spec(message.skeleton, tuple((_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in message.tensors))
 
 
 class SendBuffer:
-    """A buffer to send, laid out for one spec, to be filled again and again. Its header says: as agreed."""
+    """A buffer for messages of one spec, filled again for each of them. Its header is 0: the spec is as agreed."""
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
         self.spec = spec
-        self.buffer = spec.room(device)
+        self.buffer = spec.new_buffer(device)
         set_header(self.buffer, 0)
         self._views = spec.views(self.buffer)
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors in."""
+        """Copy the tensors into the buffer."""
         for view, tensor in zip(self._views, tensors, strict=True):
             view.copy_(tensor.data)
 
 
 def unpack(spec: Spec, buffer: Tensor) -> Message:
-    """The packet in `buffer`. Its tensors lie in the buffer; those that need a gradient are marked.
+    """The message in `buffer`. Its tensors share the buffer's memory; `requires_grad` is set as in the spec.
 
-    Several are no views of it (`.data`): views share one version counter, so that autograd would take a block's work in
-    place on one of them for a change to all.
+    Several tensors are detached from it by `.data`: views share one version counter, so if a block changed one of them
+    in place, autograd would think that all have changed.
     """
     tensors = spec.views(buffer)
     if len(tensors) > 1:
@@ -152,20 +152,20 @@ def unpack(spec: Spec, buffer: Tensor) -> Message:
     return Message(spec.skeleton, tuple(tensors))
 
 
-def note_of(value: int) -> Tensor:
-    """A header by itself, on the CPU."""
-    note = torch.empty(ALIGN, dtype=torch.uint8)
-    set_header(note, value)
-    return note
+def header_buffer(value: int) -> Tensor:
+    """A buffer on the CPU with nothing but a header."""
+    buffer = torch.empty(ALIGN, dtype=torch.uint8)
+    set_header(buffer, value)
+    return buffer
 
 
 def header(buffer: Tensor) -> int:
-    """Bytes of the correction that follows this buffer, which is on the CPU; 0 if it is as agreed."""
-    return ctypes.c_int64.from_address(buffer.data_ptr()).value  # ten times faster than through tensors
+    """The number of bytes of the new spec that follows `buffer` (on the CPU); 0 if the spec is as agreed."""
+    return ctypes.c_int64.from_address(buffer.data_ptr()).value  # ten times faster than with tensor operations
 
 
 def set_header(buffer: Tensor, value: int) -> None:
-    """Write what `header` reads."""
+    """Write the number that `header` reads."""
     buffer.view(torch.uint8)[:8].view(torch.int64).fill_(value)
 
 

@@ -1,4 +1,4 @@
-"""The loopback transport: all pipeline ranks are threads of one process. It copies as the real one does."""
+"""The loopback transport: all ranks are threads of one process. It copies buffers, as a real transport does."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,19 +12,18 @@ from lightning_hanayo.runtime.comm.transport import Transport, Work
 
 
 class Hub:
-    """The wires between `num_ranks` loopback transports."""
+    """Connects the loopback transports of `num_ranks` ranks."""
 
     def __init__(self, num_ranks: int, timeout: float = 30.0) -> None:
         self.num_ranks = num_ranks
         self.timeout = timeout
-        self.wires: defaultdict[tuple[int, int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self.queues: defaultdict[tuple[int, int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
 
     def transports(self) -> list["LoopbackTransport"]:
         """One transport for each rank."""
         return [LoopbackTransport(self, rank) for rank in range(self.num_ranks)]
 
 
-@dataclass(frozen=True)
 class _Sent:
     def wait(self) -> None:
         return None
@@ -32,7 +31,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Receiving:
-    wire: "SimpleQueue[Tensor]"
+    queue: "SimpleQueue[Tensor]"
     peer: int
     tag: int
     buffer: Tensor
@@ -40,12 +39,14 @@ class _Receiving:
 
     def wait(self) -> None:
         try:
-            data = self.wire.get(timeout=self.timeout)
+            data = self.queue.get(timeout=self.timeout)
         except Empty:
-            message = f"nothing came from pipeline rank {self.peer} (tag {self.tag}) in {self.timeout} s"
+            message = f"nothing was received from pipeline rank {self.peer} (tag {self.tag}) within {self.timeout} s"
             raise TimeoutError(message) from None
         if data.nbytes != self.buffer.nbytes:
-            raise RuntimeError(f"sent {data.nbytes} bytes, expected {self.buffer.nbytes} (tag {self.tag})")
+            raise RuntimeError(
+                f"pipeline rank {self.peer} sent {data.nbytes} bytes, expected {self.buffer.nbytes} (tag {self.tag})"
+            )
         self.buffer.view(torch.uint8).copy_(data.view(torch.uint8))
 
 
@@ -60,13 +61,13 @@ class LoopbackTransport(Transport):
 
     @override
     def close(self) -> None:
-        """Nothing holds a connection."""
+        """Do nothing: there is no connection."""
 
     @override
     def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
-        self.hub.wires[self.rank, peer, tag].put(buffer.clone())
+        self.hub.queues[self.rank, peer, tag].put(buffer.clone())
         return _Sent()
 
     @override
     def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
-        return _Receiving(self.hub.wires[peer, self.rank, tag], peer, tag, buffer, self.hub.timeout)
+        return _Receiving(self.hub.queues[peer, self.rank, tag], peer, tag, buffer, self.hub.timeout)

@@ -1,4 +1,4 @@
-"""The packet: what a stage hands to the next one, or a gradient to the one before: a skeleton and its tensors."""
+"""The message: what one stage sends to the next or the previous one, as a structure and a list of tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from lightning_hanayo.runtime.comm.pytree import Skeleton
 
 @dataclass(frozen=True)
 class Message:
-    """A tree taken apart. `skeleton` is hashable and plain, so that two ranks can agree on it once."""
+    """A flattened tree. `skeleton` is hashable and holds plain values only, so two ranks can agree on it once."""
 
     skeleton: Skeleton
     tensors: tuple[Tensor, ...]
 
     @property
     def differentiable(self) -> list[Tensor]:
-        """The tensors a gradient comes back for, in the order in which it comes."""
+        """The tensors that get a gradient, in the order in which the gradients come back."""
         return [tensor for tensor in self.tensors if tensor.requires_grad]
 
     def detached(self) -> "Message":
-        """The packet as it would arrive by mail: outside the graph that made it. Memory is shared."""
+        """The same message outside the graph that made it, as if it had been received. Memory is shared."""
         tensors = (t.detach().requires_grad_() if t.requires_grad else t for t in self.tensors)
         return Message(self.skeleton, tuple(tensors))
 
 
-def gradients(tensors: Sequence[Tensor | None]) -> Message:
-    """The gradients of another packet's `differentiable` tensors; None where there is none."""
-    present = tuple(tensor is not None for tensor in tensors)
-    return Message(("gradients", *present), tuple(tensor for tensor in tensors if tensor is not None))
+def gradient_message(gradients: Sequence[Tensor | None]) -> Message:
+    """A message with the gradients of another one's `differentiable` tensors; None where there is no gradient."""
+    present = tuple(gradient is not None for gradient in gradients)
+    return Message(("gradients", *present), tuple(gradient for gradient in gradients if gradient is not None))
 
 
-def spread(packet: Message) -> list[Tensor | None]:
-    """What `gradients` was given."""
-    found = iter(packet.tensors)
-    return [next(found) if present else None for present in packet.skeleton[1:]]
+def unpack_gradients(message: Message) -> list[Tensor | None]:
+    """The gradients that `gradient_message` was given."""
+    gradients = iter(message.tensors)
+    return [next(gradients) if present else None for present in message.skeleton[1:]]

@@ -1,14 +1,15 @@
-"""The mail: packets between stages, each in one buffer whose size both sides know before it comes.
+"""The point-to-point channel: sends messages between stages, each in one buffer whose size both ranks know beforehand.
 
-Both sides keep, for every message of a batch of a given signature (shapes and kind of step), the spec it had last time.
-The receiver posts a buffer of that size ahead of time; when the spec has changed, the sender fills the buffer with a
-note, and spec and payload follow on the control group. So nothing is asked and answered, and shapes may change at will.
+Both sides keep, for every message of a batch with a given signature (shapes and kind of step), the spec it had last
+time. The receiver posts a buffer of that size early. If the spec has changed, the sender sends that buffer with a
+header that says so, and the new spec and the payload follow on the control group. So there is no handshake, and shapes
+may change at any time.
 
     agreed:      |header 0| tensors |
     changed:     |header n|  unused |      then   | spec, n bytes |      then   | header | tensors |
 
-Where buffers lie on a GPU the header goes ahead as a note of its own, on the control group: to read it in the buffer,
-the host would have to wait for all that the device has to do before.
+With buffers on a GPU the header is sent before the buffer, as a message of its own on the control group: to read it in
+the buffer, the host would have to wait until the device has finished all earlier work.
 """
 
 from collections import defaultdict
@@ -18,19 +19,19 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hanayo.runtime.comm.codec import SendBuffer, Spec, header, note_of, set_header, spec_of, unpack
+from lightning_hanayo.runtime.comm.codec import SendBuffer, Spec, header, header_buffer, set_header, spec_of, unpack
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.comm.transport import Transport, Work
 
 _CPU = torch.device("cpu")
-REMEMBERED = 64
-"""signatures whose specs are kept: shapes of batches met lately"""
-SPARE = 2
-"""buffers of one spec that are kept for the next messages: more would be memory that lies idle"""
+MAX_SIGNATURES = 64
+"""how many signatures' specs are kept: those of the latest batches"""
+MAX_SPARE_BUFFERS = 2
+"""how many unused buffers of one spec are kept for the next messages: more would be idle memory"""
 
 
 class MessageKey(NamedTuple):
-    """One message of a batch: over the border behind `stage`, forward (activations) or backward (gradients)."""
+    """One message of a batch: between `stage` and the next one, forward (activations) or backward (gradients)."""
 
     stage: int
     direction: Literal["forward", "backward"]
@@ -38,143 +39,146 @@ class MessageKey(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """Differs for all messages of a batch; its successor is the correction's."""
+        """Differs between all messages of a batch. The next number is the tag of a changed spec and its payload."""
         return 2 + 2 * (2 * (self.stage << 16 | self.microbatch) + (self.direction == "backward"))
 
 
 class PendingReceive(NamedTuple):
-    """A message under way to this rank."""
+    """A message that this rank is receiving."""
 
     peer: int
-    note: Tensor
-    """where its header will stand: the buffer, or what comes ahead of it"""
+    header: Tensor
+    """where its header will be written: the buffer, or the message before it"""
     works: tuple[Work, ...]
-    packet: Message | None
-    """what the buffer holds once it is there; None if nothing is agreed yet"""
+    message: Message | None
+    """what the buffer holds once it is received; None if no spec is agreed yet"""
 
 
-Leaving = tuple[SendBuffer | Tensor, Work]
-"""A buffer under way to another rank."""
+PendingSend = tuple[SendBuffer | Tensor, Work]
+"""A buffer that this rank is sending."""
 
 
 class PointToPointChannel:
-    """Sends and receives packets over a transport. `begin` each batch, `finish` after the last one.
+    """Sends and receives messages over a transport. Call `begin_batch` for each batch, `finish` after the last one.
 
     Args:
-        transport: takes the buffers.
-        notes_apart: whether headers travel as notes of their own; None: where the transport's device isn't the CPU.
+        transport: moves the buffers.
+        separate_headers: whether headers are sent as messages of their own; None: if the transport's device is not the
+            CPU.
     """
 
-    def __init__(self, transport: Transport, *, notes_apart: bool | None = None) -> None:
+    def __init__(self, transport: Transport, *, separate_headers: bool | None = None) -> None:
         self.transport = transport
-        self._apart = transport.device.type != "cpu" if notes_apart is None else notes_apart
-        self._fine = note_of(0)
-        self._known: dict[int, dict[MessageKey, Spec]] = {}
-        self._agreed: dict[MessageKey, Spec] = {}
-        self._arriving: dict[MessageKey, PendingReceive] = {}
-        self._leaving: dict[MessageKey, list[Leaving]] = {}
-        self._late: list[Leaving] = []
-        self._parcels: defaultdict[Spec, list[SendBuffer]] = defaultdict(list)
+        self._separate_headers = transport.device.type != "cpu" if separate_headers is None else separate_headers
+        self._unchanged_header = header_buffer(0)
+        self._specs_by_signature: dict[int, dict[MessageKey, Spec]] = {}
+        self._specs: dict[MessageKey, Spec] = {}
+        self._receives: dict[MessageKey, PendingReceive] = {}
+        self._sends: dict[MessageKey, list[PendingSend]] = {}
+        self._previous_sends: list[PendingSend] = []
+        self._spare_buffers: defaultdict[Spec, list[SendBuffer]] = defaultdict(list)
 
-    def begin(self, signature: int) -> None:
-        """Start a batch; the same `signature` on all ranks, which so forget the same ones.
+    def begin_batch(self, signature: int) -> None:
+        """Start a batch. All ranks give the same `signature`, so they also drop the same old ones.
 
-        What the batch before has sent may still be on its way: a peer takes it when it comes to that point of its list,
-        and nobody waits for that at the end of a batch. What was sent before that has been taken long ago.
+        Messages of the batch before may still be under way: a rank receives them when it reaches that point of its
+        program, and nothing waits for that at the end of a batch. Those of the batch before that are surely received.
         """
-        self._let_go(self._late)
-        self._late = [item for items in self._leaving.values() for item in items]
-        self._leaving.clear()
-        self._agreed = self._known.pop(signature, {})
-        self._known[signature] = self._agreed
-        if len(self._known) > REMEMBERED:
-            self._known.pop(next(iter(self._known)))
-            self._parcels.clear()
+        self._wait_and_recycle(self._previous_sends)
+        self._previous_sends = [send for sends in self._sends.values() for send in sends]
+        self._sends.clear()
+        self._specs = self._specs_by_signature.pop(signature, {})
+        self._specs_by_signature[signature] = self._specs
+        if len(self._specs_by_signature) > MAX_SIGNATURES:
+            self._specs_by_signature.pop(next(iter(self._specs_by_signature)))
+            self._spare_buffers.clear()
 
-    def exchange(
+    def start_transfers(
         self, sends: Sequence[tuple[MessageKey, int, Message]], receives: Sequence[tuple[MessageKey, int]]
     ) -> None:
-        """Start transfers; the `int` is the peer. Blocks for nothing. Who waits for a message gets it first."""
-        transport, agreed = self.transport, self._agreed
-        for route, peer, packet in sends:
-            spec = agreed.get(route)
-            if spec is not None and spec.describes(packet):
-                free = self._parcels[spec]
-                parcel = free.pop() if free else SendBuffer(spec, transport.device)
-                parcel.fill(packet.tensors)
-                ahead = [(self._fine, transport.send(peer, route.tag, self._fine))] if self._apart else []
-                self._leaving[route] = [*ahead, (parcel, transport.send(peer, route.tag, parcel.buffer))]
+        """Start sends and receives without blocking; each `int` is the other rank. Sends go first: a rank may wait."""
+        transport, specs = self.transport, self._specs
+        for key, peer, message in sends:
+            spec = specs.get(key)
+            if spec is not None and spec.matches(message):
+                spare = self._spare_buffers[spec]
+                buffer = spare.pop() if spare else SendBuffer(spec, transport.device)
+                buffer.fill(message.tensors)
+                headers: list[PendingSend] = []
+                if self._separate_headers:
+                    headers = [(self._unchanged_header, transport.send(peer, key.tag, self._unchanged_header))]
+                self._sends[key] = [*headers, (buffer, transport.send(peer, key.tag, buffer.buffer))]
             else:
-                self._leaving[route] = self._change(route, peer, packet)
-        for route, peer in receives:
-            self._arriving[route] = self._expect(route, peer)
+                self._sends[key] = self._send_changed(key, peer, message)
+        for key, peer in receives:
+            self._receives[key] = self._start_receive(key, peer)
 
-    def collect(self, route: MessageKey) -> Message:
-        """Wait for the packet of `route`, whose receive was started before."""
-        peer, note, works, packet = self._arriving.pop(route)
+    def wait_receive(self, key: MessageKey) -> Message:
+        """Wait for the message of `key`, whose receive has been started, and return it."""
+        peer, head, works, message = self._receives.pop(key)
         for work in works:
             work.wait()
-        length = header(note)
+        length = header(head)
         if not length:
-            assert packet is not None, "a message that isn't agreed begins with a note"
-            return packet
-        text = self._correction(route, peer, torch.empty(length, dtype=torch.uint8))
-        self._agreed[route] = spec = Spec.from_bytes(text.numpy().tobytes())
-        return unpack(spec, self._correction(route, peer, spec.room(_CPU)).to(self.transport.device))
+            assert message is not None, "a message without an agreed spec begins with a header that is not 0"
+            return message
+        text = self._receive_changed(key, peer, torch.empty(length, dtype=torch.uint8))
+        self._specs[key] = spec = Spec.from_bytes(text.numpy().tobytes())
+        return unpack(spec, self._receive_changed(key, peer, spec.new_buffer(_CPU)).to(self.transport.device))
 
-    def release(self, routes: Iterable[MessageKey]) -> None:
-        """Let go of the buffers of messages that have left; waits until they have."""
-        for route in routes:
-            self._let_go(self._leaving.pop(route, ()))
+    def wait_sends(self, keys: Iterable[MessageKey]) -> None:
+        """Wait until these messages are sent; their buffers can be used again."""
+        for key in keys:
+            self._wait_and_recycle(self._sends.pop(key, ()))
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
-        self._let_go(self._late)
-        self._late = []
-        self.release(list(self._leaving))
+        """Wait until all messages are sent."""
+        self._wait_and_recycle(self._previous_sends)
+        self._previous_sends = []
+        self.wait_sends(list(self._sends))
 
     def forget(self) -> None:
         """Drop all that is under way, after a failure."""
-        self._arriving.clear()
-        self._leaving.clear()
-        self._late.clear()
+        self._receives.clear()
+        self._sends.clear()
+        self._previous_sends.clear()
 
-    def _let_go(self, leaving: Iterable[Leaving]) -> None:
-        for sent, work in leaving:
+    def _wait_and_recycle(self, sends: Iterable[PendingSend]) -> None:
+        for sent, work in sends:
             work.wait()
-            if isinstance(sent, SendBuffer) and len(spare := self._parcels[sent.spec]) < SPARE:
+            if isinstance(sent, SendBuffer) and len(spare := self._spare_buffers[sent.spec]) < MAX_SPARE_BUFFERS:
                 spare.append(sent)
 
-    def _expect(self, route: MessageKey, peer: int) -> PendingReceive:
-        """Start to receive what was agreed, or a note that says otherwise; it is unpacked while it is under way."""
-        transport, spec = self.transport, self._agreed.get(route)
+    def _start_receive(self, key: MessageKey, peer: int) -> PendingReceive:
+        """Start to receive a message of the agreed spec; the tensors are views of its buffer, made while it comes."""
+        transport, spec = self.transport, self._specs.get(key)
         if spec is None:
-            note = note_of(0)
-            return PendingReceive(peer, note, (transport.receive(peer, route.tag, note),), None)
-        buffer = spec.room(transport.device)
-        if not self._apart:
-            works: tuple[Work, ...] = (transport.receive(peer, route.tag, buffer),)
+            head = header_buffer(0)
+            return PendingReceive(peer, head, (transport.receive(peer, key.tag, head),), None)
+        buffer = spec.new_buffer(transport.device)
+        if not self._separate_headers:
+            works: tuple[Work, ...] = (transport.receive(peer, key.tag, buffer),)
             return PendingReceive(peer, buffer, works, unpack(spec, buffer))
-        note = note_of(0)
-        works = tuple(transport.receive(peer, route.tag, one) for one in (note, buffer))
-        return PendingReceive(peer, note, works, unpack(spec, buffer))
+        head = header_buffer(0)
+        works = tuple(transport.receive(peer, key.tag, one) for one in (head, buffer))
+        return PendingReceive(peer, head, works, unpack(spec, buffer))
 
-    def _change(self, route: MessageKey, peer: int, packet: Message) -> list[Leaving]:
-        """Send what the receiver expects, with a header that says otherwise, and what is true behind it."""
-        known = self._agreed.get(route)
-        self._agreed[route] = spec = spec_of(packet)
+    def _send_changed(self, key: MessageKey, peer: int, message: Message) -> list[PendingSend]:
+        """Send the buffer that the receiver expects, with the new spec's length as header; then spec and payload."""
+        expected = self._specs.get(key)
+        self._specs[key] = spec = spec_of(message)
         text = torch.frombuffer(bytearray(spec.to_bytes()), dtype=torch.uint8)
         payload = SendBuffer(spec, _CPU)
-        payload.fill(packet.tensors)
-        room = None if known is None else known.room(self.transport.device)
-        if room is None or self._apart:
-            expected = [note_of(text.numel()), *([] if room is None else [room])]
+        payload.fill(message.tensors)
+        unused = None if expected is None else expected.new_buffer(self.transport.device)
+        if unused is None or self._separate_headers:
+            first = [header_buffer(text.numel()), *([] if unused is None else [unused])]
         else:
-            set_header(room, text.numel())
-            expected = [room]
-        posts = [*((route.tag, one) for one in expected), (route.tag + 1, text), (route.tag + 1, payload.buffer)]
+            set_header(unused, text.numel())
+            first = [unused]
+        posts = [*((key.tag, buffer) for buffer in first), (key.tag + 1, text), (key.tag + 1, payload.buffer)]
         return [(buffer, self.transport.send(peer, tag, buffer)) for tag, buffer in posts]
 
-    def _correction(self, route: MessageKey, peer: int, buffer: Tensor) -> Tensor:
-        self.transport.receive(peer, route.tag + 1, buffer).wait()
+    def _receive_changed(self, key: MessageKey, peer: int, buffer: Tensor) -> Tensor:
+        self.transport.receive(peer, key.tag + 1, buffer).wait()
         return buffer

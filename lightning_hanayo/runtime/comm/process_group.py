@@ -1,4 +1,4 @@
-"""The process-group transport: gloo on CPU, NCCL on GPUs."""
+"""The process-group transport: sends buffers with `torch.distributed`, over gloo on the CPU and NCCL on GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -11,10 +11,12 @@ from typing_extensions import override
 from lightning_hanayo.runtime.comm.transport import Transport, Work
 
 OnFailure = Callable[[Exception], NoReturn]
-"""Called with what a transfer raised; says who failed first, and raises."""
+"""Called with the error of a transfer; raises one that names the rank that failed first."""
 
 
-class _Guarded:
+class _ReportingWork:
+    """A transfer whose errors go to `on_failure`."""
+
     __slots__ = ("_on_failure", "_work")
 
     def __init__(self, work: dist.Work, on_failure: OnFailure) -> None:
@@ -28,19 +30,18 @@ class _Guarded:
 
 
 class ProcessGroupTransport(Transport):
-    """Messages among the ranks of one pipeline, over `torch.distributed`.
+    """Transfers among the ranks of one pipeline, over `torch.distributed`.
 
-    NCCL plays the transfers of one communicator in the order in which they were posted. So on GPUs each ordered pair of
-    ranks that exchanges buffers has a communicator of its own: there a receive posted early stands in nobody's way. (In
-    one communicator for all peers, or for both directions, receives posted ahead could wait for each other.) Buffers on
-    the CPU go over the control group, where tags tell messages apart.
+    NCCL runs the transfers of one communicator in the order in which they were posted. In one communicator for all
+    ranks, or for both directions, receives that are posted early could block each other. So on GPUs each ordered pair
+    of ranks has a communicator of its own. Buffers on the CPU go over the control group, where tags distinguish them.
 
     Args:
         ranks: the global ranks of the pipeline, in pipeline order.
         control: a gloo group over `ranks`.
         channels: for buffers on a GPU, a group of two for each (sender, receiver), by pipeline rank.
-        device: where the payload lies.
-        on_failure: see `OnFailure`.
+        device: where the payload is stored.
+        on_failure: called with the error of a transfer; it raises.
     """
 
     def __init__(
@@ -67,22 +68,22 @@ class ProcessGroupTransport(Transport):
     @override
     def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
         try:
-            group, place = self._group(buffer, peer, (self.rank, peer))
-            return _Guarded(group.send([buffer], place, tag), self._on_failure)
+            group, group_rank = self._group(buffer, peer, (self.rank, peer))
+            return _ReportingWork(group.send([buffer], group_rank, tag), self._on_failure)
         except RuntimeError as error:
             self._on_failure(error)
 
     @override
     def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
         try:
-            group, place = self._group(buffer, peer, (peer, self.rank))
-            return _Guarded(group.recv([buffer], place, tag), self._on_failure)
+            group, group_rank = self._group(buffer, peer, (peer, self.rank))
+            return _ReportingWork(group.recv([buffer], group_rank, tag), self._on_failure)
         except RuntimeError as error:
             self._on_failure(error)
 
     def _group(self, buffer: Tensor, peer: int, pair: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
         """The group for a transfer from `pair[0]` to `pair[1]`, and the peer's rank in it."""
         if not buffer.is_cuda:
-            assert self._control is not None, "this rank has left its pipeline"
+            assert self._control is not None, "the transport is closed"
             return self._control, peer
         return self._channels[pair], int(peer > self.rank)

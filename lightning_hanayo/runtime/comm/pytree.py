@@ -1,7 +1,7 @@
-"""The tree: what may cross a stage border, taken apart into a hashable skeleton and its tensors.
+"""Flattens a pytree that is sent between stages into a hashable skeleton and a list of tensors, and puts it together.
 
-A tree is a tensor, a plain Python value, a hole, or a tuple, list or dict of trees. A tensor met twice is listed once,
-so a mask that every block gets travels once.
+A tree is a tensor, a plain Python value, a placeholder, or a tuple, list or dict of trees. A tensor that occurs twice
+is listed once, so a mask that every block gets is sent once.
 
     (h, {"mask": m, "causal": True}, m)  ->  skeleton ("tuple", T0, ("dict", ("mask", T1), ("causal", True)), T1)
                                              tensors  [h, m]
@@ -14,32 +14,43 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.proxy import Proxy
 
 Skeleton = tuple[Any, ...]
 _PLAIN = (type(None), bool, int, float, str)
 
 
+class Placeholder:
+    """Stands for the part at `path` of the output of block number `block`."""
+
+    __slots__ = ("block", "path")
+    block: int
+    path: tuple[Any, ...]
+
+    def __init__(self, path: tuple[Any, ...] = (), block: int = 0) -> None:
+        self.path = path
+        self.block = block
+
+
 class Flattener:
-    """Takes trees apart into skeletons that share one list of tensors."""
+    """Flattens trees into skeletons that share one list of tensors."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
 
     def flatten(self, tree: Any, what: str = "value") -> Skeleton:
-        """The skeleton of `tree`, whose tensors are added to the list; `what` names it in errors.
+        """Return the skeleton of `tree`, and add its tensors to the list; `what` names the tree in errors.
 
         Raises:
-            UnsupportedError: something in it is neither tensor nor plain; the message gives its path.
+            UnsupportedError: a value in it can't be sent; the message gives its path and type.
         """
         kind = type(tree)
         if isinstance(tree, Tensor):
-            return ("tensor", self._place(tree))
+            return ("tensor", self._index(tree))
         if kind in _PLAIN:
-            return ("plain", kind.__name__, tree)  # the type belongs to the value: True == 1 == 1.0
-        if kind is Proxy:
-            return ("hole", tree.block, tree.path)
+            return ("plain", kind.__name__, tree)  # with its type, as True == 1 == 1.0
+        if isinstance(tree, Placeholder):
+            return ("proxy", tree.block, tree.path)
         if kind is tuple or kind is list:
             return (kind.__name__, *(self.flatten(item, f"{what}[{i}]") for i, item in enumerate(tree)))
         if isinstance(tree, dict) and kind.__module__ in ("builtins", "collections"):
@@ -49,26 +60,26 @@ class Flattener:
         if kind is torch.dtype:
             return ("dtype", str(tree).removeprefix("torch."))
         raise UnsupportedError(
-            f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't cross to the next pipeline stage. "
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't be sent to the next pipeline stage. "
             f"Tensors, plain Python values, and tuples, lists and dictionaries of them can."
         )
 
-    def _place(self, tensor: Tensor) -> int:
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = len(self.tensors)
+    def _index(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._indices:
+            self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-        return self._places[id(tensor)]
+        return self._indices[id(tensor)]
 
 
-def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any], Any] = Proxy) -> Any:
-    """Put a tree together again; `fill` gives what stands where a hole of a given path was."""
+def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any], Any] = Placeholder) -> Any:
+    """Put a tree together again. `fill` is called with the path of each placeholder and returns what replaces it."""
     kind, *parts = skeleton
     match kind:
         case "tensor":
             return tensors[parts[0]]
         case "plain":
             return parts[1]
-        case "hole":
+        case "proxy":
             return fill(parts[1])
         case "tuple":
             return tuple(unflatten(part, tensors, fill) for part in parts)
@@ -82,23 +93,23 @@ def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any
             return getattr(torch, parts[0])
 
 
-def places(skeleton: Skeleton) -> list[int]:
-    """Where in the list of tensors the tensors of `skeleton` stand, in order of first use."""
+def tensor_indices(skeleton: Skeleton) -> list[int]:
+    """The indices of the skeleton's tensors in the list of tensors, in order of first use."""
     if skeleton[0] == "tensor":
         return [skeleton[1]]
-    return list(dict.fromkeys(place for child in _children(skeleton) for place in places(child)))
+    return list(dict.fromkeys(index for child in _children(skeleton) for index in tensor_indices(child)))
 
 
-def renumber(skeleton: Skeleton, where: Mapping[int, int]) -> Skeleton:
-    """`skeleton` over another list of tensors: what stood at `i` stands at `where[i]`."""
+def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
+    """The skeleton for another list of tensors, in which tensor `i` has the index `new_index[i]`."""
     kind, *parts = skeleton
     match kind:
         case "tensor":
-            return ("tensor", where[parts[0]])
+            return ("tensor", new_index[parts[0]])
         case "tuple" | "list":
-            return (kind, *(renumber(part, where) for part in parts))
+            return (kind, *(renumber(part, new_index) for part in parts))
         case "dict":
-            return ("dict", *((renumber(key, where), renumber(value, where)) for key, value in parts))
+            return ("dict", *((renumber(key, new_index), renumber(value, new_index)) for key, value in parts))
         case _:
             return skeleton
 

@@ -1,8 +1,8 @@
-"""The chain: a plain value handed from pipeline rank 0 to rank 1, from there to rank 2, and so on; nobody waits back.
+"""The relay: sends a plain value from pipeline rank 0 to rank 1, from there to rank 2, and so on. No rank waits back.
 
 rank 0 --value--> rank 1 --value--> rank 2 --value--> ...      frame | length, 8 B | JSON, up to 504 B |  (+ the rest)
 
-Every message says of which kind it is: a rank that gets another kind than it waits for raises an error that names both.
+Every message names its kind. A rank that receives another kind than it expects raises an error that names both.
 """
 
 import json
@@ -15,20 +15,20 @@ from torch import Tensor
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.comm.transport import Transport, Work
 
-Kind = Literal["batch", "data", "metrics", "loss"]
+MessageKind = Literal["batch", "data", "metrics", "loss"]
 """how a batch is cut; whether there is one more batch; what was logged; the loss of a batch"""
 
 _FRAME = 512
 _ROOM = _FRAME - 8
 _TAG = 0
-_UNDER_WAY = 16
-"""messages that a rank may be ahead of the next one: more than a step has, so that no step waits for another's end"""
+_MAX_UNDER_WAY = 16
+"""how many messages a rank may be ahead of the next one: more than a step sends, so no step waits for another's end"""
 
 
 class UnexpectedMessage(HanayoError):
     """Another kind of message came than this rank waits for."""
 
-    def __init__(self, rank: int, expected: Kind, got: Kind) -> None:
+    def __init__(self, rank: int, expected: MessageKind, got: MessageKind) -> None:
         super().__init__(
             f"pipeline rank {rank} waits for a message of the kind {expected!r}, but pipeline rank 0 has sent one of "
             f"the kind {got!r}: the ranks are at different points of the run. A hook or callback that does something "
@@ -37,17 +37,21 @@ class UnexpectedMessage(HanayoError):
 
 
 class Relay:
-    """Small decisions of rank 0 that all ranks of its pipeline need: micro-batches of a batch, metrics, an end of data.
+    """Broadcasts small decisions of pipeline rank 0: how a batch is cut, what was logged, that the data has ended.
 
-    Every rank of the pipeline calls `share` equally often.
+    All ranks of the pipeline call `broadcast` equally often.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._leaving: deque[list[tuple[Tensor, Work]]] = deque()
+        self._sent: deque[list[tuple[Tensor, Work]]] = deque()
 
-    def share(self, kind: Kind, value: Any = None) -> Any:
-        """Return rank 0's `value` (anything JSON holds) on every rank; the others' argument counts for nothing.
+    def broadcast(self, kind: MessageKind, value: Any = None) -> Any:
+        """Return rank 0's `value` on every rank. The arguments of the other ranks are ignored.
+
+        Args:
+            kind: what the message is about.
+            value: anything that JSON can hold.
 
         Raises:
             UnexpectedMessage: rank 0 has sent another kind of message.
@@ -66,33 +70,33 @@ class Relay:
         return value
 
     def finish(self) -> None:
-        """Wait until the last value has left: a peer that takes it late must still find this rank there."""
-        while self._leaving:
+        """Wait until the last value is sent: a rank that receives it late needs this rank's connection."""
+        while self._sent:
             self._finish_first()
 
     def forget(self) -> None:
         """Drop what is under way, after a failure."""
-        self._leaving.clear()
+        self._sent.clear()
 
     def _finish_first(self) -> None:
-        for _, work in self._leaving.popleft():
+        for _, work in self._sent.popleft():
             work.wait()
 
     def _send(self, data: bytes) -> None:
         frame = len(data).to_bytes(8, "little") + data[:_ROOM]
         parts = [frame.ljust(_FRAME, b"\0"), *([data[_ROOM:]] if len(data) > _ROOM else [])]
         buffers = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
-        while len(self._leaving) >= _UNDER_WAY:
+        while len(self._sent) >= _MAX_UNDER_WAY:
             self._finish_first()
         works = [self.transport.send(self.transport.rank + 1, _TAG, buffer) for buffer in buffers]
-        self._leaving.append(list(zip(buffers, works, strict=True)))
+        self._sent.append(list(zip(buffers, works, strict=True)))
 
     def _receive(self) -> bytes:
-        frame = self._take(_FRAME)
+        frame = self._receive_bytes(_FRAME)
         length = int.from_bytes(frame[:8], "little")
-        return frame[8 : 8 + length] + (self._take(length - _ROOM) if length > _ROOM else b"")
+        return frame[8 : 8 + length] + (self._receive_bytes(length - _ROOM) if length > _ROOM else b"")
 
-    def _take(self, num_bytes: int) -> bytes:
+    def _receive_bytes(self, num_bytes: int) -> bytes:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         self.transport.receive(self.transport.rank - 1, _TAG, buffer).wait()
         return buffer.numpy().tobytes()

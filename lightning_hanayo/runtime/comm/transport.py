@@ -1,6 +1,6 @@
-"""The transport: how flat buffers get from one pipeline rank to another.
+"""The transport: the abstract interface that moves flat buffers from one pipeline rank to another.
 
-Abstract; its leaves are `ProcessGroupTransport` (gloo, NCCL) and `LoopbackTransport` (all ranks are threads).
+`ProcessGroupTransport` uses gloo and NCCL; with `LoopbackTransport` all ranks are threads of one process.
 """
 
 from abc import ABC, abstractmethod
@@ -18,10 +18,10 @@ class Work(Protocol):
 
 
 class Transport(ABC):
-    """Point-to-point messages among the ranks of one pipeline.
+    """Point-to-point transfers among the ranks of one pipeline.
 
-    Nothing here blocks but `Work.wait`. Messages from one rank to another keep their order. Both sides give the same
-    tag, and buffers of the same size.
+    Only `Work.wait` blocks. Buffers from one rank to another keep their order. Sender and receiver use the same tag,
+    and buffers of the same size.
     """
 
     rank: int
@@ -38,4 +38,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the connections, after a failure: with the last reference they close, which wakes the peers."""
+        """Drop the references to the connections, after a failure: they close, and waiting peers get an error."""

@@ -12,11 +12,11 @@ from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
-from lightning_hanayo.runtime.profiling.message_timing import Batch, MessageTiming, crossings
+from lightning_hanayo.runtime.profiling.message_timing import BatchTrace, MessageTiming, message_timings
 from lightning_hanayo.schedule import Schedule
 
 
-def on_one_clock(schedule: Schedule, batch: Batch) -> Batch:
+def on_one_clock(schedule: Schedule, batch: BatchTrace) -> BatchTrace:
     """The batch with all times as rank 0's clock would show them.
 
     Left as it is within a machine, whose processes share a clock: nothing contradicts an offset of 0. Across machines
@@ -26,10 +26,10 @@ def on_one_clock(schedule: Schedule, batch: Batch) -> Batch:
     if len(batch) == 1:
         return batch
     return [
-        [replace(e, asked=e.asked + offset, start=e.start + offset, end=e.end + offset) for e in events]
+        [replace(e, reached=e.reached + offset, start=e.start + offset, end=e.end + offset) for e in events]
         if offset
         else events
-        for events, offset in zip(batch, offsets(len(batch), crossings(schedule, batch)), strict=True)
+        for events, offset in zip(batch, offsets(len(batch), message_timings(schedule, batch)), strict=True)
     ]
 
 
@@ -38,7 +38,7 @@ def offsets(num_ranks: int, messages: Iterable[MessageTiming]) -> list[float]:
     least: dict[tuple[int, int], float] = defaultdict(lambda: -inf)
     for one in messages:
         pair = (one.sender, one.receiver)
-        least[pair] = max(least[pair], one.sent.end - one.taken.start)
+        least[pair] = max(least[pair], one.sent.end - one.received.start)
     return list(accumulate((_between(least[r - 1, r], -least[r, r - 1]) for r in range(1, num_ranks)), initial=0.0))
 
 

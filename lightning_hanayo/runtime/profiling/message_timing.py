@@ -8,7 +8,7 @@ from lightning_hanayo.runtime.profiling.trace import Event
 from lightning_hanayo.schedule import Schedule
 from lightning_hanayo.schedule.dependency import producers
 
-Batch = Sequence[Sequence[Event]]
+BatchTrace = Sequence[Sequence[Event]]
 """One batch's events, a list per pipeline rank."""
 
 
@@ -23,25 +23,25 @@ class MessageTiming:
     sender: int
     sent: Event
     receiver: int
-    taken: Event
+    received: Event
 
     @property
     def waited(self) -> float:
         """Seconds for which the receiver waited."""
-        return self.taken.start - self.taken.asked
+        return self.received.start - self.received.reached
 
     @property
     def delay(self) -> float:
         """Seconds from the sender's end to the receiver's start: the message's own, where the receiver waited."""
-        return max(0.0, self.taken.start - self.sent.end)
+        return max(0.0, self.received.start - self.sent.end)
 
     @property
     def exposed(self) -> float:
         """Seconds for which the receiver waited for what was computed, but not there."""
-        return max(0.0, self.taken.start - max(self.taken.asked, self.sent.end))
+        return max(0.0, self.received.start - max(self.received.reached, self.sent.end))
 
 
-def crossings(schedule: Schedule, batch: Batch) -> Iterator[MessageTiming]:
+def message_timings(schedule: Schedule, batch: BatchTrace) -> Iterator[MessageTiming]:
     """All messages of a batch that ran by `schedule`, each rank in its row's order."""
     for (sender, there), (receiver, here) in _places(schedule):
         yield MessageTiming(sender, batch[sender][there], receiver, batch[receiver][here])

@@ -12,7 +12,7 @@ class Event:
     """One action on this rank. Times in seconds of `time.perf_counter`, which the processes of one machine share."""
 
     action: Action
-    asked: float
+    reached: float
     """when the engine reached it"""
     start: float
     """when its message had come"""
@@ -33,9 +33,9 @@ class Trace:
         """Start a batch."""
         self._current = []
 
-    def add(self, action: Action, asked: float, start: float) -> None:
+    def add(self, action: Action, reached: float, start: float) -> None:
         """Note an action that ends now."""
-        self._current.append(Event(action, asked, start, self.clock()))
+        self._current.append(Event(action, reached, start, self.clock()))
 
     def end(self) -> None:
         """Keep the batch."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.runtime.comm.transport import Transport, Work
-from lightning_hanayo.runtime.profiling.message_timing import Batch
+from lightning_hanayo.runtime.profiling.message_timing import BatchTrace
 from lightning_hanayo.runtime.profiling.trace import Event
 from lightning_hanayo.schedule import Action, Schedule
 
@@ -43,7 +43,7 @@ class TraceGather:
         buffers = [torch.empty(3 * len(row), dtype=torch.float64) for row in rows[1:]]
         self._moving = [(b, self._transport.receive(rank, _TAG, b)) for rank, b in enumerate(buffers, 1)]
 
-    def take(self) -> Batch | None:
+    def finish(self) -> BatchTrace | None:
         """What was started, on rank 0; None elsewhere, and if nothing was. Waits where it is still under way."""
         own, moving = self._own, self._moving
         self.forget()
@@ -61,7 +61,7 @@ class TraceGather:
 
 def pack(events: Sequence[Event]) -> Tensor:
     """The times alone: [3 * events], float64. The actions are the table's."""
-    return torch.tensor([(e.asked, e.start, e.end) for e in events], dtype=torch.float64).flatten()
+    return torch.tensor([(e.reached, e.start, e.end) for e in events], dtype=torch.float64).flatten()
 
 
 def unpack(actions: Sequence[Action], times: Tensor) -> list[Event]:

@@ -1,1 +1,1 @@
-"""What forward and backward of one micro-batch mean on each kind of stage."""
+"""The kinds of stages, each of which knows what forward and backward of one micro-batch mean there."""

@@ -1,10 +1,10 @@
-"""Standalone stages: of a stack that carries its own loss, with no user's step around it.
+"""Self-contained stages: of a stack whose last block computes the loss, with no user's step around it.
 
-    batch[m] -> SelfContainedFirstStage -> MiddleStage ... -> SelfContainedLastStage -> losses[m]
+    inputs[m] -> SelfContainedFirstStage -> MiddleStage ... -> SelfContainedLastStage -> results[m], the loss
 
-The first block takes a micro-batch (any tree: what later blocks need of it, targets say, each block hands on), each
-other block what the one before it returned, and the last one returns the loss. So first and last stage need nothing of
-each other and may lie on any ranks: on the last one in a loop, on two at once in chimera.
+The first block takes a micro-batch, which may be any tree; each block passes on what later blocks need of it (targets,
+say). Each other block takes what the block before it returned. The first and the last stage need nothing of each other,
+so they may be on any ranks: on the last rank in a loop, on two ranks at once in chimera.
 """
 
 from collections.abc import Sequence
@@ -17,62 +17,62 @@ from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradie
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.proxy import Proxy
 from lightning_hanayo.runtime.capture.stage_input import StageInput
-from lightning_hanayo.runtime.comm.message import Message, gradients
+from lightning_hanayo.runtime.comm.message import Message, gradient_message
 from lightning_hanayo.runtime.comm.pytree import Flattener
 from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
 
-_TAKES_THE_OUTPUT = Flattener().flatten(((Proxy(),), {}))
-"""A block's call: the output of the block before it, and nothing else."""
+_CALL = Flattener().flatten(((Proxy(),), {}))
+"""a block's call: the only argument is the output of the block before it"""
 
 
 class SelfContainedFirstStage(Stage):
-    """The first blocks. `Batch.inputs` holds the micro-batches; of those that don't come by here any value will do.
+    """The first blocks. `Batch.inputs` holds the micro-batches; only those that this stage runs need a value.
 
     Args:
-        blocks: its own.
+        blocks: the stage's.
         num_blocks: of the whole stack.
-        queue: see `Stage`.
+        queue: where the stage's layers leave their weight gradients.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], num_blocks: int, queue: WeightGradientQueue) -> None:
         super().__init__(queue)
         self._inner = MiddleStage(blocks, queue)
-        self._which = (0,) * num_blocks
+        self._call_of_block = (0,) * num_blocks
 
     @override
-    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
+    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
         flattener = Flattener()
-        carry = flattener.flatten(batch.inputs[microbatch], "the micro-batch")
-        cargo = StageInput(carry, (_TAKES_THE_OUTPUT,), self._which, tuple(flattener.tensors))
-        return self._inner.forward(batch, microbatch, cargo.packet)
+        skeleton = flattener.flatten(batch.inputs[microbatch], "the micro-batch")
+        stage_input = StageInput(skeleton, (_CALL,), self._call_of_block, tuple(flattener.tensors))
+        return self._inner.forward(batch, microbatch, stage_input.message)
 
     @override
-    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
-        self._inner.backward(batch, microbatch, arrived)
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
+        self._inner.backward(batch, microbatch, received)
 
     @override
-    def clear(self) -> None:
-        self._inner.clear()
+    def begin_batch(self) -> None:
+        self._inner.begin_batch()
 
 
 class SelfContainedLastStage(Stage):
-    """The last blocks, up to the loss, which `Batch.results` gets."""
+    """The last blocks, up to the loss, which becomes the micro-batch's entry in `Batch.results`."""
 
     def __init__(self, blocks: Sequence[nn.Module], queue: WeightGradientQueue) -> None:
         super().__init__(queue)
         self._inner = MiddleStage(blocks, queue)
 
     @override
-    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
-        leaving = self._inner.forward(batch, microbatch, arrived)
-        batch.results[microbatch] = StageInput.of(leaving).output.detach()
+    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
+        made = self._inner.forward(batch, microbatch, received)
+        batch.results[microbatch] = StageInput.from_message(made).output.detach()
 
     @override
-    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> Message:
-        weight = batch.loss_weights[microbatch]  # without a share, not even a NaN counts
-        share = torch.full_like(batch.results[microbatch], weight) if weight else None
-        return self._inner.backward(batch, microbatch, gradients([share]))
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
+        weight = batch.loss_weights[microbatch]  # with weight 0 not even a NaN counts
+        gradient = torch.full_like(batch.results[microbatch], weight) if weight else None
+        return self._inner.backward(batch, microbatch, gradient_message([gradient]))
 
     @override
-    def clear(self) -> None:
-        self._inner.clear()
+    def begin_batch(self) -> None:
+        self._inner.begin_batch()

@@ -1,8 +1,8 @@
-"""The whole stage: a model that lies on one rank as one stage. The user's step runs there straight through.
+"""The single stage: a model that is one stage on one rank. The user's step runs there as in plain PyTorch.
 
     rank 0   0F0 0B0 0F1 0B1 ...      0F: the step, up to the loss      0B: the loss's backward
 
-Nothing is suspended, recorded or handed on, so whatever works in a plain step works here, and costs as much.
+Nothing is suspended, recorded or sent. So whatever works in a plain step works here, at the same speed.
 """
 
 from typing_extensions import override
@@ -12,24 +12,25 @@ from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradie
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.stages.base import Stage, detached, loss_of
+from lightning_hanayo.runtime.stages.base import Stage
+from lightning_hanayo.runtime.stages.first_last import detach_tree, loss_of
 
 
 class SingleStage(Stage):
-    """All of the user's step."""
+    """The whole of the user's step."""
 
     def __init__(self, user: UserStep, queue: WeightGradientQueue) -> None:
         super().__init__(queue)
         self._user = user
 
     @override
-    def forward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
+    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         batch.results[microbatch] = self._user.run(batch, microbatch)
 
     @override
-    def backward(self, batch: Batch, microbatch: int, arrived: Message | None) -> None:
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         loss, weight = loss_of(batch.results[microbatch]), batch.loss_weights[microbatch]
-        if weight:  # without a share, not even a NaN counts: the mean of no tokens is one
+        if weight:  # with weight 0 not even a NaN counts: the mean over no tokens is one
             with graph_boundary.without_autocast():
                 (loss * weight).backward()
-        batch.results[microbatch] = detached(batch.results[microbatch])
+        batch.results[microbatch] = detach_tree(batch.results[microbatch])

@@ -125,8 +125,8 @@ def build_pipeline(
 
 def restore_forwards(pipeline: Pipeline) -> None:
     """Give the blocks and their linear layers their own `forward` back, after a run."""
-    forward_patch.remove(pipeline.ownership.stack.blocks)
-    linear_patch.remove(pipeline.ownership.stack.blocks)
+    forward_patch.unpatch_blocks(pipeline.ownership.stack.blocks)
+    linear_patch.unpatch_linear_layers(pipeline.ownership.stack.blocks)
 
 
 def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:

@@ -12,7 +12,8 @@ from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradie
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.random_streams import RandomStreams
-from lightning_hanayo.runtime.stages.base import FirstStage, LastStage, MiddleStage, Stage
+from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
+from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage
 from lightning_hanayo.runtime.stages.single import SingleStage
 from lightning_hanayo.runtime.stages.tensor_parallel_ends import TensorParallelFirstStage, TensorParallelLastStage
 from lightning_hanayo.schedule import Kind
@@ -46,12 +47,12 @@ def build_stages(
     if _splits_backward(layout):
         keep = ownership.tied_parameters(model)
         for stage in numbers:
-            linear_patch.install(ownership.blocks(stage), queues[stage], keep=keep)
+            linear_patch.patch_linear_layers(ownership.blocks(stage), queues[stage], keep=keep)
     stack = ownership.stack
     num_local = len(ownership.stages[0]) if cube is None else 0
     is_single = len(ownership.stages) == 1  # a single stage runs the blocks where the user's code calls them
     if streams is not None or not is_single:
-        forward_patch.install(stack.blocks, streams, num_local=num_local, whole=is_single)
+        forward_patch.patch_blocks(stack.blocks, streams, num_local=num_local, single_stage=is_single)
     if not is_single:
         _keep_padding(model, attributes)
     hooks = {stage: cube.stage_hooks(stage) if cube is not None else None for stage in numbers}
@@ -86,9 +87,9 @@ def _sharded_ends(
         tied,
         queues[0],
         blocks=ownership.blocks(0),
-        gate=cube.admission,
+        boundary=cube.admission,
         streams=cube.plan.streams,
-        surroundings=cube.stage_hooks(0),
+        hooks=cube.stage_hooks(0),
     )
     last = TensorParallelLastStage(
         ownership.blocks(end),
@@ -96,8 +97,8 @@ def _sharded_ends(
         first,
         tied,
         queues[end],
-        gate=cube.admission,
-        surroundings=cube.stage_hooks(end),
+        boundary=cube.admission,
+        hooks=cube.stage_hooks(end),
     )
     return {0: first, end: last}
 

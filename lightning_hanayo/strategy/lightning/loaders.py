@@ -80,7 +80,7 @@ class PlaceholderLoader(_LoaderWrapper):
                 yield PlaceholderBatch()
         else:
             relay = self._get_relay()
-            while relay.share("data"):
+            while relay.broadcast("data"):
                 yield PlaceholderBatch()
 
 
@@ -90,9 +90,9 @@ class AnnouncingLoader(_LoaderWrapper):
     def __iter__(self) -> Iterator[Any]:
         relay = self._get_relay()
         for batch in self.loader:
-            relay.share("data", True)
+            relay.broadcast("data", True)
             yield batch
-        relay.share("data", False)
+        relay.broadcast("data", False)
 
 
 class CubeLoader(_LoaderWrapper):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_hanayo.runtime.capture.user_step import without_values
+from lightning_hanayo.runtime.capture.user_step import missing_values_error
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.metric_state import copy_state, restore_state
 
@@ -84,7 +84,7 @@ class MicrobatchLog:
     def _keep(self, key: str, value: Any, batch_size: int) -> None:
         if isinstance(value, Tensor) and value.is_meta:
             del self._results[key]  # created for this call, on `meta`: Lightning could never move it again
-            raise without_values(f"self.log({key.partition('.')[2]!r})")
+            raise missing_values_error(f"self.log({key.partition('.')[2]!r})")
         self._results[key].has_reset = False
         if isinstance(value, Metric):
             self._metrics[key] = value

@@ -33,7 +33,7 @@ class SharedMetrics(_LoggerConnector):
         """Give all ranks of the pipeline rank 0's metrics. Called by all of them."""
         names = ("_callback_metrics", "_logged_metrics")
         own = {name: {k: _to_json(v) for k, v in getattr(self, name).items()} for name in names}
-        for name, metrics in self.relay.share("metrics", own).items():
+        for name, metrics in self.relay.broadcast("metrics", own).items():
             if self.relay.transport.rank > 0:
                 getattr(self, name).update({k: _from_json(v, self.relay.transport.device) for k, v in metrics.items()})
 
@@ -41,7 +41,7 @@ class SharedMetrics(_LoggerConnector):
         """Share what the step has logged; return its loss, rank 0's on every rank."""
         self.share_current()
         is_first = self.relay.transport.rank == 0
-        value = self.relay.share("loss", _to_json(loss) if is_first else None)
+        value = self.relay.broadcast("loss", _to_json(loss) if is_first else None)
         return loss if is_first else _from_json(value, self.relay.transport.device)
 
     def share_current(self) -> None:

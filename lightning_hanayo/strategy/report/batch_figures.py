@@ -2,7 +2,7 @@
 
 from lightning_hanayo.runtime.profiling.clock import on_one_clock
 from lightning_hanayo.runtime.profiling.measurement import exposed_communication, stage_times, timeline_of
-from lightning_hanayo.runtime.profiling.message_timing import Batch
+from lightning_hanayo.runtime.profiling.message_timing import BatchTrace
 from lightning_hanayo.runtime.profiling.trace_gather import TraceGather, num_microbatches
 from lightning_hanayo.schedule import Kind, Schedule
 from lightning_hanayo.strategy.pipeline import Pipeline
@@ -30,7 +30,7 @@ class BatchFigures:
 
     def read(self) -> tuple[int, dict[str, float]] | None:
         """On rank 0, once: the step and the figures of the batch that `start` was called for."""
-        batch = self._gather.take()
+        batch = self._gather.finish()
         return None if batch is None else (self._step, figures(self._table(num_microbatches(batch[0])), batch))
 
     def forget(self) -> None:
@@ -38,7 +38,7 @@ class BatchFigures:
         self._gather.forget()
 
 
-def figures(schedule: Schedule, batch: Batch) -> dict[str, float]:
+def figures(schedule: Schedule, batch: BatchTrace) -> dict[str, float]:
     """Shares of all ranks' time, and each stage's mean times in milliseconds, under the names that loggers get."""
     batch = on_one_clock(schedule, batch)
     times = sorted(stage_times([batch]).items())

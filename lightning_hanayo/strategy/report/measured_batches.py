@@ -9,8 +9,8 @@ from lightning_hanayo.checkpoint.gather import gather
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.plotting import save_trace
 from lightning_hanayo.runtime.profiling.clock import on_one_clock
-from lightning_hanayo.runtime.profiling.measurement import costs_of, timeline_of, typical, waits_of
-from lightning_hanayo.runtime.profiling.message_timing import Batch
+from lightning_hanayo.runtime.profiling.measurement import costs_of, timeline_of, median_batch, waits_of
+from lightning_hanayo.runtime.profiling.message_timing import BatchTrace
 from lightning_hanayo.runtime.profiling.trace_gather import num_microbatches, pack, unpack
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, simulate
 from lightning_hanayo.strategy.pipeline import Pipeline
@@ -24,7 +24,7 @@ class MeasuredBatches:
     """Batches of one size, in the order in which they ran, and their schedule."""
 
     schedule: Schedule
-    batches: tuple[Batch, ...]
+    batches: tuple[BatchTrace, ...]
 
     @staticmethod
     def of(pipeline: Pipeline) -> "MeasuredBatches | None":
@@ -39,7 +39,7 @@ class MeasuredBatches:
     @cached_property
     def timeline(self) -> Timeline:
         """The batch whose duration is the median one, in seconds."""
-        return timeline_of(self.schedule, typical(self.batches))
+        return timeline_of(self.schedule, median_batch(self.batches))
 
     @cached_property
     def costs(self) -> CostModel:
@@ -77,7 +77,7 @@ def _fold(times: tuple[float, ...]) -> tuple[float, ...]:
     return (*times[:-2], times[-2] + times[-1])
 
 
-def gather_traces(pipeline: Pipeline) -> list[Batch]:
+def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
     """The recorded batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
     own = list(pipeline.engine.trace.batches)
     ranks = gather(pipeline.relay.transport, [pack(events) for events in own])

@@ -8,14 +8,14 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
 
 
-def play(parameters: list[nn.Parameter], value: float, *, continues: bool, scale: float = 1.0) -> Tensor:
+def play(parameters: list[nn.Parameter], value: float, *, accumulates: bool, scale: float = 1.0) -> Tensor:
     """A training step that makes gradients of `value`, as the pipeline does."""
-    handover = DeferredGradients(parameters, continues=continues)
+    handover = DeferredGradients(parameters, accumulates=accumulates)
     for parameter in parameters:
         made = torch.full_like(parameter, value * scale)
         parameter.grad = made if parameter.grad is None else parameter.grad.add_(made)
-    handover.take()
-    return handover.loss(torch.tensor(value), scale)
+    handover.stash()
+    return handover.surrogate_loss(torch.tensor(value), scale)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def parameters() -> list[nn.Parameter]:
 def test_zeroed_in_between(parameters: list[nn.Parameter]) -> None:
     for value in (3.0, 4.0):
         before = [p.grad for p in parameters]
-        loss = play(parameters, value, continues=False)
+        loss = play(parameters, value, accumulates=False)
         assert [p.grad for p in parameters] == before, "hooks before zero_grad see the last step's"
         for parameter in parameters:
             parameter.grad = None
@@ -37,22 +37,22 @@ def test_zeroed_in_between(parameters: list[nn.Parameter]) -> None:
 
 def test_accumulated(parameters: list[nn.Parameter]) -> None:
     for value, total in ((3.0, 1.5), (4.0, 3.5)):
-        (play(parameters, value, continues=value != 3.0, scale=0.5) / 2).backward()
+        (play(parameters, value, accumulates=value != 3.0, scale=0.5) / 2).backward()
         assert [p.grad.unique().item() for p in parameters] == [total, total]
 
 
 @pytest.mark.parametrize(("scale", "sent"), [(1.0, 1.0), (0.5, 0.5), (1.0, 4.0), (0.5, 2.0), (1 / 3, 1 / 3)])
 def test_another_gradient_than_expected_scales(parameters: list[nn.Parameter], scale: float, sent: float) -> None:
-    play(parameters, 3.0, continues=False, scale=scale).backward(torch.tensor(sent))
+    play(parameters, 3.0, accumulates=False, scale=scale).backward(torch.tensor(sent))
     assert [p.grad.unique().item() for p in parameters] == [pytest.approx(3.0 * sent)] * 2
 
 
 def test_what_was_expected_is_expected_in_the_losss_precision(parameters: list[nn.Parameter]) -> None:
     made = 0.1 + 1 / 7  # a factor of 0.998 would be seen
-    handover = DeferredGradients(parameters, continues=False)
+    handover = DeferredGradients(parameters, accumulates=False)
     parameters[0].grad = torch.full((2,), made)
-    handover.take()
-    (handover.loss(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 7) / 7).backward()
+    handover.stash()
+    (handover.surrogate_loss(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 7) / 7).backward()
     assert torch.equal(parameters[0].grad, torch.full((2,), made))
 
 
@@ -61,29 +61,29 @@ def test_another_gradient_scales_what_the_batch_made_alone(parameters: list[nn.P
     for value, total in ((3.0, 1.5), (4.0, 3.5)):
         handover = DeferredGradients(
             parameters,
-            continues=value != 3.0,
+            accumulates=value != 3.0,
             separate=True,
             finish=lambda: finished.append(parameters[0].grad[0].item()),
         )
         for parameter in parameters:
             assert parameter.grad is None
             parameter.grad = torch.full_like(parameter, value)
-        handover.take()
-        handover.loss(torch.tensor(value), 1.0).backward(torch.tensor(0.5))
+        handover.stash()
+        handover.surrogate_loss(torch.tensor(value), 1.0).backward(torch.tensor(0.5))
         assert [p.grad.unique().item() for p in parameters] == [total, total]
     assert finished == [1.5, 3.5]
 
 
 def test_an_unforeseen_gradient_is_refused_while_batches_accumulate(parameters: list[nn.Parameter]) -> None:
-    play(parameters, 3.0, continues=False).backward()
+    play(parameters, 3.0, accumulates=False).backward()
     with pytest.raises(UnsupportedError, match="accumulate_grad_batches"):
-        play(parameters, 4.0, continues=True).backward(torch.tensor(0.5))
+        play(parameters, 4.0, accumulates=True).backward(torch.tensor(0.5))
 
 
 def test_unused_parameters_stay_without(parameters: list[nn.Parameter]) -> None:
-    handover = DeferredGradients([*parameters, unused := nn.Parameter(torch.zeros(1))], continues=False)
+    handover = DeferredGradients([*parameters, unused := nn.Parameter(torch.zeros(1))], accumulates=False)
     parameters[0].grad = torch.ones(2)
-    handover.take()
+    handover.stash()
     assert parameters[0].grad is None
-    handover.loss(torch.tensor(0.0), 1.0).backward(torch.tensor(2.0))
+    handover.surrogate_loss(torch.tensor(0.0), 1.0).backward(torch.tensor(2.0))
     assert parameters[0].grad.tolist() == [2.0, 2.0] and unused.grad is None

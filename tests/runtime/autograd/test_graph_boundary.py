@@ -1,4 +1,4 @@
-"""A stage's graph begins at its entrance, and a loss's graph is what its own stage made.
+"""A stage's graph begins at its inputs, and a loss's graph is what its own stage made.
 
 w -> x = w * 2 -> y = x.exp() | loss = y + u            |: stop
 """
@@ -27,29 +27,29 @@ def test_reaches_what_lies_behind_the_stop() -> None:
     x = w * 2
     y = x.exp()
     loss = (y + u).sum()
-    nodes, leaves = graph_boundary.reach([loss])
+    nodes, leaves = graph_boundary.reachable([loss])
     assert (leaves, {n.name() for n in nodes}) == (
         {w, u}, {"SumBackward0", "AddBackward0", "ExpBackward0", "MulBackward0"},
     )  # fmt: skip
-    nodes, leaves = graph_boundary.reach([loss], stop=graph_boundary.nodes_of([y]))
+    nodes, leaves = graph_boundary.reachable([loss], stop=graph_boundary.nodes_of([y]))
     assert (leaves, {n.name() for n in nodes}) == ({u}, {"SumBackward0", "AddBackward0"})
-    assert graph_boundary.reach([w])[1] == {w} and graph_boundary.reach([torch.ones(1)]) == (set(), set())
+    assert graph_boundary.reachable([w])[1] == {w} and graph_boundary.reachable([torch.ones(1)]) == (set(), set())
 
 
 def test_gradients_reach_the_entrance_in_order() -> None:
     mask = torch.ones(2)
-    entrance = DetachedInputs(arrived(leaf(), mask, leaf()))
-    x, m, y = entrance.packet.tensors
-    graph_boundary.backward([x * m, y], [torch.ones(2), None])
-    assert m is mask and torch.equal(entrance.gradients[0], torch.ones(2)) and entrance.gradients[1] is None
+    inputs = DetachedInputs(arrived(leaf(), mask, leaf()))
+    x, m, y = inputs.message.tensors
+    graph_boundary.run_backward([x * m, y], [torch.ones(2), None])
+    assert m is mask and torch.equal(inputs.gradients[0], torch.ones(2)) and inputs.gradients[1] is None
 
 
 def test_what_stays_on_the_rank_leaves_its_graph_too() -> None:
     a, mask = leaf(), torch.ones(2)
-    entrance = DetachedInputs(arrived(a, mask, a * 2).detached())
-    x, m, y = entrance.packet.tensors
-    graph_boundary.backward([x * y * m], [torch.ones(2)])
-    assert m is mask and [g.tolist() for g in entrance.gradients] == [[4.0, 4.0], [2.0, 2.0]]
+    inputs = DetachedInputs(arrived(a, mask, a * 2).detached())
+    x, m, y = inputs.message.tensors
+    graph_boundary.run_backward([x * y * m], [torch.ones(2)])
+    assert m is mask and [g.tolist() for g in inputs.gradients] == [[4.0, 4.0], [2.0, 2.0]]
     assert a.grad is None, "the graph before is its stage's"
 
 
@@ -62,20 +62,20 @@ IN_PLACE: list[Callable[[Tensor], Tensor]] = [
 @pytest.mark.parametrize("work", IN_PLACE, ids=range(len(IN_PLACE)))
 def test_a_block_may_work_in_place_on_what_arrives(work: Callable[[Tensor], Tensor]) -> None:
     source = leaf()
-    entrance = DetachedInputs(arrived(source.clone().detach().requires_grad_(), leaf()))
-    work(entrance.packet.tensors[0]).sum().backward()
+    inputs = DetachedInputs(arrived(source.clone().detach().requires_grad_(), leaf()))
+    work(inputs.message.tensors[0]).sum().backward()
     work(source * 1).sum().backward()
-    assert torch.equal(entrance.gradients[0], source.grad)
+    assert torch.equal(inputs.gradients[0], source.grad)
 
 
 def test_without_grad_mode_there_is_no_graph() -> None:
     with torch.no_grad():
-        (x,) = DetachedInputs(arrived(leaf())).packet.tensors
-        assert not x.requires_grad and graph_boundary.sequence_number() == 0
+        (x,) = DetachedInputs(arrived(leaf())).message.tensors
+        assert not x.requires_grad and graph_boundary.current_sequence_number() == 0
 
 
 def test_the_clock_goes_on() -> None:
     early = leaf() * 2
-    mark = graph_boundary.sequence_number()
+    sequence_number = graph_boundary.current_sequence_number()
     late = early * 2
-    assert early.grad_fn._sequence_nr() < mark <= late.grad_fn._sequence_nr()
+    assert early.grad_fn._sequence_nr() < sequence_number <= late.grad_fn._sequence_nr()

@@ -37,31 +37,31 @@ def test_exact_linear_layers_are_swapped() -> None:
 
     block = Block()
     block.conv = Conv1D(4, 4)
-    linear_patch.install([block], WeightGradientQueue())
+    linear_patch.patch_linear_layers([block], WeightGradientQueue())
     assert swapped(block) == ["linear", "conv"]
 
 
 def test_nobody_can_tell_by_looking() -> None:
     block = Block()
     before = (repr(block), list(block.state_dict()), dict(block.named_parameters()))
-    linear_patch.install([block], WeightGradientQueue())
+    linear_patch.patch_linear_layers([block], WeightGradientQueue())
     assert (repr(block), list(block.state_dict()), dict(block.named_parameters())) == before
     assert type(block.linear) is nn.Linear
-    linear_patch.remove([block])
+    linear_patch.unpatch_linear_layers([block])
     assert swapped(block) == [] and vars(block.linear).keys() == vars(nn.Linear(4, 4)).keys()
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_copies_are_ordinary(duplicate: object) -> None:
     block, queue = Block(), WeightGradientQueue()
-    linear_patch.install([block], queue)
+    linear_patch.patch_linear_layers([block], queue)
     twin = duplicate(block)  # type: ignore[operator]
-    with queue.opened(0):
+    with queue.collecting(0):
         twin(torch.ones(1, 4)).sum().backward()
     assert queue.num_bytes == 0
     assert twin.linear.weight.grad is not None and block.linear.weight.grad is None
-    linear_patch.install([twin], queue)  # a copy may be swapped in its turn
-    with queue.opened(0):
+    linear_patch.patch_linear_layers([twin], queue)  # a copy may be swapped in its turn
+    with queue.collecting(0):
         twin(torch.ones(1, 4)).sum().backward()
     assert queue.num_bytes > 0
 
@@ -69,19 +69,19 @@ def test_copies_are_ordinary(duplicate: object) -> None:
 def test_what_shall_be_kept_and_what_somebody_else_replaced_stays() -> None:
     one, two = Block(), Block()
     two.linear.forward = lambda input: input
-    linear_patch.install([one, two], WeightGradientQueue(), keep={one.linear.weight})
+    linear_patch.patch_linear_layers([one, two], WeightGradientQueue(), keep={one.linear.weight})
     assert swapped(one) == [] and vars(two.linear)["forward"].__name__ == "<lambda>"
-    linear_patch.remove([one, two])
+    linear_patch.unpatch_linear_layers([one, two])
     assert "forward" in vars(two.linear)
 
 
 def test_a_block_that_is_a_layer_stands_on_both() -> None:
     block, queue = nn.Linear(4, 4), WeightGradientQueue()
-    linear_patch.install([block], queue)
-    forward_patch.install([block])
-    with queue.opened(0):
+    linear_patch.patch_linear_layers([block], queue)
+    forward_patch.patch_blocks([block])
+    with queue.collecting(0):
         block(torch.ones(1, 4)).sum().backward()
     assert block.weight.grad is None and queue.num_bytes > 0
-    forward_patch.remove([block])
-    linear_patch.remove([block])
+    forward_patch.unpatch_blocks([block])
+    linear_patch.unpatch_linear_layers([block])
     assert "forward" not in vars(block)

@@ -228,7 +228,7 @@ def pair(name: str, dtype: torch.dtype = torch.float32) -> Pair:
     prepare(plain)
     prepare(swapped)
     queue = WeightGradientQueue()
-    linear_patch.install([swapped], queue)
+    linear_patch.patch_linear_layers([swapped], queue)
     return plain, swapped, queue
 
 
@@ -286,7 +286,7 @@ def test_backward_in_two_pieces(name: str) -> None:
     now = CASES[name][2]
     for microbatch, x in enumerate(micro_batches()):
         before = gradients(swapped)
-        with queue.opened(microbatch):
+        with queue.collecting(microbatch):
             ours = backward(swapped, x.clone())
         for part, gradient in gradients(swapped).items():  # I: what can wait has not been touched
             if part not in now and "norm" not in part and gradient is not None:
@@ -303,7 +303,7 @@ def test_backward_in_two_pieces(name: str) -> None:
 def test_shapes_and_dtypes(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     plain, swapped, queue = pair(name, dtype)
     for x in micro_batches(dtype, *shape):
-        with queue.opened(0):
+        with queue.collecting(0):
             ours = backward(swapped, x.clone())
         queue.drain(0)
         assert torch.equal(ours, backward(plain, x.clone()))
@@ -312,7 +312,7 @@ def test_shapes_and_dtypes(name: str, dtype: torch.dtype, shape: tuple[int, ...]
 
 def test_a_vector_is_left_to_autograd() -> None:
     plain, swapped, queue = pair("plain")
-    with queue.opened(0):
+    with queue.collecting(0):
         backward(swapped, torch.ones(8))
         assert queue.num_bytes == 0
     backward(plain, torch.ones(8))
@@ -323,9 +323,9 @@ def test_not_contiguous_to_rounding() -> None:
     torch.manual_seed(0)
     plain = Columns().double()
     swapped, queue = copy.deepcopy(plain), WeightGradientQueue()
-    linear_patch.install([swapped], queue)
+    linear_patch.patch_linear_layers([swapped], queue)
     for x in micro_batches(torch.float64):
-        with queue.opened(0):
+        with queue.collecting(0):
             ours = backward(swapped, x.clone())
         queue.drain(0)
         torch.testing.assert_close(ours, backward(plain, x.clone()), rtol=0, atol=1e-12)
@@ -342,7 +342,7 @@ def test_autocast_makes_weight_gradients_in_its_own_dtype(name: str, split: bool
         return torch.autocast("cpu", torch.bfloat16)
 
     for x in micro_batches():
-        with queue.opened(0) if split else nullcontext():
+        with queue.collecting(0) if split else nullcontext():
             ours = backward(swapped, x.clone(), autocast)
         queue.drain(0)
         assert torch.equal(ours, backward(plain, x.clone(), autocast))
@@ -378,7 +378,7 @@ def test_without_an_input_gradient() -> None:
     plain.norm.requires_grad_(False)
     (x,) = (torch.ones(2, 3, 8),)
     plain(x).sum().backward()
-    with queue.opened(0):
+    with queue.collecting(0):
         swapped(x).sum().backward()
     queue.drain(0)
     plain.norm.requires_grad_(True)
@@ -387,7 +387,7 @@ def test_without_an_input_gradient() -> None:
 
 def test_evaluation_is_the_layers_own() -> None:
     plain, swapped, queue = pair("plain")
-    with torch.no_grad(), queue.opened(0):
+    with torch.no_grad(), queue.collecting(0):
         assert torch.equal(swapped(torch.ones(2, 3, 8)), plain(torch.ones(2, 3, 8)))
     with torch.inference_mode():
         assert torch.equal(swapped(torch.ones(2, 3, 8)), plain(torch.ones(2, 3, 8)))
@@ -407,7 +407,7 @@ def test_compiled_in_one_graph(name: str, split: bool) -> None:
     plain, swapped, queue = pair(name)
     compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
     for microbatch, x in enumerate(micro_batches()):
-        with queue.opened(microbatch) if split else nullcontext():
+        with queue.collecting(microbatch) if split else nullcontext():
             ours = backward(compiled, x.clone())
         if split:
             assert queue.num_bytes > 0
@@ -427,7 +427,7 @@ def test_compiled_under_autocast(split: bool) -> None:
         return torch.autocast("cpu", torch.bfloat16)
 
     for x in micro_batches():
-        with queue.opened(0) if split else nullcontext():
+        with queue.collecting(0) if split else nullcontext():
             backward(compiled, x.clone(), autocast)
         queue.drain(0)
         backward(plain, x.clone(), autocast)
@@ -440,9 +440,9 @@ def test_compiled_layers_of_one_kind_share_their_code() -> None:
     torch._dynamo.reset()
     queue = WeightGradientQueue()
     models = [MLP() for _ in range(12)]
-    linear_patch.install(models, queue)
+    linear_patch.patch_linear_layers(models, queue)
     for model in models:
-        with queue.opened(0), torch._dynamo.config.patch(error_on_recompile=True):
+        with queue.collecting(0), torch._dynamo.config.patch(error_on_recompile=True):
             torch.compile(model, fullgraph=True, backend="aot_eager")(torch.ones(2, 8)).sum().backward()
         assert model.up.weight.grad is None
         queue.drain(0)
@@ -472,7 +472,7 @@ def test_compiled_with_and_without_an_input_gradient(trains_input: bool, backend
     plain, swapped, queue = pair("plain")
     compiled = torch.compile(swapped, fullgraph=True, backend=backend)
     for x in micro_batches():
-        with queue.opened(0):
+        with queue.collecting(0):
             compiled(x.clone().requires_grad_(trains_input)).square().sum().backward()
         assert queue.num_bytes > 0
         queue.drain(0)

@@ -15,9 +15,9 @@ def test_to_the_last_bit() -> None:
     head, embedding = torch.randn(4, 50), torch.randn(4, 50)
     shared = TiedGradients()
     for m in range(4):
-        shared.first(m, {tied}, lambda m=m: ((tied + head_only) * head[m]).sum().backward())
+        shared.loss_backward(m, {tied}, lambda m=m: ((tied + head_only) * head[m]).sum().backward())
     for m in range(4):
-        shared.second(m, lambda m=m: (tied * embedding[m]).sum().backward())
+        shared.first_stage_backward(m, lambda m=m: (tied * embedding[m]).sum().backward())
     expected = torch.zeros(50)
     for m in range(4):
         expected = expected + (head[m] + embedding[m])
@@ -28,9 +28,9 @@ def test_to_the_last_bit() -> None:
 def test_a_part_may_be_missing() -> None:
     tied = nn.Parameter(torch.ones(2))
     shared = TiedGradients()
-    shared.first(0, {tied}, lambda: (tied * 2).sum().backward())
-    shared.first(1, {tied}, lambda: None)
-    shared.second(0, lambda: None)
-    shared.second(1, lambda: (tied * 3).sum().backward())
-    shared.second(2, lambda: None)
+    shared.loss_backward(0, {tied}, lambda: (tied * 2).sum().backward())
+    shared.loss_backward(1, {tied}, lambda: None)
+    shared.first_stage_backward(0, lambda: None)
+    shared.first_stage_backward(1, lambda: (tied * 3).sum().backward())
+    shared.first_stage_backward(2, lambda: None)
     assert torch.equal(tied.grad, torch.full((2,), 5.0))

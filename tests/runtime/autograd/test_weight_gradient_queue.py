@@ -20,7 +20,7 @@ def weight(value: float | None = None) -> Tensor:
 def test_each_micro_batch_waits_for_its_own_drain() -> None:
     queue, parameter = WeightGradientQueue(), weight()
     for microbatch in (0, 1):
-        with queue.opened(microbatch):
+        with queue.collecting(microbatch):
             assert queue.is_open
             queue.put(parameter, double, torch.full((2,), 1.0 + microbatch))
         assert not queue.is_open
@@ -34,7 +34,7 @@ def test_each_micro_batch_waits_for_its_own_drain() -> None:
 def test_it_adds_to_what_is_there_in_place() -> None:
     queue, parameter = WeightGradientQueue(), weight(10.0)
     gradient = parameter.grad
-    with queue.opened(0):
+    with queue.collecting(0):
         queue.put(parameter, double, torch.ones(2))
         queue.put(parameter, double, torch.ones(2))
     queue.drain(0)
@@ -44,7 +44,7 @@ def test_it_adds_to_what_is_there_in_place() -> None:
 def test_gradients_get_the_parameters_dtype() -> None:
     queue, parameter = WeightGradientQueue(), weight()
     for microbatch in (0, 1):
-        with queue.opened(microbatch):
+        with queue.collecting(microbatch):
             queue.put(parameter, double, torch.ones(2, dtype=torch.bfloat16))
         queue.drain(microbatch)
     assert parameter.grad.dtype is torch.float32 and parameter.grad.tolist() == [4, 4]
@@ -52,7 +52,7 @@ def test_gradients_get_the_parameters_dtype() -> None:
 
 def test_storages_count_once() -> None:
     queue, operand = WeightGradientQueue(), torch.ones(4)
-    with queue.opened(0):
+    with queue.collecting(0):
         queue.put(weight(), double, operand[:2])
         queue.put(weight(), double, operand[2:])
     assert queue.num_bytes == 16
@@ -64,7 +64,7 @@ def test_a_drain_of_what_left_nothing() -> None:
 
 def test_a_failure_closes_and_clear_forgets() -> None:
     queue, parameter = WeightGradientQueue(), weight()
-    with pytest.raises(ZeroDivisionError), queue.opened(0):
+    with pytest.raises(ZeroDivisionError), queue.collecting(0):
         queue.put(parameter, double, torch.ones(2))
         raise ZeroDivisionError
     assert not queue.is_open

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.forward_patch import install, remove
+from lightning_hanayo.runtime.capture.forward_patch import patch_blocks, unpatch_blocks
 
 
 class Block(nn.Module):
@@ -32,7 +32,7 @@ X = torch.ones(1, 2)
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
 def test_a_copy_uses_its_own_weights(twin: Any) -> None:
     block = Block()
-    install([block])
+    patch_blocks([block])
     other = twin(block)
     with torch.no_grad():
         block.linear.weight.zero_(), block.linear.bias.zero_()
@@ -47,16 +47,16 @@ def test_comes_off(own: bool) -> None:
         block.forward = MethodType(doubled, block)
     before, expected = dict(vars(block)), block(X)
     for _ in range(2):
-        install([block])
+        patch_blocks([block])
     assert torch.equal(block(X), expected)
     for _ in range(2):
-        remove([block])
+        unpatch_blocks([block])
     assert torch.equal(block(X), expected) and vars(block).keys() == before.keys()
 
 
 def test_another_ranks_block_says_so() -> None:
     block = Block().to("meta")
-    install([block])
+    patch_blocks([block])
     with pytest.raises(UnsupportedError, match="a Block of the pipelined stack was called outside a training"):
         block(X)
 
@@ -72,9 +72,9 @@ def test_a_block_compiled_in_place_is_met_before_its_compiled_code() -> None:
 
     block.compile(backend=backend, fullgraph=True)
     compiled = block._compiled_call_impl
-    install([block])
+    patch_blocks([block])
     assert torch.equal(block(X), expected) and len(calls) == 1
     assert torch.equal(copy.deepcopy(block)(X), expected) and len(calls) == 1  # copies are not compiled
-    remove([block])
+    unpatch_blocks([block])
     assert block._compiled_call_impl is compiled
     assert torch.equal(block(X), expected) and len(calls) == 2

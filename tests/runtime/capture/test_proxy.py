@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.capture.proxy import Proxy, pattern, pick
+from lightning_hanayo.runtime.capture.proxy import Proxy, proxies_like, subtree
 
 USES: list[Callable[[Any], object]] = [
     lambda h: h + 1, lambda h: 1 + h, lambda h: torch.ones(1) + h, lambda h: h * 2, lambda h: h / 2, lambda h: h // 2,
@@ -33,14 +33,14 @@ def test_every_use_is_refused_where_it_happens(use: Callable[[Any], object]) -> 
 
 
 def test_holes_are_shaped_like_the_last_output() -> None:
-    h, (aux, nothing), table = pattern((torch.ones(1), [torch.ones(1), None], {"k": torch.ones(1)}), block=3)
+    h, (aux, nothing), table = proxies_like((torch.ones(1), [torch.ones(1), None], {"k": torch.ones(1)}), block=3)
     assert [type(x) for x in (h, aux, table["k"])] == [Proxy] * 3 and nothing is None
     assert (h.path, aux.path, table["k"].path, h.block) == ((0,), (1, 0), (2, "k"), 3)
 
 
 def test_a_path_finds_its_part() -> None:
     tree = ({"k": [10, 20]}, 30)
-    assert pick(tree, (0, "k", 1)) == 20 and pick(tree, ()) is tree
+    assert subtree(tree, (0, "k", 1)) == 20 and subtree(tree, ()) is tree
 
 
 def test_what_needs_no_value_is_allowed() -> None:

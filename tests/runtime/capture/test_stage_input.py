@@ -1,4 +1,4 @@
-"""The cargo: equal calls travel once, and a tensor no farther than to the last block that takes it.
+"""The stage_input: equal calls travel once, and a tensor no farther than to the last block that takes it.
 
 block     0 (local)   1          2          3
 call        (h, m)    (h, m)     (h, n)     (h,)
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture.forward_patch import install, remove
+from lightning_hanayo.runtime.capture.forward_patch import patch_blocks, unpatch_blocks
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.user_step import UserStep
 
@@ -27,13 +27,13 @@ class Add(nn.Module):
 @pytest.fixture
 def blocks() -> Iterator[list[nn.Module]]:
     found = [Add() for _ in range(4)]
-    install(found)
+    patch_blocks(found)
     yield found
-    remove(found)
+    unpatch_blocks(found)
 
 
-def opened(blocks: list[nn.Module], calls: list[tuple[Tensor, ...]]) -> StageInput:
-    """The cargo of a step that calls the blocks so, the first one on this rank."""
+def started(blocks: list[nn.Module], calls: list[tuple[Tensor, ...]]) -> StageInput:
+    """The stage_input of a step that calls the blocks so, the first one on this rank."""
 
     def step(_: int) -> Tensor:
         x = torch.ones(2)
@@ -43,31 +43,31 @@ def opened(blocks: list[nn.Module], calls: list[tuple[Tensor, ...]]) -> StageInp
 
     user = UserStep(blocks, 1, "blocks")
     try:
-        return StageInput.of(user.open(Batch(step=step), 0))
+        return StageInput.from_message(user.start(Batch(step=step), 0))
     finally:
-        user.stop()
+        user.close()
 
 
 def test_each_tensor_goes_as_far_as_it_is_used(blocks: list[nn.Module]) -> None:
-    cargo = opened(blocks, [(M,), (M,), (N,), ()])
-    held = [len(cargo.packet.tensors)]
+    stage_input = started(blocks, [(M,), (M,), (N,), ()])
+    held = [len(stage_input.message.tensors)]
     for block in blocks[1:]:
-        cargo = StageInput.of(cargo.through([block]).packet)
-        held.append(len(cargo.packet.tensors))
+        stage_input = StageInput.from_message(stage_input.run([block]).message)
+        held.append(len(stage_input.message.tensors))
     assert held == [3, 2, 1, 1]
-    assert torch.equal(cargo.output, 1 + 2 * (M + M + N))
+    assert torch.equal(stage_input.output, 1 + 2 * (M + M + N))
 
 
 def test_equal_calls_travel_once(blocks: list[nn.Module]) -> None:
-    cargo = opened(blocks, [(N,), (N,), (M,), (M,)])  # the first one gets a value, the others its successor
-    assert (len(cargo.calls), cargo.which, len(cargo.tensors)) == (2, (0, 1, 1), 3)
+    stage_input = started(blocks, [(N,), (N,), (M,), (M,)])  # the first one gets a value, the others its successor
+    assert (len(stage_input.calls), stage_input.call_of_block, len(stage_input.tensors)) == (2, (0, 1, 1), 3)
 
 
 def test_several_blocks_at_once(blocks: list[nn.Module]) -> None:
-    whole = opened(blocks, [(M,), (M,), (N,), (M,)]).through(blocks[1:])
-    assert torch.equal(whole.output, 1 + 2 * (M + M + N + M)) and whole.which == ()
+    whole = started(blocks, [(M,), (M,), (N,), (M,)]).run(blocks[1:])
+    assert torch.equal(whole.output, 1 + 2 * (M + M + N + M)) and whole.call_of_block == ()
 
 
 def test_a_stage_without_blocks_hands_on(blocks: list[nn.Module]) -> None:
-    cargo = opened(blocks, [(M,), (), (), ()])
-    assert cargo.through([]) is cargo
+    stage_input = started(blocks, [(M,), (), (), ()])
+    assert stage_input.run([]) is stage_input

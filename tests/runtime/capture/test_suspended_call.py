@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_hanayo.runtime.capture.suspended_call import SuspendedCalls, current_visitor, suspend
+from lightning_hanayo.runtime.capture.suspended_call import SuspendedCalls, current_tracer, suspend
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def test_several_wait_at_once_and_end_in_any_order(steps: SuspendedCalls) -> Non
     seen: list[object] = []
 
     def function(name: str) -> object:
-        seen.append((name, current_visitor()))
+        seen.append((name, current_tracer()))
         return name, suspend()
 
-    under_way = {name: steps.begin(lambda name=name: function(name), visitor=name * 2) for name in "abc"}
+    under_way = {name: steps.start(lambda name=name: function(name), tracer=name * 2) for name in "abc"}
     for number, name in enumerate("bca"):
         under_way[name].resume(number)
         assert under_way[name].result == (name, number)
-    assert seen == [("a", "aa"), ("b", "bb"), ("c", "cc")] and current_visitor() is None
+    assert seen == [("a", "aa"), ("b", "bb"), ("c", "cc")] and current_tracer() is None
 
 
 def test_threads_are_reused(steps: SuspendedCalls) -> None:
@@ -44,7 +44,7 @@ def test_threads_are_reused(steps: SuspendedCalls) -> None:
         suspend()
 
     for _ in range(5):
-        both = [steps.begin(function, None) for _ in range(2)]
+        both = [steps.start(function, None) for _ in range(2)]
         for step in both:
             step.resume(None)
             steps.release(step)
@@ -53,18 +53,18 @@ def test_threads_are_reused(steps: SuspendedCalls) -> None:
 
 def test_an_exception_before_the_suspension(steps: SuspendedCalls) -> None:
     with pytest.raises(ZeroDivisionError):
-        steps.begin(lambda: 1 / 0, None)
+        steps.start(lambda: 1 / 0, None)
 
 
 def test_an_exception_after_it(steps: SuspendedCalls) -> None:
-    step = steps.begin(lambda: 1 / suspend(), None)
+    step = steps.start(lambda: 1 / suspend(), None)
     with pytest.raises(ZeroDivisionError):
         step.resume(0)
     assert step.done
 
 
 def test_without_suspension_it_is_done(steps: SuspendedCalls) -> None:
-    step = steps.begin(lambda: 7, None)
+    step = steps.start(lambda: 7, None)
     assert step.done and step.result == 7
 
 
@@ -80,7 +80,7 @@ def test_the_abandoned_clean_up(steps: SuspendedCalls) -> None:
             cleaned.append("finally")
 
     for _ in range(3):
-        steps.begin(function, None)
+        steps.start(function, None)
     steps.close()
     assert cleaned == ["finally"] * 3
 
@@ -98,7 +98,7 @@ def test_user_code_runs_in_the_main_threads_modes(steps: SuspendedCalls) -> None
     ]  # fmt: skip
     for context in contexts:
         with context:
-            expected, step = modes(), steps.begin(lambda: (modes(), suspend(), modes()), None)
+            expected, step = modes(), steps.start(lambda: (modes(), suspend(), modes()), None)
         step.resume(None)
         steps.release(step)
         assert step.result == (expected, None, expected)

@@ -1,4 +1,4 @@
-"""A packet packed into a buffer of bytes is the same packet when it is unpacked.
+"""A message packed into a buffer of bytes is the same message when it is unpacked.
 
 buffer   | 64 B header | tensor 0 | . . | tensor 1 | ...     each begins at a multiple of 64 B
 """
@@ -19,16 +19,16 @@ from lightning_hanayo.runtime.comm.codec import (
     stable_hash,
     unpack,
 )
-from lightning_hanayo.runtime.comm.message import Message, gradients, spread
+from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.runtime.comm.pytree import Flattener, unflatten
 
 CPU = torch.device("cpu")
 
 
-def packed(packet: Message) -> Tensor:
-    parcel = SendBuffer(spec_of(packet), CPU)
-    parcel.fill(packet.tensors)
-    return parcel.buffer
+def packed(message: Message) -> Tensor:
+    send_buffer = SendBuffer(spec_of(message), CPU)
+    send_buffer.fill(message.tensors)
+    return send_buffer.buffer
 
 
 DTYPES = [
@@ -48,13 +48,13 @@ def tensors(draw: some.DrawFn) -> Tensor:
 
 @given(some.lists(tensors(), max_size=4))
 def test_round_trip(values: list[Tensor]) -> None:
-    packet = Message(("tuple", *(("tensor", i) for i in range(len(values)))), tuple(values))
-    spec = spec_of(packet)
-    assert spec.describes(packet)
-    buffer = packed(packet)
+    message = Message(("tuple", *(("tensor", i) for i in range(len(values)))), tuple(values))
+    spec = spec_of(message)
+    assert spec.matches(message)
+    buffer = packed(message)
     arrived = unpack(Spec.from_bytes(spec.to_bytes()), buffer)
     assert all(start % ALIGN == 0 for start, _ in spec.extents) and buffer.nbytes == spec.num_bytes
-    assert arrived.skeleton == packet.skeleton
+    assert arrived.skeleton == message.skeleton
     for ours, theirs in zip(arrived.tensors, values, strict=True):
         assert (ours.dtype, ours.shape, ours.requires_grad) == (theirs.dtype, theirs.shape, theirs.requires_grad)
         assert torch.equal(ours, theirs)
@@ -77,8 +77,8 @@ def test_header_says_what_follows() -> None:
 
 def test_work_in_place_on_one_tensor_leaves_the_others_alone() -> None:
     """x.add_(1) after y * w: autograd would refuse the backward if x and w counted their versions together."""
-    packet = Message(("tuple", ("tensor", 0), ("tensor", 1)), (torch.ones(2), torch.ones(2, requires_grad=True)))
-    x, w = unpack(spec_of(packet), packed(packet)).tensors
+    message = Message(("tuple", ("tensor", 0), ("tensor", 1)), (torch.ones(2), torch.ones(2, requires_grad=True)))
+    x, w = unpack(spec_of(message), packed(message)).tensors
     product = torch.full((2,), 3.0, requires_grad=True) * w
     x.add_(1)
     product.sum().backward()
@@ -86,9 +86,9 @@ def test_work_in_place_on_one_tensor_leaves_the_others_alone() -> None:
 
 
 def test_gradients_keep_their_places() -> None:
-    given_tensors = [torch.ones(1), None, torch.zeros(2)]
-    assert [g is t for g, t in zip(spread(gradients(given_tensors)), given_tensors, strict=True)] == [True] * 3
-    assert spread(gradients([])) == []
+    given = [torch.ones(1), None, torch.zeros(2)]
+    assert [g is t for g, t in zip(unpack_gradients(gradient_message(given)), given, strict=True)] == [True] * 3
+    assert unpack_gradients(gradient_message([])) == []
 
 
 def test_hash_is_the_same_in_every_process() -> None:
@@ -110,13 +110,13 @@ def test_a_spec_describes_nothing_else(change: str) -> None:
         Message(("tuple", ("tensor", 0), ("plain", "str", text)), (tensor,))
         for tensor, text in ((torch.ones(2), "x"), CHANGES[change])
     )
-    assert spec_of(first).describes(first)
-    assert not spec_of(first).describes(other)
+    assert spec_of(first).matches(first)
+    assert not spec_of(first).matches(other)
 
 
 def test_a_parcel_is_filled_again() -> None:
-    parcel = SendBuffer(spec_of(Message(("tensor", 0), (torch.zeros(2),))), CPU)
+    send_buffer = SendBuffer(spec_of(Message(("tensor", 0), (torch.zeros(2),))), CPU)
     for value in (1.0, 2.0):
-        parcel.fill([torch.full((2,), value)])
-        (arrived,) = unpack(parcel.spec, parcel.buffer.clone()).tensors
+        send_buffer.fill([torch.full((2,), value)])
+        (arrived,) = unpack(send_buffer.spec, send_buffer.buffer.clone()).tensors
         assert torch.equal(arrived, torch.full((2,), value))

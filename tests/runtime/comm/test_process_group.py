@@ -38,25 +38,25 @@ def test_crossing_messages(pool: Pool) -> None:
     assert pool.run(3, everybody_to_everybody) == [[10, 20], [1, 21], [2, 12]]
 
 
-def packets() -> list[float]:
+def messages() -> list[float]:
     transport = connect()
-    mail, chain, got = PointToPointChannel(transport), Relay(transport), []
+    channel, chain, got = PointToPointChannel(transport), Relay(transport), []
     other = 1 - transport.rank
     for size in (3, 3, 0, 5, 3):
-        mail.begin(0)
+        channel.begin_batch(0)
         mine, theirs = MessageKey(transport.rank, "forward", 0), MessageKey(other, "forward", 0)
         value = torch.full((size,), float(transport.rank), requires_grad=True)
-        mail.exchange([(mine, other, Message(("tuple", ("tensor", 0)), (value,)))], [(theirs, other)])
-        (arrived,) = mail.collect(theirs).tensors
+        channel.start_transfers([(mine, other, Message(("tuple", ("tensor", 0)), (value,)))], [(theirs, other)])
+        (arrived,) = channel.wait_receive(theirs).tensors
         assert arrived.shape == (size,) and arrived.requires_grad
-        got.append(float(arrived.detach().sum()) + chain.share("loss", 0.5 if transport.rank == 0 else None))
-        mail.finish()
+        got.append(float(arrived.detach().sum()) + chain.broadcast("loss", 0.5 if transport.rank == 0 else None))
+        channel.finish()
     chain.finish()
     return got
 
 
 def test_packets_both_ways_and_a_chain_beside_them(pool: Pool) -> None:
-    assert pool.run(2, packets) == [[3.5, 3.5, 0.5, 5.5, 3.5], [0.5] * 5]
+    assert pool.run(2, messages) == [[3.5, 3.5, 0.5, 5.5, 3.5], [0.5] * 5]
 
 
 def a_peer_leaves() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.capture.proxy import Proxy
-from lightning_hanayo.runtime.comm.pytree import Flattener, places, renumber, unflatten
+from lightning_hanayo.runtime.comm.pytree import Flattener, renumber, tensor_indices, unflatten
 
 TENSORS = [torch.arange(3), torch.ones(2, 2), torch.zeros(())]
 PLAIN = some.none() | some.booleans() | some.integers() | some.floats(allow_nan=False) | some.text(max_size=5)
@@ -51,7 +51,7 @@ def test_a_tensor_met_twice_is_listed_once() -> None:
     flattener = Flattener()
     first, second = flattener.flatten((a, [b, a])), flattener.flatten({"b": b})
     assert [id(t) for t in flattener.tensors] == [id(a), id(b)]
-    assert (places(first), places(second)) == ([0, 1], [1])
+    assert (tensor_indices(first), tensor_indices(second)) == ([0, 1], [1])
 
 
 def test_true_and_one_and_one_point_zero_are_three_calls() -> None:

@@ -18,7 +18,7 @@ def share(num_ranks: int, values: list[Any]) -> list[list[Any]]:
     """What each rank gets."""
     chains = [Relay(transport) for transport in Hub(num_ranks, timeout=real_seconds(30)).transports()]
     return [
-        [chain.share("metrics", value if rank == 0 else "ignored") for value in values]
+        [chain.broadcast("metrics", value if rank == 0 else "ignored") for value in values]
         for rank, chain in enumerate(chains)
     ]
 
@@ -35,14 +35,14 @@ def test_longer_than_a_frame() -> None:
 
 def test_a_wrong_kind_names_both() -> None:
     first, second = (Relay(transport) for transport in Hub(2, timeout=real_seconds(30)).transports())
-    first.share("metrics", {"loss": 1.0})
+    first.broadcast("metrics", {"loss": 1.0})
     with pytest.raises(UnexpectedMessage, match=r"pipeline rank 1 .*'batch'.* rank 0 .*'metrics'"):
-        second.share("batch")
+        second.broadcast("batch")
 
 
 def test_the_first_rank_may_be_ahead() -> None:
     """By all that a step sends: it begins the next one while the others still end theirs."""
     first, second = (Relay(transport) for transport in Hub(2, timeout=real_seconds(30)).transports())
     for value in range(10):
-        first.share("data", value)
-    assert [second.share("data") for _ in range(10)] == list(range(10))
+        first.broadcast("data", value)
+    assert [second.broadcast("data") for _ in range(10)] == list(range(10))

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_hanayo.runtime.profiling.clock import on_one_clock
 from lightning_hanayo.runtime.profiling.measurement import message_delay, timeline_of
-from lightning_hanayo.runtime.profiling.message_timing import Batch
+from lightning_hanayo.runtime.profiling.message_timing import BatchTrace
 from lightning_hanayo.runtime.profiling.trace import Event
 from lightning_hanayo.schedule import CostModel, build, with_loss_stage
 from tests.runtime.played import event, played
@@ -12,9 +12,10 @@ from tests.runtime.played import event, played
 COSTS = CostModel(0.4, 0.6, 0.2, message=0.05)
 
 
-def shifted(batch: Batch, shifts: list[float]) -> Batch:
+def shifted(batch: BatchTrace, shifts: list[float]) -> BatchTrace:
     """The batch as ranks write it down whose clocks are ahead by `shifts`."""
-    return [[Event(e.action, e.asked + s, e.start + s, e.end + s) for e in events] for events, s in zip(batch, shifts)]  # noqa: B905
+    moved = zip(batch, shifts, strict=False)
+    return [[Event(e.action, e.reached + s, e.start + s, e.end + s) for e in events] for events, s in moved]
 
 
 def test_half_of_the_way_there_and_back() -> None:

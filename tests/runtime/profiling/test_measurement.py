@@ -5,12 +5,12 @@ import pytest
 from lightning_hanayo.runtime.profiling.measurement import (
     costs_of,
     exposed_communication,
+    median_batch,
     stage_times,
     timeline_of,
-    typical,
     waits_of,
 )
-from lightning_hanayo.runtime.profiling.message_timing import Batch, crossings
+from lightning_hanayo.runtime.profiling.message_timing import BatchTrace, message_timings
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, build, with_loss_stage
 from tests.runtime.played import event, played
 
@@ -20,15 +20,15 @@ seconds   0    1    2    3    4    5    6
 rank 0    |0F0 |  . asked  .   .   |0B0 |     waits from 1 on for what is sent at 4 and there at 5
 rank 1    asked.    |1F0 |1B0 |               waits from 0 on for what is sent at 1 and there at 2
 """
-DRAWN: Batch = (
+DRAWN: BatchTrace = (
     (event("0F0", 0, 0, 1), event("0B0", 1, 5, 6)),
     (event("1F0", 0, 2, 3), event("1B0", 3, 3, 4)),
 )
 
 
 def test_a_message_is_exposed_from_its_senders_end_on() -> None:
-    assert [(str(m.sent.action), str(m.taken.action), m.waited, m.delay, m.exposed)
-            for m in sorted(crossings(TWO, DRAWN), key=lambda m: m.sent.end)] == [
+    assert [(str(m.sent.action), str(m.received.action), m.waited, m.delay, m.exposed)
+            for m in sorted(message_timings(TWO, DRAWN), key=lambda m: m.sent.end)] == [
         ("0F0", "1F0", 2, 1, 1), ("1B0", "0B0", 4, 1, 1),
     ]  # fmt: skip
     assert exposed_communication(TWO, DRAWN) == pytest.approx(2 / (2 * 6))
@@ -37,12 +37,12 @@ def test_a_message_is_exposed_from_its_senders_end_on() -> None:
 
 def test_a_message_that_came_meanwhile_is_hidden() -> None:
     late = ((DRAWN[0]), (event("1F0", 3, 3, 4), event("1B0", 4, 4, 5)))
-    hidden, _ = sorted(crossings(TWO, late), key=lambda m: m.sent.end)
+    hidden, _ = sorted(message_timings(TWO, late), key=lambda m: m.sent.end)
     assert (hidden.waited, hidden.delay, hidden.exposed) == (0, 2, 0)
 
 
 def test_batches_follow_each_other_with_their_waits() -> None:
-    second = tuple(tuple(event(str(e.action), e.asked + 10, e.start + 10, e.end + 10) for e in row) for row in DRAWN)
+    second = tuple(tuple(event(str(e.action), e.reached + 10, e.start + 10, e.end + 10) for e in row) for row in DRAWN)
     timeline = timeline_of(TWO, DRAWN, second)
     assert (timeline.num_steps, timeline.makespan) == (2, 16)
     assert [step.begin for step in timeline.steps] == [0, 10]
@@ -82,11 +82,11 @@ def test_free_messages_are_never_exposed_and_others_never_more_than_the_bubble()
 def test_times_are_means_and_the_typical_batch_is_the_middle_one() -> None:
     batches = [played(TWO, CostModel(forward=f)) for f in (1.0, 5.0, 3.0)]
     assert stage_times(batches)[1, Kind.F] == pytest.approx(3.0)
-    assert typical(batches) == batches[2]
+    assert median_batch(batches) == batches[2]
     assert _num_events(batches[0]) == 4
 
 
-def _num_events(batch: Batch) -> int:
+def _num_events(batch: BatchTrace) -> int:
     return sum(map(len, batch))
 
 

@@ -21,16 +21,16 @@ def test_batches_of_any_size_come_to_rank_0() -> None:
         batch = played(table(microbatches), CostModel(message=0.1))
         for rank, collection in enumerate(ranks):  # rank 0 first: it waits for nothing
             collection.start(batch[rank])
-        taken = [collection.take() for collection in reversed(ranks)]
+        taken = [collection.finish() for collection in reversed(ranks)]
         assert taken == [None, None, batch]
-    assert [collection.take() for collection in ranks] == [None] * 3
+    assert [collection.finish() for collection in ranks] == [None] * 3
 
 
 def test_what_is_forgotten_isnt_waited_for() -> None:
     own, *_ = ranks = collections()
     own.start(played(table(2), CostModel())[0])
     own.forget()
-    assert [collection.take() for collection in ranks] == [None] * 3
+    assert [collection.finish() for collection in ranks] == [None] * 3
 
 
 def test_times_travel_alone() -> None:

@@ -101,7 +101,7 @@ class Player:
 
     def _stage(self, stage: int, blocks: list[nn.Module]) -> Stage:
         queue = WeightGradientQueue()
-        linear_patch.install(blocks, queue)
+        linear_patch.patch_linear_layers(blocks, queue)
         place = stage % self.schedule.stages_per_replica
         if place == 0:
             return SelfContainedFirstStage(blocks, 4, queue)
@@ -118,7 +118,7 @@ class Player:
     def play(self, schedule: Schedule) -> None:
         count = schedule.num_microbatches
         running = Batch(inputs=batch(count), loss_weights=shares(count), results=self.losses)
-        self.engine.run(Program.of(schedule, self.rank), running)
+        self.engine.run(Program.from_schedule(schedule, self.rank), running)
 
 
 def play_all(players: list[Player], schedule: Schedule) -> None:
@@ -204,7 +204,7 @@ def over_processes(num_microbatches: int) -> dict[int, list[Tensor | None]]:
     reductions.append(GradientAllReduce(player.parameters, pairs[min(rank, last - rank)]))
     player.play(schedule)
     reductions[0].finish()
-    player.engine.mail.finish()  # a peer may still need what this rank has sent
+    player.engine.channel.finish()  # a peer may still need what this rank has sent
     return {stage: [parameter.grad for parameter in own] for stage, own in player.parameters.items()}
 
 

@@ -31,7 +31,7 @@ class Reader(Callback):
 def count(kind: str) -> tuple[int, list[float]]:
     """How many values came down the chain while four batches trained, and the losses a callback saw."""
     shared = 0
-    share = Relay.share
+    share = Relay.broadcast
 
     def counted(self: Relay, kind: Any, value: Any = None) -> Any:
         nonlocal shared
@@ -48,11 +48,11 @@ def count(kind: str) -> tuple[int, list[float]]:
         def on_train_epoch_end(self) -> None:
             before_epoch_end.append(shared - 1)  # Lightning's own end of the epoch has shared once by now
 
-    Relay.share = counted  # type: ignore[method-assign]
+    Relay.broadcast = counted  # type: ignore[method-assign]
     try:
         trainer.fit(models.build(Watch), make_loader(models.vectors((8, 8, 8, 8))))
     finally:
-        Relay.share = share  # type: ignore[method-assign]
+        Relay.broadcast = share  # type: ignore[method-assign]
     return before_epoch_end[0], reader.losses
 
 

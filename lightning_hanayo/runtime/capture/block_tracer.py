@@ -1,0 +1,140 @@
+"""The block tracer: follows one step's calls of the blocks, and suspends the step where other ranks must compute.
+
+    user code    block 0   block 1   block 2   block 3                       stage 0 = {0, 1}
+    tracer       runs it   runs it   records,  records, suspends the step with
+                                     proxy     the stage input, returns the stack's output
+
+The blocks of stage 0 run where they are called, in the step's thread. The calls of the others are recorded, until the
+last one suspends the step. Code in between that uses their outputs raises an error (`Proxy`). Where no block may run in
+that thread (`num_local` is 0), the first call suspends the step too, until it is resumed with that block's output.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_number
+from lightning_hanayo.runtime.capture.forward_patch import randomness_of, run_block, run_original
+from lightning_hanayo.runtime.capture.proxy import proxies_like
+from lightning_hanayo.runtime.capture.stage_input import NO_OUTPUT, StageInput
+from lightning_hanayo.runtime.capture.suspended_call import suspend
+from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton
+
+
+class BlockTracer:
+    """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
+
+    Args:
+        blocks: all blocks of the stack, in order.
+        num_local: how many of them run where they are called: those of stage 0, or none.
+        name: the stack's qualified name, for errors.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], num_local: int, name: str) -> None:
+        self._index_of = {id(block): i for i, block in enumerate(blocks)}
+        self._num_local = num_local
+        self._name = name
+        self._next = 0
+        self.sequence_number = 0
+        """autograd's sequence number at the last suspension: older nodes in the loss's graph belong to earlier code"""
+        self._output: Any = None
+        self._flattener = Flattener()
+        self._calls: dict[Skeleton, int] = {}
+        self._call_of_block: list[int] = []
+
+    @property
+    def num_called(self) -> int:
+        """How many blocks the step has called."""
+        return self._next
+
+    @property
+    def message(self) -> Message:
+        """The recorded calls and the output of the blocks before them. Valid while the step is suspended."""
+        recorded = tuple(self._call_of_block)
+        output = NO_OUTPUT if recorded else self._flattener.flatten(self._output, "the output of a block")
+        return StageInput(output, tuple(self._calls), recorded, tuple(self._flattener.tensors)).message
+
+    def on_call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a block's call by user code; return its output, a proxy, or the output of the stack.
+
+        Raises:
+            UnsupportedError: a second pass, blocks out of order, or an argument that can't be sent.
+        """
+        index = self._index_of.get(id(block))
+        if index is None:  # a copy of the model (an average, say) that user code calls in its step
+            return run_block(block, *args, **kwargs)
+        if index != self._next:
+            raise UnsupportedError(self._wrong_order(index))
+        self._next += 1
+        randomness = randomness_of(block)  # also of a block on another rank: the caller's stream advances everywhere
+        with nullcontext() if randomness is None else randomness.of_call():
+            return self._run_or_record(block, index, args, kwargs)
+
+    def _run_or_record(self, block: nn.Module, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if index < self._num_local:
+            output = self._output = run_original(block, *args, **kwargs)
+        else:
+            self._record(index, args, kwargs)
+            if index == 0:
+                self._output = suspend()
+                self._flattener, self._calls, self._call_of_block = Flattener(), {}, []
+            output = proxies_like(self._output, index)
+        if self._next < len(self._index_of):
+            return output
+        self.sequence_number = current_sequence_number()
+        return suspend()
+
+    def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        block = f"{self._name}[{index}]"
+        call = (
+            "tuple",
+            ("tuple", *(self._argument(index, arg, f"argument {i} of {block}") for i, arg in enumerate(args))),
+            ("dict", *((("plain", "str", name), self._argument(index, arg, f"argument {name!r} of {block}"))
+                       for name, arg in kwargs.items())),
+        )  # fmt: skip
+        self._call_of_block.append(self._calls.setdefault(call, len(self._calls)))
+
+    def _argument(self, index: int, value: Any, what: str) -> Skeleton:
+        skeleton = self._flattener.flatten(None if _is_cache(value) else value, what)
+        return _relative(skeleton, index, what)
+
+    def _wrong_order(self, index: int) -> str:
+        if self._next == len(self._index_of):
+            return (
+                f"{self._name} is passed a second time in one step; a pipeline runs one pass for each micro-batch. "
+                f"Call the model once per step, on the concatenated inputs."
+            )
+        return (
+            f"{self._name}[{index}] is called where {self._name}[{self._next}] is next; a pipeline runs the blocks of "
+            f"the stack in order."
+        )
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is a Hugging Face key/value cache: it is passed in training too, and nothing in it is used again."""
+    return any(k.__name__ == "Cache" and k.__module__.startswith("transformers") for k in type(value).__mro__)
+
+
+def _relative(skeleton: Skeleton, index: int, what: str) -> Skeleton:
+    """Drop the block numbers of proxies: all stand for the output of the block just before.
+
+    Raises:
+        UnsupportedError: a proxy stands for the output of an earlier block: a skip connection.
+    """
+    kind, *parts = skeleton
+    if kind == "proxy":
+        if parts[0] != index - 1:
+            raise UnsupportedError(
+                f"{what} is the output of block {parts[0]}: a skip connection between blocks. A block can only get the "
+                f"output of the block just before it."
+            )
+        return ("proxy", 0, parts[1])
+    if kind in ("tuple", "list"):
+        return (kind, *(_relative(part, index, what) for part in parts))
+    if kind == "dict":
+        return ("dict", *((key, _relative(value, index, what)) for key, value in parts))
+    return skeleton

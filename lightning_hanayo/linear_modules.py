@@ -1,4 +1,4 @@
-"""What `runtime` and `tensor3d` share about linear layers: which modules count, and the dtype that autocast picks."""
+"""Rules about linear layers that `runtime` and `tensor3d` share: which modules are linear, and autocast's dtype."""
 
 import torch
 from torch import Tensor, nn
@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 def is_linear(module: nn.Module) -> bool:
     """Whether this is exactly `nn.Linear` or Hugging Face's `Conv1D`: a subclass may compute something else."""
-    kind = type(module)
-    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+    cls = type(module)
+    return cls is nn.Linear or (cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils")
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """`x` in the dtype in which autocast would multiply it. Double precision stays as it is."""
+    """`x` in the dtype in which autocast would multiply it. Double precision stays double."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.is_floating_point():
         return x
@@ -19,5 +19,5 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether the user has registered hooks that see this parameter's gradient."""
+    """Whether hooks are registered that see this parameter's gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

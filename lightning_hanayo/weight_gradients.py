@@ -1,9 +1,9 @@
-"""The weight gradients: where a layer leaves the product that makes one, while its stage's backward is split.
+"""The protocol with which layers leave weight gradients for later, while their stage's backward is split.
 
-I    dx = dy W             runs now, the stage before is waiting for it
-W    dW = dy^T x           runs when the schedule says so: `product(dy, x)`, kept with its operands
+I    dx = dy W             runs now: the stage before is waiting for it
+W    dW = dy^T x           runs when the schedule says so: `compute(dy, x)`, kept with its operands
 
-Layers know this protocol, stages own what implements it; neither knows the other.
+Layers use this protocol and stages own an object that implements it, so neither depends on the other.
 """
 
 from collections.abc import Callable
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
 
 class PendingGradient(Protocol):
-    """A gradient that isn't there yet: its sum over ranks is under way."""
+    """A gradient whose sum over ranks is under way."""
 
     def wait(self) -> "Tensor":
-        """The gradient, once it is there."""
+        """Wait for the sum, and return the gradient."""
 
 
-Product = Callable[..., "Tensor | PendingGradient"]
-"""Makes a gradient out of the operands it was left with."""
+ComputeGradient = Callable[..., "Tensor | PendingGradient"]
+"""Computes a gradient from the operands it was left with."""
 
 
 class WeightGradients(Protocol):
-    """One stage's."""
+    """Where the layers of one stage leave their weight gradients."""
 
     @property
     def is_open(self) -> bool:
-        """Whether products are kept: an input gradient is being computed, and the weights' come later."""
+        """Whether layers leave their weight gradients: an input gradient is being computed."""
 
     @property
     def version(self) -> int:
-        """Changes between batches. A layer must drop copies of its weight when it changes.
+        """Changes between batches. When it changes, layers must drop copies of their weights.
 
-        A weight's own `_version` doesn't tell: fused optimizers leave it as it is.
+        A weight's own `_version` does not tell: fused optimizers do not change it.
         """
 
-    def put(self, parameter: "Tensor", product: Product, *operands: "Tensor") -> None:
-        """Keep a product whose result is to be added to `parameter.grad`. The operands belong to no graph."""
+    def put(self, parameter: "Tensor", compute: ComputeGradient, *operands: "Tensor") -> None:
+        """Keep a computation whose result is to be added to `parameter.grad`. The operands must have no graph."""

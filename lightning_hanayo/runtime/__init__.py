@@ -1,1 +1,1 @@
-"""The runtime: plays action lists over stages and transports. It needs torch and no Lightning."""
+"""The runtime: runs the actions of a schedule on a rank's stages. It needs torch, and no Lightning."""

@@ -1,4 +1,4 @@
-"""Micro-batches: a batch cut along its first dimension, and the steps' results put together again.
+"""Splits a batch into micro-batches along its first dimension, and merges the results of the steps.
 
 11 samples, 4 micro-batches  ->  3, 3, 3, 2          2 samples, 4 micro-batches  ->  1, 1
 """
@@ -17,7 +17,7 @@ from lightning_hanayo.runtime.comm.codec import stable_hash
 
 
 def num_samples(batch: Any) -> int:
-    """The size of the first dimension of the first tensor in `batch`.
+    """Return the size of the first dimension of the first tensor in `batch`.
 
     Raises:
         HanayoError: there is no tensor in it with a first dimension.
@@ -29,7 +29,7 @@ def num_samples(batch: Any) -> int:
 
 
 def sizes(samples: int, microbatches: int) -> list[int]:
-    """The sizes of the micro-batches: they differ by at most one, larger ones first, none is empty."""
+    """Return the sizes of the micro-batches: they differ by at most one, larger ones first, none is empty."""
     count = max(1, min(samples, microbatches))
     return [samples // count + (i < samples % count) for i in range(count)]
 
@@ -37,8 +37,8 @@ def sizes(samples: int, microbatches: int) -> list[int]:
 def split(batch: Any, parts: Sequence[int]) -> list[Any]:
     """Cut `batch` into micro-batches of `parts` samples.
 
-    Tensors, and lists and tuples of plain values, that are as long as the batch are cut; everything else is shared.
-    One micro-batch is the batch as it is.
+    Tensors, and lists and tuples of plain values, are cut if they are as long as the batch. Everything else is shared.
+    If there is one micro-batch, it is the batch itself.
     """
     if len(parts) == 1:
         return [batch]
@@ -48,29 +48,29 @@ def split(batch: Any, parts: Sequence[int]) -> list[Any]:
 
 
 def select_samples(batch: Any, indices: Sequence[int], samples: int) -> Any:
-    """The samples at `indices` of a batch of `samples`: a view of it if they are consecutive."""
+    """Return the samples at `indices` of a batch of `samples`: a view of it if they are consecutive."""
     run = range(indices[0], indices[0] + len(indices))
     return _cut(batch, slice(run.start, run.stop) if list(run) == list(indices) else list(indices), samples)
 
 
 def signature(batch: Any, parts: Sequence[int], kind: str) -> int:
-    """A number that batches of the same shapes, cut the same way for the same kind of step, share."""
+    """Return a number that is equal for batches of the same shapes, cut the same way for the same kind of step."""
     shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
     return stable_hash(repr((kind, tuple(parts), shapes)))
 
 
 def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float], *, has_loss: bool = False) -> Any:
-    """What a step returned for each micro-batch, as one: samples side by side, other numbers as weighted mean.
+    """Merge what a step returned for each micro-batch into one result.
 
-    Tensors, arrays and lists as long as their micro-batch are concatenated, scalars averaged with `weights` (which sum
-    to 1); containers keep their type. One result stays as it is.
+    Tensors, arrays and lists as long as their micro-batch are concatenated. Scalars are averaged with `weights`, which
+    sum to 1. Containers keep their type. A single result is returned as it is.
 
     Args:
-        results: one per micro-batch.
+        results: one for each micro-batch.
         parts: the sizes of the micro-batches, in samples.
-        weights: each micro-batch's share in a mean.
-        has_loss: whether a training step returned them. Its loss, a tensor or the mapping's "loss", is averaged
-            whenever it has one element: of shape [1] it would look like the result of one sample.
+        weights: each micro-batch's weight in a mean.
+        has_loss: whether a training step returned them. Its loss (a tensor, or the mapping's "loss") is averaged if it
+            has one element; a loss of shape [1] would look like the result of one sample.
     """
     first = results[0]
     if len(results) == 1:
@@ -101,47 +101,47 @@ def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]
 
 
 def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping of the type of `mapping`, which stays as it is, with other `values` for its keys.
+    """Return a mapping of the same type with other `values`; `mapping` itself does not change.
 
-    Subclasses of dict (a defaultdict, an output of transformers) are copied, with whatever else they hold, and get
-    their values one by one. Other types are made from a dictionary, as Lightning does where it moves a batch.
+    Subclasses of dict (a defaultdict, an output of transformers) are copied with all their attributes, and the values
+    are set one by one. Other types are constructed from a dictionary, as Lightning does when it moves a batch.
 
     Raises:
-        HanayoError: the type can be made in neither way.
+        HanayoError: neither works for this type.
     """
-    kind = type(mapping)
-    if kind is dict:
+    cls = type(mapping)
+    if cls is dict:
         return values
-    # Where the items are the attributes, a copy would keep the old values as attributes.
+    # If the items are the attributes, a copy would keep the old values as attributes.
     copies_first = isinstance(mapping, dict) and getattr(mapping, "__dict__", None) is not mapping
     try:
-        return (_refilled if copies_first else _made_anew)(mapping, values)
-    except Exception:  # an __init__ that wants something else, values that can't be set: it is the user's code
+        return (_copied if copies_first else _constructed)(mapping, values)
+    except Exception:  # any error in the user's class: the other way may work
         pass
     try:
-        return (_made_anew if copies_first else _refilled)(mapping, values)
+        return (_constructed if copies_first else _copied)(mapping, values)
     except Exception as error:
         raise HanayoError(
-            f"a {kind.__module__}.{kind.__qualname__} can't be made again with other values, as each micro-batch needs "
-            f"it. Let its __init__ take a dictionary, or give it __copy__ and __setitem__."
+            f"a {cls.__module__}.{cls.__qualname__} can't be made with other values, which each micro-batch needs. "
+            f"Let its __init__ take a dictionary, or give it __copy__ and __setitem__."
         ) from error
 
 
-def _refilled(mapping: Any, values: dict[Any, Any]) -> Any:
+def _copied(mapping: Any, values: dict[Any, Any]) -> Any:
     if not isinstance(mapping, dict) and not hasattr(type(mapping), "__copy__"):
         raise TypeError("a copy might share its values with the original")
-    twin = copy(mapping)
+    other = copy(mapping)
     for key, value in values.items():
-        twin[key] = value
-    return twin
+        other[key] = value
+    return other
 
 
-def _made_anew(mapping: Any, values: dict[Any, Any]) -> Any:
+def _constructed(mapping: Any, values: dict[Any, Any]) -> Any:
     if is_dataclass(mapping) and not isinstance(mapping, type):
         return replace(mapping, **values)
     made = type(mapping)(values)
     if made.keys() != values.keys():
-        raise TypeError("__init__ takes something else than the items")
+        raise TypeError("__init__ does not take the items")
     return made
 
 
@@ -153,7 +153,7 @@ def _merge_tensors(results: Sequence[Tensor], parts: Sequence[int], weights: Seq
 
 
 def _mean(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Weighted, in the shape of each; a micro-batch without weight counts for nothing, even if its value is NaN."""
+    """Return the weighted mean. A micro-batch with weight 0 does not count, even if its value is NaN."""
     weighted = [result * weight for result, weight in zip(results, weights, strict=True) if weight]
     return torch.stack(weighted).sum(0) if weighted else results[0]
 
@@ -163,7 +163,7 @@ def _are_samples(arrays: Sequence[Any], parts: Sequence[int]) -> bool:
 
 
 def _lists_samples(results: Sequence[Any], parts: Sequence[int]) -> bool:
-    """Whether the lists hold one item per sample, rather than several tensors of all samples."""
+    """Whether the lists hold one item for each sample, and not several tensors of all samples."""
     if any(not isinstance(r, list) or len(r) != size for r, size in zip(results, parts, strict=True)):
         return False
     return any(
@@ -187,23 +187,23 @@ def _leaves(batch: Any) -> Any:
         yield from _leaves(child)
 
 
-def _cut(batch: Any, where: slice | list[int], samples: int) -> Any:
-    def inside(item: Any) -> Any:
-        return _cut(item, where, samples)
+def _cut(batch: Any, indices: slice | list[int], samples: int) -> Any:
+    def cut(item: Any) -> Any:
+        return _cut(item, indices, samples)
 
     if isinstance(batch, Tensor):
-        return batch[where] if batch.ndim and batch.shape[0] == samples else batch
+        return batch[indices] if batch.ndim and batch.shape[0] == samples else batch
     if isinstance(batch, Mapping):
-        return with_values(batch, {key: inside(value) for key, value in batch.items()})
+        return with_values(batch, {key: cut(value) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(inside, batch))
+        return type(batch)(*map(cut, batch))
     if isinstance(batch, (list, tuple)):
         plain = len(batch) == samples and not any(isinstance(leaf, Tensor) for leaf in _leaves(batch))
-        return type(batch)(_items(batch, where)) if plain else type(batch)(map(inside, batch))
+        return type(batch)(_items(batch, indices)) if plain else type(batch)(map(cut, batch))
     if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{field.name: inside(getattr(batch, field.name)) for field in fields(batch)})
+        return replace(batch, **{field.name: cut(getattr(batch, field.name)) for field in fields(batch)})
     return batch
 
 
-def _items(items: Sequence[Any], where: slice | list[int]) -> Sequence[Any]:
-    return items[where] if isinstance(where, slice) else [items[i] for i in where]
+def _items(items: Sequence[Any], indices: slice | list[int]) -> Sequence[Any]:
+    return items[indices] if isinstance(indices, slice) else [items[i] for i in indices]

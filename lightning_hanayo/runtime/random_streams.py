@@ -1,14 +1,14 @@
-"""Random streams: every draw of a step depends on a key, not on the layout or on the order in which a rank works.
+"""Random streams: makes every random number of a step depend on a key, and not on the layout or the schedule.
 
-the step's own code    key: seed, data rank, step, micro-batch, place in the cube
+the step's own code    key: seed, data rank, step, micro-batch, rank in the cube
 block i of the stack   key: seed, data rank, step, micro-batch, i
 
     rank 0    | code 0 | block 0 | block 1 | code 1 | block 0 | ...     each | starts a stream; after the stack,
     rank 1                       | block 2 | block 3 |  ...             code 0 continues its own
 
 So dropout masks are the same for any number of pipeline ranks and waves, under every schedule, with recomputation and
-after a resume. Keys cover torch's default generators on the CPU and on the rank's device; Python's and NumPy's
-generators are left alone. After a batch torch's generators are as they were before it.
+after a resume. The keys cover torch's default generators on the CPU and on the rank's device, but not Python's and
+NumPy's generators. After a batch torch's generators have the state that they had before it.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from lightning_hanayo.seeds import default_generator, mix, seed_of
 
 
 class RandomStreams:
-    """One rank's streams.
+    """The random streams of one rank.
 
     Example:
         >>> streams = RandomStreams(seed=0, data_rank=0, device=torch.device("cpu"))
@@ -34,9 +34,9 @@ class RandomStreams:
 
     Args:
         seed: the same on all ranks.
-        data_rank: this rank's place on the data axis.
+        data_rank: this rank's index on the data axis.
         device: where the model is stored.
-        place: this rank's place in the cube, where each rank of it runs user code on other samples.
+        place: this rank's index in the cube, if each rank of the cube runs user code on other samples.
     """
 
     def __init__(self, seed: int, data_rank: int, device: torch.device, *, place: int = 0) -> None:
@@ -55,7 +55,7 @@ class RandomStreams:
 
     @contextmanager
     def batch(self, key: str) -> Iterator[None]:
-        """Inside, the draws of one batch are keyed.
+        """Make the random numbers of one batch depend on its key, inside a `with` statement.
 
         Args:
             key: names the batch; the same on all ranks, and again after a resume.
@@ -71,7 +71,7 @@ class RandomStreams:
             self._restore(before)
 
     def begin_action(self, microbatch: int, kind: Kind) -> None:
-        """The rank's next action is this one of the micro-batch. In a forward, code and blocks start their streams."""
+        """Called before each action of the rank. In a forward, user code and blocks then start streams of their own."""
         seed = self._seeds.get(microbatch)
         if seed is None:
             seed = self._seeds[microbatch] = seed_of(*self._fixed, self._batch, microbatch)
@@ -79,35 +79,35 @@ class RandomStreams:
         if not self._in_forward:
             self._start(seed)
 
-    def begin_code(self, microbatch: int) -> None:
-        """The step's own code for this micro-batch starts."""
+    def begin_user_code(self, microbatch: int) -> None:
+        """Called before the step's own code for this micro-batch starts."""
         own = seed_of(*self._fixed, self._batch, microbatch, self._place) if self._place else self._seed
         self._start(own)
 
     @property
     def is_active(self) -> bool:
-        """Whether draws are keyed now: within a batch, but not under a transform of `torch.func`."""
+        """Whether random numbers depend on keys now: in a batch, but not under a transform of `torch.func`."""
         return self._microbatch is not None and not torch._C._are_functorch_transforms_active()
 
     def begin_block(self, index: int) -> None:
-        """Block `index` starts its stream; nobody continues the one before it."""
+        """Start the stream of block `index`, where no other stream is continued afterwards."""
         if self.is_active:
             self._start(mix(self._seed, index))
 
     def block(self, index: int, *, repeats: bool = False) -> AbstractContextManager[Any]:
-        """Inside, block `index` draws from its own stream; afterwards its caller continues the one it had.
+        """Let block `index` use its own stream inside a `with` statement; then its caller continues the earlier one.
 
         Args:
-            index: the block's place in the stack.
+            index: the block's index in the stack.
             repeats: whether the step may call it several times, each with a stream of its own.
         """
         return _BlockStream(self, index, repeats) if self.is_active else nullcontext()
 
     def _seed_of(self, index: int, repeats: bool) -> int:
-        """The seed of a block's stream, in its first call or in a later one.
+        """Return the seed of a block's stream, for its first call or for a later one.
 
-        Each call draws a number from the caller's stream. An activation checkpoint restores that stream before it
-        computes the block again, so the number identifies the call; if it is unknown, the first one is meant.
+        Each call draws a number from the caller's stream. An activation checkpoint restores that stream before it runs
+        the block again, so the number identifies the call; an unknown number means the first call.
         """
         number = int(torch.randint(1 << 62, (), device="cpu"))
         seed = mix(self._seed, index)
@@ -133,7 +133,7 @@ class RandomStreams:
 
 
 class _BlockStream:
-    """One call of a block. A class, since a generator function would cost as much as the work itself."""
+    """One call of a block. A generator-based context manager would take as long as the work itself."""
 
     __slots__ = ("_index", "_repeats", "_states", "_streams")
 
@@ -152,13 +152,13 @@ class _BlockStream:
 
 
 class BlockRandomness:
-    """What a block knows of its rank's streams. A copied or pickled block belongs to no stream.
+    """The streams of one block. Becomes None when copied or pickled: a copy of the block has no streams.
 
     Args:
-        streams: the rank's.
-        index: the block's place in the stack.
-        in_code: whether the block runs where the step's own code calls it.
-        repeats: see `RandomStreams.block`.
+        streams: the rank's streams.
+        index: the block's index in the stack.
+        in_code: whether the block runs where the step's code calls it.
+        repeats: whether the step may call the block several times, each with a stream of its own.
     """
 
     def __init__(self, streams: RandomStreams, index: int, *, in_code: bool, repeats: bool) -> None:
@@ -171,11 +171,11 @@ class BlockRandomness:
         return type(None), ()
 
     def of_call(self) -> AbstractContextManager[Any]:
-        """The stream of a call by the step's own code, which continues its own stream afterwards."""
+        """The context of a call by the step's code, which continues its own stream afterwards."""
         return self._streams.block(self._index, repeats=self._repeats)
 
     def of_run(self) -> AbstractContextManager[Any]:
-        """The stream of a run by the block's stage, or of a recomputation."""
+        """The context of a run by the block's stage, or of a recomputation."""
         if self._in_code:
             return self.of_call()
         self._streams.begin_block(self._index)

@@ -74,7 +74,7 @@ def _cases(device: Any) -> dict[str, Callable[[], object]]:
     return {
         "a forward": lambda: streams.begin_action(1, Kind.F),
         "a backward": lambda: streams.begin_action(1, Kind.B),
-        "the step's own code": lambda: streams.begin_code(1),
+        "the step's own code": lambda: streams.begin_user_code(1),
         "a block of a stage": lambda: streams.begin_block(3),
         "a block in the step's own code": in_code,
         "a batch": a_batch,

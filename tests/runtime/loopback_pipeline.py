@@ -1,8 +1,9 @@
-"""A whole pipeline in one process: every rank a thread, one shared model, loopback transports."""
+"""A whole pipeline in one process: each rank is a thread, and all share one model."""
 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -25,8 +26,27 @@ from lightning_hanayo.schedule import Schedule, forward_only, with_loss_stage
 from tests.harness.limits import real_seconds
 
 
+def run_in_threads(functions: Sequence[Callable[[], None]]) -> None:
+    """Run each function in a thread of its own, and raise the first error; a timeout only if there is no other."""
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors, key=lambda e: isinstance(e, TimeoutError)):
+        raise error
+
+
 class LoopbackPipeline:
-    """Plays `schedule` over the blocks of a model that all ranks share."""
+    """Runs `schedule` over the blocks of a model that all ranks share."""
 
     def __init__(self, blocks: Sequence[nn.Module], schedule: Schedule) -> None:
         self.schedule = with_loss_stage(schedule)
@@ -54,7 +74,7 @@ class LoopbackPipeline:
         shared = TiedGradients()
         blocks = [[self.blocks[i] for i in run] for run in self.runs]
         first = FirstStage(self.user, shared, self.queues[0])
-        last = LastStage(blocks[-1], self.user, first, shared, self.queues[-1])
+        last = LastStage(blocks[-1], first, self.queues[-1])
         middle = zip(blocks[1:-1], self.queues[1:-1], strict=True)
         return [first, *(MiddleStage(own, queue) for own, queue in middle), last]
 
@@ -67,29 +87,19 @@ class LoopbackPipeline:
         signature: int = 0,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Any]:
-        """Play one batch, every rank within `context`; return the step's results."""
+        """Run one batch, every rank within `context`; return the step's results."""
         schedule = self.schedule if train else forward_only(self.schedule)
         batch = Batch(signature, step=step, loss_weights=weights)
-        errors: list[BaseException] = []
 
-        def play(rank: int, engine: Engine) -> None:
-            try:
-                with context():
-                    engine.run(Program.from_schedule(schedule, rank), batch)
-            except BaseException as error:
-                errors.append(error)
+        def run(rank: int, engine: Engine) -> None:
+            with context():
+                engine.run(Program.from_schedule(schedule, rank), batch)
 
-        threads = [threading.Thread(target=play, args=pair) for pair in enumerate(self.engines)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for error in sorted(errors, key=lambda e: isinstance(e, TimeoutError)):
-            raise error
+        run_in_threads([partial(run, rank, engine) for rank, engine in enumerate(self.engines)])
         return [batch.results[m] for m in range(schedule.num_microbatches)]
 
     def close(self) -> None:
-        """End the step threads and take the bridge away."""
+        """End the step threads and give the blocks their own forward back."""
         self.user.close()
         forward_patch.unpatch_blocks(self.blocks)
         linear_patch.unpatch_linear_layers(self.blocks)

@@ -176,7 +176,9 @@ def test_counts_stay_counts() -> None:
 
 
 def test_a_mapping_that_cant_be_made_again_says_what_to_do() -> None:
-    with pytest.raises(HanayoError, match=r"Unpacked can't be made again .* Let its __init__ take a dictionary"):
+    with pytest.raises(
+        HanayoError, match=r"Unpacked can't be made with other values.* Let its __init__ take a dictionary"
+    ):
         split(Unpacked(X, X), PARTS)
 
 

@@ -50,7 +50,7 @@ def test_the_steps_own_code_draws_by_its_place() -> None:
         streams = RandomStreams(0, 0, CPU, place=place)
         with streams.batch("train 0 0"):
             streams.begin_action(0, Kind.F)
-            streams.begin_code(0)
+            streams.begin_user_code(0)
             seen.append(torch.rand(2).tolist())
     assert seen[0] != seen[1]
 
@@ -146,9 +146,9 @@ def test_copies_of_a_block_belong_to_no_stream() -> None:
     with streams.batch("train 0 0"):
         for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
             streams.begin_action(0, Kind.F)
-            streams.begin_code(0)
+            streams.begin_user_code(0)
             noise = torch.rand(())
-            streams.begin_code(0)
+            streams.begin_user_code(0)
             assert torch.equal(copied(torch.zeros(())), noise)
     forward_patch.unpatch_blocks([block])
     assert vars(block).keys() == vars(Noisy()).keys()

@@ -1,1 +1,1 @@
-"""Gradients: where a stage's graph begins, split backward, tied weights, and the all-reduce over data ranks."""
+"""Gradients: the boundary of a stage's graph, split backward, tied weights, and the all-reduce over data ranks."""

@@ -1,10 +1,10 @@
-"""The reduction: a stage's gradients summed over the data ranks, started as soon as that stage is done.
+"""Sums a stage's gradients over the data ranks, beginning as soon as the stage has finished its backward.
 
-    large gradients    each summed where it lies, a transfer of its own
-    small ones         | is there a gradient of p0? | of p1? | ... | p3's | p5's | ...      together, one per dtype
+    large gradients    each is reduced in place, by an all-reduce of its own
+    small ones         | is there a gradient of p0? | of p1? | ... | p3's | p5's | ...      one all-reduce per dtype
 
-Nothing is copied or waited for before the step's end: the backend's own threads (or streams) do the work beside the
-compute. A parameter that one data rank used and another didn't gets the sum; one that nobody used keeps no gradient.
+The all-reduces overlap with the computation, and nothing is waited for before the step's end. A parameter that one data
+rank used and another did not gets the sum on both. A parameter that no rank used gets no gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]
 
 LARGE = 2**18
-"""bytes from which a gradient goes alone: gloo copies what goes together into one buffer and back, and needs about as
-long for a quarter of a megabyte as for starting another transfer"""
+"""bytes from which a gradient gets its own all-reduce: gloo copies what is reduced together into one buffer and back,
+which takes about as long for a quarter of a megabyte as starting another all-reduce"""
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Gradients of one dtype: what is summed for each parameter, and how many ranks have one, [parameters]."""
+    """Gradients of one dtype under way: each parameter's sum, and `counts`, [parameters]: how many ranks have one."""
 
     parameters: Sequence[nn.Parameter]
     sums: Sequence[Tensor]
@@ -37,16 +37,16 @@ class GradientAllReduce:
 
     Args:
         parameters: each stage's own parameters; the first stage's include those outside the stack.
-        group: the ranks that hold the same stages for other data; None if there is one. Or a function that says for
-            each parameter whose gradients make the whole one.
+        group: the ranks that have the same stages and other data; None if there is only one. Or a function that
+            returns the group for each parameter.
     """
 
     def __init__(
         self, parameters: Mapping[int, Sequence[nn.Parameter]], group: dist.ProcessGroup | GroupOf | None
     ) -> None:
-        self._sums: dict[int, dict[dist.ProcessGroup, list[nn.Parameter]]] = {}
+        self._groups: dict[int, dict[dist.ProcessGroup, list[nn.Parameter]]] = {}
         for stage, own in parameters.items():
-            groups = self._sums[stage] = {}
+            groups = self._groups[stage] = {}
             for parameter in own:
                 among = group(parameter) if callable(group) else group
                 if among is not None:
@@ -55,49 +55,49 @@ class GradientAllReduce:
 
     @property
     def has_no_peers(self) -> bool:
-        """Whether there is nobody to sum with."""
-        return not any(self._sums.values())
+        """Whether there is no other rank to sum with."""
+        return not any(self._groups.values())
 
     def start(self, stage: int) -> None:
-        """Start to sum the gradients of `stage`; until `finish` they are nobody else's.
+        """Start to sum the gradients of `stage`. Do not touch them before `finish()` returns.
 
         Called by all data ranks, for their stages in the same order.
         """
-        for group, trained in self._sums[stage].items():
+        for group, trained in self._groups[stage].items():
             ordered = sorted((p for p in trained if p.requires_grad), key=lambda p: str(p.dtype))
             for _, parameters in groupby(ordered, key=lambda p: p.dtype):
                 self._under_way.append(_start(list(parameters), group))
 
     def finish(self) -> None:
-        """Wait for all sums, which then are in `.grad`."""
+        """Wait for all sums, and put them into `.grad`."""
         for bucket in self._under_way:
             for work in bucket.works:
                 work.wait()
-            _hand_out(bucket)
+            _set_missing_gradients(bucket)
         self._under_way.clear()
 
     def forget(self) -> None:
         """Drop all that is under way, after a failure."""
         self._under_way.clear()
-        self._sums.clear()
+        self._groups.clear()
 
 
 def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> _Bucket:
     counts = parameters[0].new_ones(len(parameters))
     for i, parameter in enumerate(parameters):
         if parameter.grad is None:
-            counts[i].zero_()  # on the device: a list of numbers would be copied there, and waited for
+            counts[i].zero_()  # on the device: copying a list of numbers there would wait
     taken: set[int] = set()
     sums = [_summand(parameter, taken) for parameter in parameters]
-    together = [total for total in sums if not _goes_alone(total)]
-    works = [group.allreduce([total]) for total in sums if _goes_alone(total)]
+    together = [total for total in sums if not _is_reduced_alone(total)]
+    works = [group.allreduce([total]) for total in sums if _is_reduced_alone(total)]
     return _Bucket(parameters, sums, counts, [*works, group.allreduce_coalesced([counts, *together])])
 
 
 def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
-    """The parameter's gradient, or zeros; in memory laid out as the parameter is, so the same on all ranks.
+    """The parameter's gradient, or zeros, with the parameter's strides, which are the same on all ranks.
 
-    And in no other's (`taken`): autograd gives `p` and `q` of `x + p.view(...) + q.view(...)` one gradient.
+    Its memory is not in `taken`: autograd gives `p` and `q` of `x + p.view(...) + q.view(...)` the same memory.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -109,15 +109,15 @@ def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
     return gradient
 
 
-def _goes_alone(total: Tensor) -> bool:
-    """NCCL sums any number of tensors where they lie, in one launch."""
+def _is_reduced_alone(total: Tensor) -> bool:
+    """Whether it gets its own all-reduce. NCCL reduces any number of tensors in place in one launch."""
     return total.nbytes >= LARGE and not total.is_cuda
 
 
-def _hand_out(bucket: _Bucket) -> None:
-    """Give the sums to the parameters without a gradient here, but not to those without one anywhere."""
+def _set_missing_gradients(bucket: _Bucket) -> None:
+    """Set `.grad` of parameters without a gradient on this rank, if another rank has one."""
     missing = [i for i, parameter in enumerate(bucket.parameters) if parameter.grad is None]
-    counts = bucket.counts.tolist() if missing else ()  # on CUDA this waits: only for parameters that weren't used
+    counts = bucket.counts.tolist() if missing else ()  # on CUDA this waits, so it is done only if needed
     for i in missing:
         if counts[i]:
             bucket.parameters[i].grad = bucket.sums[i]

@@ -1,4 +1,4 @@
-"""The graph: where a stage's autograd graph begins, and what a loss's graph reaches."""
+"""The boundary of a stage's autograd graph: where it begins, its backward, and which nodes and leaves it reaches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,12 +12,12 @@ from lightning_hanayo.runtime.comm.message import Message
 
 
 class DetachedInputs:
-    """The tensors of an arriving message as the beginning of a graph of their own, and the gradients that reach them.
+    """The tensors of a received message as the beginning of a new graph, and the gradients that reach them.
 
-        leaf (arrived) ---> what blocks get: neither a leaf nor a view, so that they may work on it in place
+        leaf (received) ---> what blocks get: neither a leaf nor a view, so that they may change it in place
 
     Args:
-        message: nobody else's: its differentiable tensors are leaves, and their `.grad` is the inputs's.
+        message: used by nothing else. Its differentiable tensors are leaves, whose `.grad` belongs to this object.
     """
 
     def __init__(self, message: Message) -> None:
@@ -27,26 +27,26 @@ class DetachedInputs:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """Of the message's differentiable tensors."""
+        """The gradients of the message's differentiable tensors."""
         return [leaf.grad for leaf in self._leaves]
 
 
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
-_CLOCK = torch.empty(0, requires_grad=True)
+_PROBE = torch.empty(0, requires_grad=True)
 
 
 def alias(leaf: Tensor) -> Tensor:
-    """The same values, neither a leaf nor a view: they may be worked on in place."""
+    """The same values, as neither a leaf nor a view: they may be changed in place."""
     return _unsafe_view(leaf, leaf.shape)  # type: ignore[no-any-return]
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Run autograd from those `outputs` that have a gradient."""
+    """Run autograd's backward from the `outputs` that have a gradient."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
     if not pairs:
         return
     with without_autocast() if _autocasts() else nullcontext():
-        # what torch.autograd.backward calls, behind checks of arguments that take longer than a small graph
+        # torch.autograd.backward calls this after checks of its arguments, which take longer than a small graph
         torch.autograd.graph._engine_run_backward(
             tuple(o for o, _ in pairs), tuple(g for _, g in pairs), False, False, (),
             allow_unreachable=True, accumulate_grad=True,
@@ -59,7 +59,7 @@ def _autocasts() -> bool:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """A backward runs outside autocast, as Lightning's does: formulas of several operations would be cast again."""
+    """Disable autocast for a backward, as Lightning does: autocast would cast inside backward formulas again."""
     enabled = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     try:
         for device in enabled:
@@ -71,7 +71,7 @@ def without_autocast() -> Iterator[None]:
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> set[Node]:
-    """The nodes that made `tensors`, as they are now: an operation in place gives a tensor another one."""
+    """The nodes that made `tensors`. Call it before operations in place, which give a tensor another node."""
     return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
 
 
@@ -95,6 +95,6 @@ def reachable(roots: Iterable[Tensor], stop: Iterable[Node] = ()) -> tuple[set[N
 
 
 def current_sequence_number() -> int:
-    """The calling thread's autograd clock: nodes made before have smaller `_sequence_nr`. 0 without grad mode."""
-    node = _CLOCK.view(0).grad_fn
+    """The calling thread's next autograd sequence number: earlier nodes have smaller ones. 0 without grad mode."""
+    node = _PROBE.view(0).grad_fn
     return node._sequence_nr() if node is not None else 0

@@ -1,6 +1,7 @@
-"""The swap: linear layers of a stage's blocks get a forward that can leave the weight gradient to the stage's queue.
+"""Replaces the `forward` of a stage's linear layers, so that a backward can leave their weight gradients to the queue.
 
-An instance's own `forward`, as on the bridge: names, parameters, class and repr stay, copies and pickles are ordinary.
+The replacement is an attribute of the instance. Names, parameters, class and repr of a layer stay as they are, and its
+copies and pickles are ordinary layers.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.linear_modules import is_linear
-from lightning_hanayo.runtime.autograd.split_linear import SplitLinear, can_wait
+from lightning_hanayo.runtime.autograd.split_linear import SplitLinear, can_split
 from lightning_hanayo.weight_gradients import WeightGradients
 
 _LAYER = "_split_linear"
 
 
 def patch_linear_layers(blocks: Iterable[nn.Module], queue: WeightGradients, *, keep: Collection[Tensor] = ()) -> None:
-    """Let the layers of `blocks` use `queue`: exact `nn.Linear` and Hugging Face's `Conv1D`, no subclasses.
+    """Let the linear layers of `blocks` use `queue`: `nn.Linear` and Hugging Face's `Conv1D`, but no subclasses.
 
     Args:
-        blocks: one stage's.
-        queue: the stage's.
-        keep: parameters whose gradients must be there after the input gradients, as other stages use them too.
+        blocks: the blocks of one stage.
+        queue: the stage's queue.
+        keep: parameters whose gradients are made with the input gradients, as other stages use them too.
     """
     for module in {part: None for block in blocks for part in block.modules()}:
         is_free = _LAYER in vars(module) or "forward" not in vars(module)
@@ -42,12 +43,12 @@ def unpatch_linear_layers(blocks: Iterable[nn.Module]) -> None:
 
 
 def forward(module: nn.Module, input: Tensor) -> Any:
-    """What stands for `nn.Linear.forward`. Its name is what pickle looks up, its argument's what callers may use."""
+    """Replaces `nn.Linear.forward`. Pickle needs the name `forward`, and callers may use the argument's name."""
     return _forward(module, input)
 
 
 def forward_transposed(module: nn.Module, x: Tensor) -> Any:
-    """What stands for `Conv1D.forward`."""
+    """Replaces `Conv1D.forward`."""
     return _forward(module, x)
 
 
@@ -56,7 +57,7 @@ def _forward(module: Any, x: Tensor) -> Any:
     if layer is None:
         return type(module).forward(module, x)
     if torch.compiler.is_dynamo_compiling():
-        compiles = layer.trained and torch.is_grad_enabled() and x.ndim > 1
-        return layer.call_compiled(x) if compiles else type(module).forward(module, x)
+        uses_queue = layer.trained and torch.is_grad_enabled() and x.ndim > 1
+        return layer.call_compiled(x) if uses_queue else type(module).forward(module, x)
     weight = module.weight
-    return layer.call(x, weight, module.bias) if can_wait(x, weight) else type(module).forward(module, x)
+    return layer.call(x, weight, module.bias) if can_split(x, weight) else type(module).forward(module, x)

@@ -1,10 +1,10 @@
-"""The split linear: a layer's two backward products, of which the weight's may wait in its stage's queue.
+"""A linear layer with a split backward: its weight gradient can wait in the stage's queue.
 
 forward             y  = x W^T + b
 input gradient      dx = dy W                    in I, and in B
-weight gradient     dW = dy^T x,  db = sum dy    left to W if the queue is open, else at once, as autograd does
+weight gradient     dW = dy^T x,  db = sum dy    in W if the queue is open; otherwise at once, as in autograd
 
-x: (..., in), y: (..., out), W: (out, in). Compiled code reaches a layer by its number, which travels as a tensor.
+x: (..., in), y: (..., out), W: (out, in). Compiled code finds a layer by its number, which it gets as a tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _layers: weakref.WeakValueDictionary[int, SplitLinear] = weakref.WeakValueDictio
 
 
 class SplitLinear:
-    """What stands behind one swapped module's forward.
+    """The computation of one patched module.
 
     Args:
-        module: with `weight` and `bias`.
-        queue: its stage's.
-        transposed: whether the weight is (in, out), as a `Conv1D` of Hugging Face has it.
+        module: has `weight` and `bias`.
+        queue: the queue of the module's stage.
+        transposed: whether the weight is (in, out), as in Hugging Face's `Conv1D`.
     """
 
     def __init__(self, module: nn.Module, queue: WeightGradients, *, transposed: bool) -> None:
@@ -43,33 +43,33 @@ class SplitLinear:
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
-        """the layer's number; it requires a gradient, so that a compiled backward can't leave the layer's call out"""
+        """the layer's number; it requires a gradient, so that a compiled backward always calls the layer"""
         self.trained = self.parameters[0].requires_grad
         self.values = tuple(None if parameter is None else parameter.detach() for parameter in self.parameters)
-        """weight and bias for compiled code: of a parameter among its inputs it would call the hooks, with None"""
+        """weight and bias for compiled code, which would call the hooks of a parameter among its inputs with None"""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or pickled module belongs to no stage."""
+        """Becomes None when copied or pickled: the copy of a module belongs to no stage."""
         return type(None), ()
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias, as the module has them now."""
+        """The module's current weight and bias."""
         module: Any = self._module()
         return module.weight, module.bias
 
     def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The forward, of operands for which `can_wait` holds."""
+        """Run the forward, on operands for which `can_split` holds."""
         return _Eager.apply(as_autocast(x), weight, bias, self)  # type: ignore[no-any-return]
 
     def call_compiled(self, x: Tensor) -> Tensor:
-        """The forward as compiled code has it, which must not touch the parameters themselves."""
-        rows = as_autocast(x).reshape(-1, x.shape[-1])
-        y: Tensor = _Compiled.apply(rows, *self.values, self.handle, self.transposed)
+        """Run the forward in compiled code, which must not use the parameters themselves."""
+        flat = as_autocast(x).reshape(-1, x.shape[-1])
+        y: Tensor = _Compiled.apply(flat, *self.values, self.handle, self.transposed)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`: one copy for all micro-batches under way, gone with the last graph that holds it."""
+        """The weight in `dtype`: one copy for all micro-batches under way, freed with the last graph that uses it."""
         key = self.queue.version, weight._version
         known = self._cast[1]() if self._cast is not None and self._cast[0] == key else None
         if known is None or known.dtype is not dtype:
@@ -78,10 +78,10 @@ class SplitLinear:
         return known
 
     def check(self, value: Tensor) -> None:
-        """See that compiled code has used the weight that the module has now.
+        """Check that compiled code has used the module's current weight.
 
         Raises:
-            UnsupportedError: the parameter's memory was exchanged since the run began.
+            UnsupportedError: the parameter has got new memory since the run began.
         """
         weight, _ = self.parameters
         if weight.data_ptr() != value.data_ptr():
@@ -90,16 +90,16 @@ class SplitLinear:
                 f"module.to(...)) since the run began. Write into it instead: param.data.copy_(...)."
             )
 
-    def leave(self, parameter: Tensor, rows: Tensor, x: Tensor | None) -> None:
-        """Keep the product for `parameter`: of the weight if there is an `x`, else of the bias."""
+    def leave(self, parameter: Tensor, dy: Tensor, x: Tensor | None) -> None:
+        """Leave the gradient of `parameter` to the queue: the weight's if `x` is given, otherwise the bias's."""
         if x is None:
-            self.queue.put(parameter, bias_gradient, rows)
+            self.queue.put(parameter, bias_gradient, dy)
         else:
-            self.queue.put(parameter, self.product, rows, x.detach())
+            self.queue.put(parameter, self.product, dy, x.detach())
 
 
-def can_wait(x: Tensor, weight: Tensor) -> bool:
-    """Whether a layer may make this weight's gradient itself: a leaf that trains, in a forward of the ordinary kind."""
+def can_split(x: Tensor, weight: Tensor) -> bool:
+    """Whether the layer may compute this weight's gradient itself: a leaf that trains, used in an ordinary forward."""
     return (
         torch.is_grad_enabled()
         and weight.requires_grad
@@ -111,23 +111,23 @@ def can_wait(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def weight_gradient(rows: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """(n, out), (..., in) -> (out, in)."""
-    return rows.t().mm(x.reshape(-1, x.shape[-1]))
+    return dy.t().mm(x.reshape(-1, x.shape[-1]))
 
 
-def transposed_gradient(rows: Tensor, x: Tensor) -> Tensor:
+def transposed_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """(n, out), (..., in) -> (in, out)."""
-    return x.reshape(-1, x.shape[-1]).t().mm(rows)
+    return x.reshape(-1, x.shape[-1]).t().mm(dy)
 
 
-def bias_gradient(rows: Tensor) -> Tensor:
+def bias_gradient(dy: Tensor) -> Tensor:
     """(n, out) -> (out,)."""
-    return rows.sum(0)
+    return dy.sum(0)
 
 
-def _waits(queue: WeightGradients) -> bool:
-    """Whether this backward is the one that the queue is open for, and not `autograd.grad` called by a block."""
+def _queue_is_open(queue: WeightGradients) -> bool:
+    """Whether the queue is open for this backward, which is not an `autograd.grad` called by a block."""
     return queue.is_open and not torch.is_grad_enabled() and torch.autograd._is_checkpoint_valid()
 
 
@@ -140,38 +140,38 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: SplitLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.parameters, ctx.cast = layer, (weight, bias), None
-        if x.dtype is not weight.dtype:  # autocast; its own cache would keep a weight that has lost its graph
+        if x.dtype is not weight.dtype:  # autocast, whose own cache would keep a detached weight
             weight = ctx.cast = layer.cast(weight, x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         y = _product(x, weight, bias, layer.transposed)
-        return y.data if y._is_view() else y  # no view of it, so what follows may work on it in place
+        return y.data if y._is_view() else y  # not a view, so that later code may change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer: SplitLinear = ctx.layer
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        waits = _waits(layer.queue)
+        dy = gradient.reshape(-1, gradient.shape[-1])
+        uses_queue = _queue_is_open(layer.queue)
         dx = dw = db = None
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if needs_x:
-            matrix = weight.to(rows.dtype) if ctx.cast is None or torch.is_grad_enabled() else ctx.cast
-            dx = rows.mm(matrix.t() if layer.transposed else matrix).view(x.shape)
+            matrix = weight.to(dy.dtype) if ctx.cast is None or torch.is_grad_enabled() else ctx.cast
+            dx = dy.mm(matrix.t() if layer.transposed else matrix).view(x.shape)
         if needs_weight:
-            if waits and not has_gradient_hooks(ctx.parameters[0]):
-                layer.leave(ctx.parameters[0], rows, x)
+            if uses_queue and not has_gradient_hooks(ctx.parameters[0]):
+                layer.leave(ctx.parameters[0], dy, x)
             else:
-                dw = layer.product(rows, x)
+                dw = layer.product(dy, x)
         if needs_bias:
-            if waits and not has_gradient_hooks(ctx.parameters[1]):
-                layer.leave(ctx.parameters[1], rows, None)
+            if uses_queue and not has_gradient_hooks(ctx.parameters[1]):
+                layer.leave(ctx.parameters[1], dy, None)
             else:
-                db = bias_gradient(rows)
+                db = bias_gradient(dy)
         return dx, dw, db, None
 
 
 class _Compiled(torch.autograd.Function):
-    """As `_Eager`. A graph's outputs are fixed when it is compiled, so the layer adds to the gradients itself."""
+    """Adds to the gradients itself, as a compiled graph's outputs are fixed when it is compiled."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, handle: Tensor, transposed: bool) -> Tensor:
@@ -182,8 +182,8 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, handle = ctx.saved_tensors
-        dx, done = _input_gradient(gradient, x, weight, handle, ctx.transposed)
-        return dx, None, None, done, None
+        dx, handle_gradient = _input_gradient(gradient, x, weight, handle, ctx.transposed)
+        return dx, None, None, handle_gradient, None
 
 
 _library = torch.library.Library("hanayo", "DEF")
@@ -197,13 +197,13 @@ _input_gradient: Any = torch.ops.hanayo.input_gradient.default
 def _run_input_gradient(
     gradient: Tensor, x: Tensor, weight: Tensor, handle: Tensor, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    rows = gradient.reshape(-1, gradient.shape[-1])
+    dy = gradient.reshape(-1, gradient.shape[-1])
     layer = _layers[int(handle.detach())]
     layer.check(weight)
     if torch.autograd._is_checkpoint_valid():
-        _settle(layer, rows, x)
-    matrix = weight.to(rows.dtype)
-    return rows.mm(matrix.t() if transposed else matrix).view(x.shape), torch.zeros_like(handle)
+        _add_gradients(layer, dy, x)
+    matrix = weight.to(dy.dtype)
+    return dy.mm(matrix.t() if transposed else matrix).view(x.shape), torch.zeros_like(handle)
 
 
 @torch.library.register_fake("hanayo::input_gradient", lib=_library)
@@ -213,13 +213,13 @@ def _fake_input_gradient(
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(handle)
 
 
-def _settle(layer: SplitLinear, rows: Tensor, x: Tensor) -> None:
-    """Leave both gradients to the queue, or hand them to autograd's accumulation, which calls the hooks."""
+def _add_gradients(layer: SplitLinear, dy: Tensor, x: Tensor) -> None:
+    """Leave both gradients to the queue, or let autograd accumulate them, which calls the hooks."""
     for parameter, operand in zip(layer.parameters, (x, None), strict=True):
         if parameter is None or not parameter.requires_grad:
             continue
-        if _waits(layer.queue) and not has_gradient_hooks(parameter):
-            layer.leave(parameter, rows, operand)
+        if _queue_is_open(layer.queue) and not has_gradient_hooks(parameter):
+            layer.leave(parameter, dy, operand)
             continue
-        gradient = bias_gradient(rows) if operand is None else layer.product(rows, operand)
+        gradient = bias_gradient(dy) if operand is None else layer.product(dy, operand)
         torch.autograd.backward([parameter], [gradient.to(parameter.dtype)])

@@ -1,10 +1,10 @@
-"""Shared gradients: of parameters that both the code before the stack and the loss use, as a tied embedding.
+"""Adds the gradients of tied parameters, which the code before the stack and the loss both use, in autograd's order.
 
     one process    grad += (head's + embedding's)         for micro-batch 0, then 1, then 2, ...
     a pipeline     head's of 0, head's of 1, embedding's of 0, ...     so the head's part waits for the embedding's
 
-Added in any other order the sum would differ in its last bits. At most the micro-batches between a loss's backward and
-stage 0's are held.
+In any other order the sum would differ in its last bits. A part is kept from the loss's backward until the backward of
+the first stage.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,21 +14,21 @@ from torch import Tensor
 
 
 class TiedGradients:
-    """The parts that wait."""
+    """The loss's parts of the gradients, until the first stage's parts are made."""
 
     def __init__(self) -> None:
         self._parts: dict[int, dict[Tensor, Tensor]] = {}
 
     def loss_backward(self, microbatch: int, parameters: Iterable[Tensor], backward: Callable[[], None]) -> None:
-        """Run the loss's `backward`; what it adds to `parameters` is set aside."""
-        with _apart(parameters) as part:
+        """Run the loss's `backward`, and set aside what it adds to `parameters`."""
+        with _separately(parameters) as part:
             backward()
         self._parts[microbatch] = part
 
     def first_stage_backward(self, microbatch: int, backward: Callable[[], None]) -> None:
-        """Run stage 0's `backward`, and add both parts at once."""
+        """Run the first stage's `backward`, and add both parts to `.grad` at once."""
         part = self._parts.pop(microbatch, {})
-        with _apart(part) as own:
+        with _separately(part) as own:
             backward()
         for parameter, gradient in part.items():
             total = gradient + own[parameter] if parameter in own else gradient
@@ -36,13 +36,14 @@ class TiedGradients:
 
 
 @contextmanager
-def _apart(parameters: Iterable[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
-    sums = {parameter: parameter.grad for parameter in parameters}
-    for parameter in sums:
+def _separately(parameters: Iterable[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+    """Collect the gradients that are made inside, and leave `.grad` as it was."""
+    before = {parameter: parameter.grad for parameter in parameters}
+    for parameter in before:
         parameter.grad = None
-    part: dict[Tensor, Tensor] = {}
-    yield part
-    for parameter, total in sums.items():
+    made: dict[Tensor, Tensor] = {}
+    yield made
+    for parameter, gradient in before.items():
         if parameter.grad is not None:
-            part[parameter] = parameter.grad
-        parameter.grad = total
+            made[parameter] = parameter.grad
+        parameter.grad = gradient

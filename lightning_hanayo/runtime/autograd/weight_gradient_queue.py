@@ -1,7 +1,7 @@
-"""The weight-gradient queue: what a stage's `I` leaves for its `W`, per micro-batch.
+"""The weight-gradient queue: keeps what a stage's `I` actions leave for its `W` actions, for each micro-batch.
 
-I0   put(weight, product, dy, x)      micro-batch 0:  weight -> [product(dy, x)]  bias -> [product(dy)]
-W0   drain(0)                         weight.grad += dy^T x, and dy and x are free
+I0   put(weight, compute, dy, x)      micro-batch 0:  weight -> [compute(dy, x)]  bias -> [compute(dy)]
+W0   drain(0)                         weight.grad += dy^T x; dy and x are freed
 """
 
 from typing import Self
@@ -9,40 +9,40 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_hanayo.weight_gradients import PendingGradient, Product
+from lightning_hanayo.weight_gradients import ComputeGradient, PendingGradient
 
-_Made = list[Tensor | PendingGradient]
-_Pieces = list[tuple[Product, tuple[Tensor, ...]]]
+_Computations = list[tuple[ComputeGradient, tuple[Tensor, ...]]]
+_Gradients = list[Tensor | PendingGradient]
 
 
 class WeightGradientQueue:
-    """Open while the input gradients of one micro-batch are computed; otherwise layers make their gradients at once."""
+    """Open while one micro-batch's input gradients are computed. Otherwise layers make weight gradients at once."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, dict[Tensor, _Pieces]] = {}
-        self._open: dict[Tensor, _Pieces] | None = None
+        self._waiting: dict[int, dict[Tensor, _Computations]] = {}
+        self._open: dict[Tensor, _Computations] | None = None
         self._version = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether products are kept."""
+        """Whether layers leave their weight gradients here."""
         return self._open is not None
 
     @property
     def version(self) -> int:
-        """See `WeightGradients`: another one in every batch, and between two."""
+        """Changes before and after every batch: then layers drop copies of their weights."""
         return self._version
 
     @property
     def num_bytes(self) -> int:
-        """Memory that operands hold, each storage once."""
-        operands = [operand for waiting in self._waiting.values() for pieces in waiting.values()
-                    for _, operands in pieces for operand in operands]  # fmt: skip
+        """Bytes of memory that the kept operands use; each storage counts once."""
+        operands = [operand for waiting in self._waiting.values() for computations in waiting.values()
+                    for _, operands in computations for operand in operands]  # fmt: skip
         storages = {operand.untyped_storage().data_ptr(): operand.untyped_storage().nbytes() for operand in operands}
         return sum(storages.values())
 
     def collecting(self, microbatch: int) -> Self:
-        """Keep the products of `microbatch`, until the `with` statement that calls this ends."""
+        """Open the queue for `microbatch`, in a `with` statement."""
         self._open = self._waiting[microbatch] = {}
         return self
 
@@ -52,28 +52,28 @@ class WeightGradientQueue:
     def __exit__(self, *_: object) -> None:
         self._open = None
 
-    def put(self, parameter: Tensor, product: Product, *operands: Tensor) -> None:
-        """Keep a product of the open micro-batch."""
+    def put(self, parameter: Tensor, compute: ComputeGradient, *operands: Tensor) -> None:
+        """Keep a computation of the open micro-batch."""
         assert self._open is not None
-        self._open.setdefault(parameter, []).append((product, operands))
+        self._open.setdefault(parameter, []).append((compute, operands))
 
     def drain(self, microbatch: int) -> None:
-        """Run the products of `microbatch` and add them to the parameters' gradients; their operands become free.
+        """Compute the weight gradients of `microbatch`, add them to `.grad`, and free the operands.
 
-        A parameter's products are added to each other first, as autograd does, so sums agree to the last bit.
+        The gradients of one parameter are added to each other first, as in autograd, so sums agree to the last bit.
         """
         waiting = self._waiting.pop(microbatch, None)
-        late: tuple[Tensor, _Made] | None = None
+        pending: tuple[Tensor, _Gradients] | None = None
         with torch.no_grad():
             while waiting:
-                parameter, pieces = waiting.popitem()
-                made = [product(*operands) for product, operands in pieces]
-                del pieces  # free, however long a sum over ranks takes
-                if late is not None:
-                    add(*late)
-                late = parameter, made
-            if late is not None:
-                add(*late)
+                parameter, computations = waiting.popitem()
+                gradients = [compute(*operands) for compute, operands in computations]
+                del computations  # frees the operands now, even if a sum over ranks takes long
+                if pending is not None:
+                    accumulate(*pending)
+                pending = parameter, gradients
+            if pending is not None:
+                accumulate(*pending)
 
     def clear(self) -> None:
         """Forget everything, before a batch and after it."""
@@ -81,16 +81,16 @@ class WeightGradientQueue:
         self._version += 1
 
 
-def add(parameter: Tensor, made: _Made) -> None:
-    """Add the sum of what was `made` to `parameter.grad`: in its own dtype, kept in the parameter's, as by autograd."""
+def accumulate(parameter: Tensor, gradients: _Gradients) -> None:
+    """Add the sum of `gradients` to `parameter.grad`, in the parameter's dtype. Sums in the gradients' own dtype."""
     total: Tensor | None = None
-    for gradient in made:
+    for gradient in gradients:
         gradient = gradient if isinstance(gradient, Tensor) else gradient.wait()
         total = gradient if total is None else total + gradient
     assert total is not None
     if total.dtype is not parameter.dtype:
         total = total.to(parameter.dtype)
-    if (known := parameter.grad) is None:
+    if (before := parameter.grad) is None:
         parameter.grad = total
     else:
-        known.add_(total)
+        before.add_(total)

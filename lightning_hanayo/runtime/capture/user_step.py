@@ -103,7 +103,7 @@ class UserStep:
 
     def _begin_random_numbers(self, microbatch: int) -> None:
         if self._streams is not None:
-            self._streams.begin_code(microbatch)
+            self._streams.begin_user_code(microbatch)
 
     def _start(self, function: StepFunction, microbatch: int) -> _Call:
         tracer = BlockTracer(self._blocks, self._num_local, self._name)

@@ -1,1 +1,1 @@
-"""Measures when each action of a batch ran, on all ranks, and what follows from that."""
+"""Measures when each action of a batch ran, on all ranks, and computes timelines and costs from that."""

@@ -1,6 +1,6 @@
-"""The clock: all ranks' times on rank 0's, whose machine may count from another moment.
+"""Converts the times of all ranks to rank 0's clock: the clocks of different machines do not start together.
 
-A message can't be there before it was sent. If rank 1's times need `offset` added to be rank 0's:
+No message can be received before it was sent. If rank 1's times plus `offset` are rank 0's:
 
     rank 0   0F0 |e -------.                .------> s| 0B0      e <= s' + offset,  e' + offset <= s
     rank 1                  `-> s'| ... |e'                      so  e - s' <= offset <= s - e', for every message
@@ -17,11 +17,11 @@ from lightning_hanayo.schedule import Schedule
 
 
 def on_one_clock(schedule: Schedule, batch: BatchTrace) -> BatchTrace:
-    """The batch with all times as rank 0's clock would show them.
+    """Return the batch with all times on rank 0's clock.
 
-    Left as it is within a machine, whose processes share a clock: nothing contradicts an offset of 0. Across machines
-    each rank's clock is set by its neighbour's, to the middle of what the batch's messages allow; that is wrong by at
-    most half the time that the two quickest messages, one each way, took together.
+    Processes on one machine share a clock: an offset of 0 is possible there, and the times stay as they are. Across
+    machines each rank's clock is set relative to the rank before it, to the middle of what the batch's messages allow.
+    The error is at most half the time that the two fastest messages, one in each direction, took together.
     """
     if len(batch) == 1:
         return batch
@@ -34,7 +34,7 @@ def on_one_clock(schedule: Schedule, batch: BatchTrace) -> BatchTrace:
 
 
 def offsets(num_ranks: int, messages: Iterable[MessageTiming]) -> list[float]:
-    """What to add to each rank's times, in seconds."""
+    """Return the seconds to add to each rank's times."""
     least: dict[tuple[int, int], float] = defaultdict(lambda: -inf)
     for one in messages:
         pair = (one.sender, one.receiver)
@@ -43,5 +43,5 @@ def offsets(num_ranks: int, messages: Iterable[MessageTiming]) -> list[float]:
 
 
 def _between(low: float, high: float) -> float:
-    """0 if that is possible, or if messages went one way only."""
+    """Return 0 if it is possible, or if messages went in one direction only; otherwise the middle."""
     return 0.0 if low <= 0.0 <= high or inf in (-low, high) else (low + high) / 2

@@ -1,4 +1,4 @@
-"""The crossing: what one event of a batch handed to an event on another rank, and how long that one waited for it."""
+"""The timing of messages between ranks: how long each took, and how long its receiver waited for it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from lightning_hanayo.schedule import Schedule
 from lightning_hanayo.schedule.dependency import producers
 
 BatchTrace = Sequence[Sequence[Event]]
-"""One batch's events, a list per pipeline rank."""
+"""One batch's events, one list for each pipeline rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageTiming:
-    """A message as it ran.
+    """The two events of a message: `sent` made it, `received` waited for it.
 
     sender     |  sent  |----------.
-    receiver   ...| asked           `->| start  taken  |
+    receiver   ...| reached         `->| start  received  |
     """
 
     sender: int
@@ -32,29 +32,29 @@ class MessageTiming:
 
     @property
     def delay(self) -> float:
-        """Seconds from the sender's end to the receiver's start: the message's own, where the receiver waited."""
+        """Seconds from the sender's end to the receiver's start: how long the message took, if the receiver waited."""
         return max(0.0, self.received.start - self.sent.end)
 
     @property
     def exposed(self) -> float:
-        """Seconds for which the receiver waited for what was computed, but not there."""
+        """Seconds for which the receiver waited after the sender had finished."""
         return max(0.0, self.received.start - max(self.received.reached, self.sent.end))
 
 
 def message_timings(schedule: Schedule, batch: BatchTrace) -> Iterator[MessageTiming]:
-    """All messages of a batch that ran by `schedule`, each rank in its row's order."""
-    for (sender, there), (receiver, here) in _places(schedule):
-        yield MessageTiming(sender, batch[sender][there], receiver, batch[receiver][here])
+    """Yield all messages of a batch that ran by `schedule`."""
+    for (sender, i), (receiver, j) in _message_ends(schedule):
+        yield MessageTiming(sender, batch[sender][i], receiver, batch[receiver][j])
 
 
-Place = tuple[int, int]
-"""a rank, and where in its row"""
+Position = tuple[int, int]
+"""a rank, and an index in its row of the schedule"""
 
 
 @lru_cache(maxsize=8)
-def _places(schedule: Schedule) -> tuple[tuple[Place, Place], ...]:
-    """Where the two ends of each message stand."""
+def _message_ends(schedule: Schedule) -> tuple[tuple[Position, Position], ...]:
+    """The positions of each message's sender and receiver."""
     rows = schedule.actions
-    place = {action: (rank, number) for rank, row in enumerate(rows) for number, action in enumerate(row)}
-    ends = ((place[sent], place[taken]) for taken, sent in producers(schedule).items())
-    return tuple((sent, taken) for sent, taken in ends if sent[0] != taken[0])
+    position = {action: (rank, number) for rank, row in enumerate(rows) for number, action in enumerate(row)}
+    ends = ((position[sent], position[received]) for received, sent in producers(schedule).items())
+    return tuple((sent, received) for sent, received in ends if sent[0] != received[0])

@@ -1,4 +1,4 @@
-"""The trace: when each action of the last batches really ran, and how long it waited for its message."""
+"""The trace: records when each action of the last batches ran on this rank, and how long it waited for its message."""
 
 import time
 from collections import deque
@@ -9,13 +9,13 @@ from lightning_hanayo.schedule import Action
 
 @dataclass(slots=True)
 class Event:
-    """One action on this rank. Times in seconds of `time.perf_counter`, which the processes of one machine share."""
+    """One action on this rank. Times are seconds of `time.perf_counter`, which processes on one machine share."""
 
     action: Action
     reached: float
-    """when the engine reached it"""
+    """when the engine got to the action, and began to wait for its message"""
     start: float
-    """when its message had come"""
+    """when its message was received"""
     end: float
 
 
@@ -34,7 +34,7 @@ class Trace:
         self._current = []
 
     def add(self, action: Action, reached: float, start: float) -> None:
-        """Note an action that ends now."""
+        """Record an action that ends now."""
         self._current.append(Event(action, reached, start, self.clock()))
 
     def end(self) -> None:

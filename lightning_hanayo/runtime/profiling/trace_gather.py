@@ -1,7 +1,7 @@
-"""The collection: one batch's events from all ranks on pipeline rank 0, brought there while training goes on.
+"""Gathers one batch's events from all ranks on pipeline rank 0, while training goes on.
 
-rank 0   batch 50 | posts receives | batch 51 | takes them: there long since
-rank 1   batch 50 | sends          | batch 51 |             |asked start end| of each action, in the table's order
+rank 0   batch 50 | posts receives | batch 51 | waits for them: received long ago
+rank 1   batch 50 | sends          | batch 51 |             |reached start end| of each action, in the table's order
 """
 
 from collections.abc import Callable, Sequence
@@ -15,60 +15,60 @@ from lightning_hanayo.runtime.profiling.trace import Event
 from lightning_hanayo.schedule import Action, Schedule
 
 _TAG = (1 << 31) - 1
-"""no message of a batch has it"""
+"""no message of a batch has this tag"""
 
 
 class TraceGather:
-    """Brings traces to rank 0. All ranks of the pipeline `start` for the same batches and `take` before the next.
+    """Gathers traces on rank 0. All ranks of the pipeline call `start` for the same batches, then `finish`.
 
     Args:
         transport: among the ranks of the pipeline.
-        table: the schedule of a batch of that many micro-batches, which says whose events come in which order.
+        table: returns the schedule of a batch of that many micro-batches, which gives each rank's order of events.
     """
 
     def __init__(self, transport: Transport, table: Callable[[int], Schedule]) -> None:
         self._transport = transport
         self._table = table
-        self._moving: list[tuple[Tensor, Work]] = []
+        self._transfers: list[tuple[Tensor, Work]] = []
         self._own: Sequence[Event] = ()
 
     def start(self, events: Sequence[Event]) -> None:
-        """Send this rank's events of a batch, on rank 0 make room for the others'. Waits for nothing."""
+        """Start to send this rank's events of a batch; on rank 0, start to receive the others'. Does not wait."""
         self._own = events
         if self._transport.rank > 0:
             buffer = pack(events)
-            self._moving = [(buffer, self._transport.send(0, _TAG, buffer))]
+            self._transfers = [(buffer, self._transport.send(0, _TAG, buffer))]
             return
         rows = self._table(num_microbatches(events)).actions
         buffers = [torch.empty(3 * len(row), dtype=torch.float64) for row in rows[1:]]
-        self._moving = [(b, self._transport.receive(rank, _TAG, b)) for rank, b in enumerate(buffers, 1)]
+        self._transfers = [(b, self._transport.receive(rank, _TAG, b)) for rank, b in enumerate(buffers, 1)]
 
     def finish(self) -> BatchTrace | None:
-        """What was started, on rank 0; None elsewhere, and if nothing was. Waits where it is still under way."""
-        own, moving = self._own, self._moving
+        """Wait, and return the events of all ranks on rank 0; None on other ranks, or if nothing was started."""
+        own, transfers = self._own, self._transfers
         self.forget()
-        for _, work in moving:
+        for _, work in transfers:
             work.wait()
         if not own or self._transport.rank > 0:
             return None
         rows = self._table(num_microbatches(own)).actions[1:]
-        return [own, *(unpack(row, buffer) for row, (buffer, _) in zip(rows, moving, strict=True))]
+        return [own, *(unpack(row, buffer) for row, (buffer, _) in zip(rows, transfers, strict=True))]
 
     def forget(self) -> None:
         """Drop what is under way, after a failure."""
-        self._own, self._moving = (), []
+        self._own, self._transfers = (), []
 
 
 def pack(events: Sequence[Event]) -> Tensor:
-    """The times alone: [3 * events], float64. The actions are the table's."""
+    """Return the times: [3 * events], float64. The actions are those of the table."""
     return torch.tensor([(e.reached, e.start, e.end) for e in events], dtype=torch.float64).flatten()
 
 
 def unpack(actions: Sequence[Action], times: Tensor) -> list[Event]:
-    """The events that `pack` took apart."""
+    """Return the events that `pack` was given."""
     return [Event(action, *three) for action, three in zip(actions, times.view(-1, 3).tolist(), strict=True)]
 
 
 def num_microbatches(events: Sequence[Event]) -> int:
-    """Of the batch that these are one rank's events of: each rank has a part in every micro-batch."""
+    """Return the number of micro-batches of a batch, from one rank's events: every rank works on each of them."""
     return 1 + max(event.action.microbatch or 0 for event in events)

@@ -36,13 +36,13 @@ class FirstStage(Stage):
         self, user: UserStep, tied: TiedGradients, queue: WeightGradientQueue, hooks: StageHooks | None = None
     ) -> None:
         super().__init__(queue, hooks)
-        self._user = user
-        self._tied = tied
+        self.user = user
+        self.tied = tied
         self._outputs: dict[int, list[Tensor]] = {}
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
-        made = self._user.start(batch, microbatch)
+        made = self.user.start(batch, microbatch)
         if torch.is_grad_enabled():
             self._outputs[microbatch] = made.differentiable
         return made
@@ -51,7 +51,7 @@ class FirstStage(Stage):
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
         outputs, gradients = self._outputs.pop(microbatch), unpack_gradients(received)
-        self._tied.first_stage_backward(microbatch, lambda: graph_boundary.run_backward(outputs, gradients))
+        self.tied.first_stage_backward(microbatch, lambda: graph_boundary.run_backward(outputs, gradients))
 
     def used_parameters(self, microbatch: int) -> set[Tensor]:
         """The parameters that the code before the stack, and the first blocks, use."""
@@ -68,9 +68,7 @@ class LastStage(Stage):
 
     Args:
         blocks: the stage's; none, if the schedule has a loss stage.
-        user: runs the user's step.
-        first: the first stage, which is on the same rank.
-        tied: adds the gradients of parameters that the first stage uses too.
+        first: the first stage, which is on the same rank and starts the user's step.
         queue: where the stage's layers leave their weight gradients.
         hooks: called before each forward and backward of the blocks.
     """
@@ -78,17 +76,13 @@ class LastStage(Stage):
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        user: UserStep,
         first: FirstStage,
-        tied: TiedGradients,
         queue: WeightGradientQueue,
         hooks: StageHooks | None = None,
     ) -> None:
         super().__init__(queue, hooks)
         self._blocks = list(blocks)
-        self._user = user
         self._first = first
-        self._tied = tied
         self._under_way: dict[int, tuple[DetachedInputs, set[Node], int]] = {}
         self._known_tied: dict[frozenset[Tensor], frozenset[Tensor]] = {}
 
@@ -98,7 +92,7 @@ class LastStage(Stage):
         inputs = DetachedInputs(received)
         after = StageInput.from_message(inputs.message).run(self._blocks)
         outputs = graph_boundary.nodes_of(after.message.differentiable)
-        batch.results[microbatch], sequence_number = self._user.finish(batch, microbatch, after.output)
+        batch.results[microbatch], sequence_number = self._first.user.finish(batch, microbatch, after.output)
         if torch.is_grad_enabled():
             self._under_way[microbatch] = (inputs, outputs, sequence_number)
 
@@ -124,7 +118,9 @@ class LastStage(Stage):
             weighted = loss * batch.loss_weights[microbatch]
             tied = self._tied_parameters(leaves, microbatch)
             with graph_boundary.without_autocast():
-                self._tied.loss_backward(microbatch, tied, lambda: weighted.backward(retain_graph=uses_early_nodes))
+                self._first.tied.loss_backward(
+                    microbatch, tied, lambda: weighted.backward(retain_graph=uses_early_nodes)
+                )
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
 
     @override

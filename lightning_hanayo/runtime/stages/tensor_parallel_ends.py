@@ -103,7 +103,7 @@ class TensorParallelFirstStage(FirstStage):
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
-        calls = _ShardedCalls(self._user, self._boundary, batch, microbatch)
+        calls = _ShardedCalls(self.user, self._boundary, batch, microbatch)
         first_call = calls.first(self._streams_of)
         length = self._boundary.sequence_length(microbatch)
         self._hooks.before_forward(length)
@@ -121,7 +121,7 @@ class TensorParallelFirstStage(FirstStage):
         under_way = self._under_way.pop(microbatch)
         self._hooks.before_backward(under_way.sequence_length)
         graph_boundary.run_backward(under_way.outputs, unpack_gradients(received))
-        self._tied.first_stage_backward(microbatch, under_way.cut.backward)
+        self.tied.first_stage_backward(microbatch, under_way.cut.backward)
 
     @override
     def used_parameters(self, microbatch: int) -> set[Tensor]:
@@ -231,9 +231,7 @@ class TensorParallelLastStage(LastStage):
 
     Args:
         blocks: the stage's.
-        user: runs the user's step.
-        first: the first stage, which is on the same rank.
-        tied: adds the gradients of parameters that the first stage uses too.
+        first: the first stage, which is on the same rank and starts the user's step.
         queue: where the stage's layers leave their weight gradients.
         boundary: converts the stack's output to the layout outside.
         hooks: called before each forward and backward of the blocks.
@@ -242,15 +240,13 @@ class TensorParallelLastStage(LastStage):
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        user: UserStep,
         first: FirstStage,
-        tied: TiedGradients,
         queue: WeightGradientQueue,
         *,
         boundary: BoundaryReshard,
         hooks: StageHooks,
     ) -> None:
-        super().__init__(blocks, user, first, tied, queue, hooks)
+        super().__init__(blocks, first, queue, hooks)
         self._boundary = boundary
         self._sharded_under_way: dict[int, _LastUnderWay] = {}
 
@@ -264,7 +260,7 @@ class TensorParallelLastStage(LastStage):
         made = stage_input.run(self._blocks).message
         whole = [cut.cut(self._boundary.unshard_output(microbatch, tensor)) for tensor in made.tensors]
         output = unflatten(made.skeleton[0], whole)
-        batch.results[microbatch], sequence_number = self._user.finish(batch, microbatch, output)
+        batch.results[microbatch], sequence_number = self._first.user.finish(batch, microbatch, output)
         if torch.is_grad_enabled():
             self._sharded_under_way[microbatch] = _LastUnderWay(inputs, cut, sequence_number, length)
 

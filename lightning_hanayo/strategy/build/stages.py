@@ -73,7 +73,7 @@ def _ends(ownership: Ownership, user_step: UserStep, queues: Mapping[int, Weight
         return {0: SingleStage(user_step, queues[0])}
     tied = TiedGradients()
     first = FirstStage(user_step, tied, queues[0])
-    return {0: first, end: LastStage(ownership.blocks(end), user_step, first, tied, queues[end])}
+    return {0: first, end: LastStage(ownership.blocks(end), first, queues[end])}
 
 
 def _sharded_ends(
@@ -93,9 +93,7 @@ def _sharded_ends(
     )
     last = TensorParallelLastStage(
         ownership.blocks(end),
-        user_step,
         first,
-        tied,
         queues[end],
         boundary=cube.admission,
         hooks=cube.stage_hooks(end),

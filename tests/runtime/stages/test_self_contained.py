@@ -4,8 +4,8 @@ chimera, P = 2      down    0 -> 1      rank 0 holds stages 0 and 3, rank 1 stag
                     up      3 <- 2      0 and 2, 1 and 3 have the same weights and sum their gradients
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import pytest
@@ -29,6 +29,7 @@ from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstSta
 from lightning_hanayo.schedule import Schedule, build, forward_only
 from tests.harness.limits import real_seconds
 from tests.harness.pool import Pool
+from tests.runtime.loopback_pipeline import run_in_threads
 from tests.schedule.samples import split
 
 Pair = tuple[Tensor, Tensor]
@@ -122,21 +123,7 @@ class Player:
 
 
 def play_all(players: list[Player], schedule: Schedule) -> None:
-    errors: list[BaseException] = []
-
-    def play(player: Player) -> None:
-        try:
-            player.play(schedule)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=play, args=(player,)) for player in players]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in sorted(errors, key=lambda e: isinstance(e, TimeoutError)):
-        raise error
+    run_in_threads([partial(player.play, schedule) for player in players])
 
 
 def check(gradients: Mapping[int, Sequence[Tensor | None]], schedule: Schedule) -> None:

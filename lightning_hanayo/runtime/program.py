@@ -65,7 +65,8 @@ class Program:
 
 
 def _compute(action: Action, schedule: Schedule, completed: tuple[MessageKey, ...]) -> Compute:
-    source, target = source_stage(action, schedule.stages_per_replica), target_stage(action, schedule.stages_per_replica)
+    per_replica = schedule.stages_per_replica
+    source, target = source_stage(action, per_replica), target_stage(action, per_replica)
     is_local = source is not None and schedule.stage_ranks[source] == schedule.stage_ranks[action.stage]
     input_key = None if source is None else _key(action, source)
     return Compute(action, input_key, None if target is None else _key(action, target), is_local, completed)
@@ -94,9 +95,9 @@ def _completed_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Messag
 
 
 def _transfers(run: Iterable[Action], schedule: Schedule) -> Transfers:
-    sends, receives = [], []
+    sends, receives, per_replica = [], [], schedule.stages_per_replica
     for action in run:
-        source, target = source_stage(action, schedule.stages_per_replica), target_stage(action, schedule.stages_per_replica)
+        source, target = source_stage(action, per_replica), target_stage(action, per_replica)
         if target is not None:
             sends.append((_key(action, target), schedule.stage_ranks[target]))
         elif source is not None:

@@ -1,4 +1,4 @@
-"""The engine plays every schedule over the loopback transport, bit-equal to one process that adds in the same order."""
+"""The engine runs every schedule over the loopback transport, bit-equal to one process that adds in the same order."""
 
 import copy
 from collections.abc import Iterator
@@ -46,11 +46,11 @@ class Model(nn.Module):
 
 @contextmanager
 def pipeline(model: Any, schedule: Schedule) -> Iterator[LoopbackPipeline]:
-    playing = LoopbackPipeline(model.blocks, schedule)
+    running = LoopbackPipeline(model.blocks, schedule)
     try:
-        yield playing
+        yield running
     finally:
-        playing.close()
+        running.close()
 
 
 def batches(count: int, sizes: tuple[int, ...] = (2, 2, 2, 2), length: int = 5) -> list[list[Tensor]]:
@@ -84,9 +84,9 @@ def test_bit_equal_to_one_process(name: str, sizes: dict[str, int]) -> None:
     torch.manual_seed(0)
     model = Model(8)
     reference = copy.deepcopy(model)
-    with pipeline(model, build(name, num_microbatches=4, **sizes)) as playing:
+    with pipeline(model, build(name, num_microbatches=4, **sizes)) as running:
         for batch in batches(3):
-            losses = playing.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4)
+            losses = running.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4)
             assert torch.equal(torch.stack(losses), torch.stack(expected(reference, batch)))
             for (parameter_name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
                 assert torch.equal(ours.grad, theirs.grad), parameter_name
@@ -96,31 +96,31 @@ def test_shapes_may_change_from_batch_to_batch_and_within_one() -> None:
     torch.manual_seed(0)
     model = Model(4)
     reference = copy.deepcopy(model)
-    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing:
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as running:
         for signature, batch in enumerate(
             [*batches(2), *batches(2, (3, 3, 3, 2)), *batches(1, length=7), *batches(1, (1, 2, 3, 4))]
         ):
-            playing.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4, signature=signature // 2)
+            running.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4, signature=signature // 2)
             expected(reference, batch)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_evaluation_plays_forward_only() -> None:
+def test_evaluation_runs_forward_only() -> None:
     model = Model(4)
     (batch,) = batches(1)
-    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing, torch.no_grad():
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as running, torch.no_grad():
         # grad mode belongs to a thread: the ranks here are threads of their own, so each step turns it off itself
-        losses = playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4, train=False)
+        losses = running.run(lambda m: model.step(batch[m]), [1 / 4] * 4, train=False)
         assert torch.equal(torch.stack([loss.detach() for loss in losses]), torch.stack([model.step(t) for t in batch]))
 
 
-def test_reduction_comes_once_per_stage() -> None:
+def test_gradients_are_reduced_once_per_stage() -> None:
     model = Model(4)
     (batch,) = batches(1)
-    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing:
-        playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
-        assert sorted(playing.reduced) == [0, 1, 2, 3]
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as running:
+        running.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
+        assert sorted(running.reduced) == [0, 1, 2, 3]
 
 
 class Skip(Model):
@@ -139,7 +139,7 @@ class SkipInside(Model):
 
 
 class ChangesOutput(Model):
-    """What the stack gave is changed in place: its tensor has another node than when it left the stack."""
+    """The stack's output is changed in place, so its tensor gets another node."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = start = self.embedding(tokens).tanh()
@@ -149,8 +149,8 @@ class ChangesOutput(Model):
         return x @ self.embedding.weight.T
 
 
-class AsksTwin(Model):
-    """A copy of the model, an average say, is called within the step."""
+class CallsCopy(Model):
+    """The step calls a copy of the model, an average say."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if not hasattr(self, "twin"):
@@ -162,14 +162,14 @@ class AsksTwin(Model):
         return super().forward(tokens) + x @ self.embedding.weight.T
 
 
-@pytest.mark.parametrize("kind", [Skip, SkipInside, ChangesOutput, AsksTwin])
+@pytest.mark.parametrize("kind", [Skip, SkipInside, ChangesOutput, CallsCopy])
 def test_a_skip_connection_past_the_stack_is_exact(kind: type[Model]) -> None:
     torch.manual_seed(0)
     model = kind(4).double()
     reference = copy.deepcopy(model)
     (batch,) = batches(1)
-    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing:
-        playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as running:
+        running.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
     expected(reference, batch)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-14)
@@ -220,24 +220,24 @@ class Odd(Model):
         (Odd, r"argument 'scale' of blocks\[1\] is a builtins.object"),
     ],
 )
-def test_what_a_pipeline_cant_play_is_refused_by_name(kind: type[Model], message: str) -> None:
+def test_an_unsupported_step_raises_an_error_that_names_the_cause(kind: type[Model], message: str) -> None:
     if kind is Odd:
         Block.forward, inner = (lambda self, x, scale=None, bias=0.0: inner(self, x)), Block.forward
     model = kind(4)
     (batch,) = batches(1)
     try:
         with (
-            pipeline(model, build("hanayo", num_ranks=1, num_microbatches=4, num_waves=2)) as playing,
+            pipeline(model, build("hanayo", num_ranks=1, num_microbatches=4, num_waves=2)) as running,
             pytest.raises(UnsupportedError, match=message),
         ):
-            playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
+            running.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
     finally:
         if kind is Odd:
             Block.forward = inner
 
 
 class SeesAutocast(torch.autograd.Function):
-    """Notes whether its backward runs under autocast."""
+    """Records whether its backward runs under autocast."""
 
     seen: list[bool] = []
 
@@ -259,17 +259,17 @@ class Watched(Model):
 def test_backward_runs_outside_autocast_as_lightnings_does() -> None:
     model = Watched(4)
     (batch,) = batches(1)
-    with pipeline(model, build("hanayo", num_ranks=1, num_microbatches=4, num_waves=2)) as playing:
+    with pipeline(model, build("hanayo", num_ranks=1, num_microbatches=4, num_waves=2)) as running:
 
         def step(microbatch: int) -> Tensor:
             assert torch.is_autocast_enabled("cpu")
             return model.step(batch[microbatch])
 
-        playing.run(step, [1 / 4] * 4, context=lambda: torch.autocast("cpu", torch.bfloat16))
+        running.run(step, [1 / 4] * 4, context=lambda: torch.autocast("cpu", torch.bfloat16))
     assert SeesAutocast.seen == [False] * 4
 
 
-def test_a_micro_batch_without_a_share_adds_nothing_not_even_a_nan() -> None:
+def test_a_micro_batch_with_weight_0_adds_nothing_not_even_a_nan() -> None:
     torch.manual_seed(0)
     model = Model(4)
     reference = copy.deepcopy(model)
@@ -278,8 +278,8 @@ def test_a_micro_batch_without_a_share_adds_nothing_not_even_a_nan() -> None:
     def step(microbatch: int) -> Tensor:
         return model.step(batch[microbatch]) * (float("nan") if microbatch == 2 else 1.0)
 
-    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as playing:
-        playing.run(step, [1 / 3, 1 / 3, 0.0, 1 / 3])
+    with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as running:
+        running.run(step, [1 / 3, 1 / 3, 0.0, 1 / 3])
     expected(reference, [batch[0], batch[1], batch[3]])
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
@@ -296,14 +296,14 @@ class Shift(nn.Module):
         return x + self.shift.view(2, 3)
 
 
-def test_what_is_summed_in_place_is_nobody_elses() -> None:
+def test_gradients_reduced_in_place_are_not_shared() -> None:
     """One micro-batch, one rank, two stages: 1's gradients are reduced while its input's waits for stage 0."""
     blocks = nn.ModuleList([Shift(), Shift()])
-    playing = LoopbackPipeline(blocks, build("hanayo", num_ranks=1, num_microbatches=1))
-    engine = playing.engines[0]
+    running = LoopbackPipeline(blocks, build("hanayo", num_ranks=1, num_microbatches=1))
+    engine = running.engines[0]
     engine._reduce_gradients = lambda stage: blocks[stage].shift.grad.mul_(10.0)  # as if ten replicas were summed
     try:
-        playing.run(lambda _: blocks[1](blocks[0](torch.ones(2, 3, requires_grad=True))).square().sum(), [1.0])
+        running.run(lambda _: blocks[1](blocks[0](torch.ones(2, 3, requires_grad=True))).square().sum(), [1.0])
     finally:
-        playing.close()
+        running.close()
     assert [block.shift.grad.unique().tolist() for block in blocks] == [[20.0], [20.0]]

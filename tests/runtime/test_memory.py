@@ -1,4 +1,4 @@
-"""What a rank holds while it plays: what the schedule says, and nothing that waits for the garbage collector.
+"""The memory of a rank during a batch: the schedule's peak, and nothing that waits for the garbage collector.
 
 bytes of rank 1 after each action, counted tensor by tensor   <=   1.05 x the simulated peak, messages on their way
 """
@@ -27,7 +27,7 @@ WIDTH, LENGTH, SIZE, MICROBATCHES = 32, 16, 4, 8
 
 
 class Block(nn.Module):
-    """A transformer's."""
+    """A transformer block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all storages that were made under it and are still there."""
+    """Counts the bytes of all storages that were made under it and still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Live(TorchDispatchMode):
 
 
 class Watch(Trace):
-    """Notes the bytes after each action."""
+    """Records the bytes after each action."""
 
     def __init__(self, live: Live) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ class Watch(Trace):
 
 
 @contextmanager
-def playing(schedule: Schedule) -> Iterator[Any]:
-    """A function that plays a batch, without the garbage collector; and the pipeline."""
+def running(schedule: Schedule) -> Iterator[Any]:
+    """The pipeline, and a function that runs a batch without the garbage collector."""
     torch.manual_seed(0)
     model = Model()
     batch = torch.randint(0, 11, (MICROBATCHES, SIZE, LENGTH)).unbind()
@@ -118,16 +118,16 @@ TABLES = [
 
 @pytest.mark.parametrize("schedule", TABLES, ids=lambda schedule: schedule.name)
 def test_peak_bytes_are_the_simulated_peak(schedule: Schedule) -> None:
-    """Rank 1's, whose stages run in its own thread. A message is a 64th of what a stage holds of a micro-batch."""
+    """On rank 1, whose stages run in its own thread. A message is 1/64 of a stage's activations of a micro-batch."""
     live = Live()
-    with playing(schedule) as (pipeline, run):
+    with running(schedule) as (pipeline, run):
         engine = pipeline.engines[1]
         engine.trace = watch = Watch(live)
-        play = engine.run
+        run_program = engine.run
 
         def counted(*args: Any, **kwargs: Any) -> None:
             with live:
-                play(*args, **kwargs)
+                run_program(*args, **kwargs)
 
         engine.run = counted
         run()  # makes the gradients, which stay
@@ -145,7 +145,7 @@ def test_peak_bytes_are_the_simulated_peak(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("schedule", covered(TABLES[:3], by=TABLES[:2]), ids=lambda schedule: schedule.name)
 def test_nothing_waits_for_the_garbage_collector(schedule: Schedule) -> None:
-    with playing(schedule) as (_, run):
+    with running(schedule) as (_, run):
         run()
         gc.collect()
         gc.set_debug(gc.DEBUG_SAVEALL)

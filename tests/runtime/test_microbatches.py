@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, and what the steps return put together again.
+"""A batch is split into micro-batches, and the results of the steps are merged.
 
 11 samples, 4 micro-batches   [0 1 2] [3 4 5] [6 7 8] [9 10]
 """
@@ -41,7 +41,7 @@ class Attributes(dict[str, Any]):
 
 
 class Scaled(dict[str, Any]):
-    """Holds more than its items, which its __init__ takes first."""
+    """Has more than its items, which its __init__ takes first."""
 
     def __init__(self, scale: float, items: dict[str, Any]) -> None:
         super().__init__(items)
@@ -71,7 +71,7 @@ class Changeable(ReadOnly, MutableMapping[str, Any]):
 
 
 class Unpacked(ReadOnly):
-    """Nothing but its own arguments makes another one."""
+    """Can be constructed from its own arguments only."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         super().__init__({"x": x, "y": y})
@@ -126,7 +126,7 @@ BATCHES = {  # batch -> where its samples are, in a micro-batch
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_containers_are_cut_inside_and_keep_their_type(kind: str) -> None:
+def test_containers_are_cut_and_keep_their_type(kind: str) -> None:
     batch, samples = BATCHES[kind]
     pieces = split(batch, PARTS)
     assert [type(piece) for piece in pieces] == [type(batch)] * 4 and num_samples(batch) == 11
@@ -175,25 +175,25 @@ def test_counts_stay_counts() -> None:
     assert [piece["words"] for piece in cut] == [Counter("abca")] * 4 and type(cut[0]["words"]) is Counter
 
 
-def test_a_mapping_that_cant_be_made_again_says_what_to_do() -> None:
+def test_a_mapping_that_cant_be_made_raises_an_error_with_advice() -> None:
     with pytest.raises(
         HanayoError, match=r"Unpacked can't be made with other values.* Let its __init__ take a dictionary"
     ):
         split(Unpacked(X, X), PARTS)
 
 
-def test_what_isnt_as_long_as_the_batch_is_shared() -> None:
+def test_values_of_another_length_are_shared() -> None:
     mask, flag = torch.ones(5, 5), torch.tensor(1.0)
     for piece in split({"x": X, "mask": mask, "flag": flag, "k": 3, "some": ["a", "b"]}, PARTS):
         assert piece["mask"] is mask and piece["flag"] is flag and (piece["k"], piece["some"]) == (3, ["a", "b"])
 
 
-def test_a_batch_without_tensors_is_refused() -> None:
+def test_a_batch_without_tensors_raises_an_error() -> None:
     with pytest.raises(HanayoError, match="a batch of type dict has no tensor"):
         num_samples({"names": ["a"], "scalar": torch.tensor(1)})
 
 
-def test_signature_tells_shapes_cuts_and_kinds_apart() -> None:
+def test_signature_differs_by_shape_cut_and_kind() -> None:
     others = [
         signature({"x": X}, PARTS, "train"), signature({"x": X[:, :1]}, PARTS, "train"),
         signature({"x": X.float()}, PARTS, "train"), signature({"x": X}, [6, 5], "train"),
@@ -209,7 +209,7 @@ def pieces(make: Any) -> list[Any]:
 WEIGHTS = [0.5, 0.25, 0.25, 0.0]
 
 
-def test_samples_come_back_side_by_side() -> None:
+def test_samples_are_concatenated() -> None:
     assert torch.equal(merge(pieces(lambda x: x), PARTS, WEIGHTS), X)
     logits, hidden = merge(pieces(lambda x: [x, x[:, 0]]), PARTS, WEIGHTS)
     assert torch.equal(logits, X) and torch.equal(hidden, X[:, 0])
@@ -220,7 +220,7 @@ def test_samples_come_back_side_by_side() -> None:
     ]
 
 
-def test_one_tensor_per_sample_is_a_sample_too() -> None:
+def test_a_list_of_one_tensor_per_sample_is_concatenated() -> None:
     ragged = merge(pieces(lambda x: [torch.zeros(int(i) % 5) for i in x[:, 0]]), PARTS, WEIGHTS)
     assert [len(t) for t in ragged] == [2 * i % 5 for i in range(11)]
     boxes = merge(pieces(lambda x: [{"box": row} for row in x]), PARTS, WEIGHTS)
@@ -228,7 +228,7 @@ def test_one_tensor_per_sample_is_a_sample_too() -> None:
 
 
 @pytest.mark.parametrize("kind", [Pair, lambda x, y: Sample(x, y), lambda x, y: {"x": x, "y": y}, lambda x, y: (x, y)])
-def test_containers_come_back_as_they_were(kind: Any) -> None:
+def test_containers_keep_their_type(kind: Any) -> None:
     whole = merge(pieces(lambda x: kind(x, ["n"] * len(x))), PARTS, WEIGHTS)
     expected = kind(X, ["n"] * 11)
     assert type(whole) is type(expected) and str(whole) == str(expected)
@@ -241,7 +241,7 @@ def test_numbers_are_averaged_with_their_shares() -> None:
 
 
 def test_the_loss_of_a_training_step_is_averaged_in_its_shape() -> None:
-    """[1.0] [2.0] [4.0] [nan], of one sample each: samples in other results, one loss here."""
+    """[1.0] [2.0] [4.0] [nan], of one sample each: in other results they are samples, here one loss."""
     losses = [torch.tensor([value]) for value in (1.0, 2.0, 4.0, float("nan"))]
     parts = [1, 1, 1, 1]
     assert merge(losses, parts, WEIGHTS).shape == (4,)

@@ -1,4 +1,4 @@
-"""The program: where messages come from and go to, and when a sent one's buffer is free.
+"""The program: the keys of each action's messages, and when the buffer of a sent message is free.
 
 rank 0   0F0 0F1 3F0 3I0 3W0 ...      stages 0 and 3
 rank 1       1F0 2F0 1F1 2I0 ...      stages 1 and 2: between them nothing is sent
@@ -19,16 +19,16 @@ def computes(schedule: Schedule, rank: int) -> dict[str, Compute]:
     return {str(step.action): step for step in Program.from_schedule(schedule, rank).steps if isinstance(step, Compute)}
 
 
-def forward(border: int, microbatch: int) -> MessageKey:
-    return MessageKey(border, "forward", microbatch)
+def forward(stage: int, microbatch: int) -> MessageKey:
+    return MessageKey(stage, "forward", microbatch)
 
 
-def backward(border: int, microbatch: int) -> MessageKey:
-    return MessageKey(border, "backward", microbatch)
+def backward(stage: int, microbatch: int) -> MessageKey:
+    return MessageKey(stage, "backward", microbatch)
 
 
 WAVE = split(build("hanayo", num_ranks=2, num_microbatches=2))
-MESSAGES = [  # action -> what it takes, what it makes, whether what it takes is local
+MESSAGES = [  # action -> the message it needs, the one it makes, whether the first is local
     ("0F1", None, forward(0, 1), False),
     ("1F1", forward(0, 1), forward(1, 1), False),
     ("2F1", forward(1, 1), forward(2, 1), True),
@@ -40,14 +40,14 @@ MESSAGES = [  # action -> what it takes, what it makes, whether what it takes is
 ]
 
 
-@pytest.mark.parametrize(("action", "arrives", "leaves", "is_local"), MESSAGES)
-def test_messages(action: str, arrives: MessageKey | None, leaves: MessageKey | None, is_local: bool) -> None:
+@pytest.mark.parametrize(("action", "input_key", "output_key", "is_local"), MESSAGES)
+def test_messages(action: str, input_key: MessageKey | None, output_key: MessageKey | None, is_local: bool) -> None:
     step = computes(WAVE, WAVE.stage_ranks[int(action[0])])[action]
-    assert (step.input_key, step.output_key, step.is_local) == (arrives, leaves, is_local)
+    assert (step.input_key, step.output_key, step.is_local) == (input_key, output_key, is_local)
 
 
-def test_two_chains_end_where_they_end() -> None:
-    """Chimera, P = 2: stages 0, 1 and their twins 2, 3."""
+def test_each_copy_of_the_model_has_its_own_ends() -> None:
+    """Chimera, P = 2: stages 0, 1 and their copies 2, 3."""
     schedule = build("chimera", num_ranks=2, num_microbatches=2)
     steps = computes(schedule, 0) | computes(schedule, 1)
     ends = [str(step.action) for step in steps.values() if step.action.kind is Kind.F and step.output_key is None]
@@ -55,7 +55,7 @@ def test_two_chains_end_where_they_end() -> None:
     assert {(end[0]) for end in ends} == {"1", "3"} and {(start[0]) for start in starts} == {"0", "2"}
 
 
-def test_an_answer_frees_what_the_peer_took_before_it_made_it() -> None:
+def test_a_received_message_completes_earlier_sends_to_its_sender() -> None:
     """rank 0   0F0 0F1     0B0 0F2 0B1     0B2
     rank 1       1F0 1B0 1F1 1B1     1F2 1B2
     """
@@ -71,8 +71,8 @@ def test_an_answer_frees_what_the_peer_took_before_it_made_it() -> None:
 
 @unhurried
 @given(schedules(max_ranks=4, max_microbatches=5))
-def test_nothing_is_freed_that_may_be_under_way(schedule: Schedule) -> None:
-    """Each message at most once, and only by a message that was made behind its own taker."""
+def test_no_send_is_complete_before_its_receiver_has_run(schedule: Schedule) -> None:
+    """Each send completes at most once, and only by a message that its receiver made later."""
     place = {action: (rank, i) for rank, row in enumerate(schedule.actions) for i, action in enumerate(row)}
 
     def action(stage: int, key: MessageKey) -> Action:

@@ -1,4 +1,4 @@
-"""The streams: begun by their keys, kept apart, and torch's generator as it was.
+"""Random streams depend on their keys alone, and leave torch's generators as they were.
 
 caller    a0 a1 | block 3: b0 b1 | a2 ...        b depends on the key alone; a goes on, whatever the block draws
 """
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def draws(streams: RandomStreams, microbatch: int, index: int, calls: int = 1) -> list[list[float]]:
-    """What a block draws in each of its calls."""
+    """The numbers that a block draws in each of its calls."""
     streams.begin_action(microbatch, Kind.F)
     found = []
     for _ in range(calls):
@@ -28,7 +28,7 @@ def draws(streams: RandomStreams, microbatch: int, index: int, calls: int = 1) -
     return found
 
 
-def test_a_block_draws_by_its_key_alone() -> None:
+def test_a_blocks_numbers_depend_on_its_key_alone() -> None:
     seen = {}
     for seed, data_rank, place in ((0, 0, 0), (0, 0, 5), (1, 0, 0), (0, 1, 0)):
         streams = RandomStreams(seed, data_rank, CPU, place=place)
@@ -44,7 +44,7 @@ def test_a_block_draws_by_its_key_alone() -> None:
     assert len({str(value) for value in alike.values()}) == len(alike)
 
 
-def test_the_steps_own_code_draws_by_its_place() -> None:
+def test_the_steps_own_code_depends_on_its_rank_in_the_cube() -> None:
     seen = []
     for place in (0, 1):
         streams = RandomStreams(0, 0, CPU, place=place)
@@ -55,7 +55,7 @@ def test_the_steps_own_code_draws_by_its_place() -> None:
     assert seen[0] != seen[1]
 
 
-def test_the_caller_goes_on_whatever_a_block_draws() -> None:
+def test_a_block_does_not_change_its_callers_stream() -> None:
     streams, seen = RandomStreams(0, 0, CPU), []
     for count in (0, 1, 100):
         with streams.batch("train 0 0"):
@@ -82,7 +82,7 @@ def test_a_batch_leaves_torchs_generator_as_it_was(fails: bool) -> None:
     assert torch.equal(torch.get_rng_state(), before) and torch.initial_seed() == 3
 
 
-def test_outside_a_batch_a_block_draws_as_always() -> None:
+def test_outside_a_batch_streams_do_nothing() -> None:
     streams = RandomStreams(0, 0, CPU)
     torch.manual_seed(3)
     with streams.block(0):
@@ -92,7 +92,7 @@ def test_outside_a_batch_a_block_draws_as_always() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.F, Kind.B], ids=["in a forward", "in a backward"])
-def test_another_call_of_a_block_draws_anew_and_recomputed_alike(kind: Kind) -> None:
+def test_another_call_has_another_stream_and_a_recomputation_the_same(kind: Kind) -> None:
     streams = RandomStreams(0, 0, CPU)
     with streams.batch("train 0 0"):
         streams.begin_action(0, Kind.F)
@@ -111,7 +111,7 @@ def test_another_call_of_a_block_draws_anew_and_recomputed_alike(kind: Kind) -> 
 
 
 def test_a_recomputation_that_restores_nothing_means_the_first_call() -> None:
-    """`checkpoint(..., preserve_rng_state=False)`: right where a block is called once, as in a pipeline."""
+    """`checkpoint(..., preserve_rng_state=False)`: correct if a block is called once, as in a pipeline."""
     streams = RandomStreams(0, 0, CPU)
     with streams.batch("train 0 0"):
         streams.begin_action(0, Kind.F)
@@ -140,7 +140,7 @@ class Noisy(nn.Module):
         return x + torch.rand(())
 
 
-def test_copies_of_a_block_belong_to_no_stream() -> None:
+def test_copies_of_a_block_have_no_streams() -> None:
     block, streams = Noisy(), RandomStreams(0, 0, CPU)
     forward_patch.patch_blocks([block], streams, single_stage=True)
     with streams.batch("train 0 0"):
@@ -154,7 +154,7 @@ def test_copies_of_a_block_belong_to_no_stream() -> None:
     assert vars(block).keys() == vars(Noisy()).keys()
 
 
-def test_seeds_are_apart() -> None:
+def test_seeds_differ() -> None:
     assert seed_of("train", 3, 0) == seed_of("train", 3, 0) != seed_of("train", 30)
     seeds = {mix(number, place) for number in range(100) for place in range(100)}
     assert len(seeds) == 10_000 and all(0 <= seed < 1 << 64 for seed in seeds)

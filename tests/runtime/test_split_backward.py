@@ -1,4 +1,4 @@
-"""A pipeline whose tables hold I and W trains as one process does, and holds no more than the tables say.
+"""A pipeline whose schedule has I and W trains like one process, and uses no more memory than the schedule says.
 
 rank 0    0F0 0F1 ... 3I0 0I0     3W0 0W0 ...        I: the stage before goes on       W: when there is time
 """
@@ -43,7 +43,7 @@ class Shared(Model):
 
 
 class Checkpointed(Model):
-    """Every second block makes its activations again; `count` says how often."""
+    """Every second block recomputes its activations; `count` is how often."""
 
     count = 0
 
@@ -100,26 +100,26 @@ def test_exact_over_accumulated_batches(schedule: Schedule, build_model: Any) ->
     model = build_model(8).double()
     torch.manual_seed(0)
     reference = build_model(8).double()
-    with pipeline(model, schedule) as playing:
+    with pipeline(model, schedule) as running:
         for batch in batches(2):
-            losses = playing.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4)
+            losses = running.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4)
             torch.testing.assert_close(torch.stack(losses), torch.stack(expected(reference, batch)), rtol=0, atol=1e-12)
             assert_close(model, reference)
-        assert [queue.num_bytes for queue in playing.queues] == [0] * len(playing.queues)
-        assert sorted(playing.reduced) == sorted(2 * list(range(playing.schedule.num_stages)))
+        assert [queue.num_bytes for queue in running.queues] == [0] * len(running.queues)
+        assert sorted(running.reduced) == sorted(2 * list(range(running.schedule.num_stages)))
 
 
 IN_ORDER = table("0F0 0F1 3F0 3I0 3F1 3I1 0I0 0I1 3W0 0W0 3W1 0W1", "1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1",
                  stage_ranks=(0, 1, 1, 0), num_microbatches=2)  # fmt: skip
 
 
-def test_bit_equal_where_the_weights_follow_in_order() -> None:
+def test_bit_equal_where_weight_gradients_run_in_order() -> None:
     torch.manual_seed(0)
     model = Model(4)
     reference = copy.deepcopy(model)
-    with pipeline(model, IN_ORDER) as playing:
+    with pipeline(model, IN_ORDER) as running:
         for batch in batches(3, (2, 2)):
-            playing.run(lambda m, batch=batch: model.step(batch[m]), [1 / 2] * 2)
+            running.run(lambda m, batch=batch: model.step(batch[m]), [1 / 2] * 2)
             expected(reference, batch)
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad), name
@@ -131,9 +131,9 @@ def test_checkpointed_blocks_are_run_again_once() -> None:
     torch.manual_seed(0)
     reference = Checkpointed(4).double()
     (batch,) = batches(1)
-    with pipeline(model, SPLIT[0]) as playing:
+    with pipeline(model, SPLIT[0]) as running:
         Checkpointed.count = 0
-        playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
+        running.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
         assert Checkpointed.count == 2 * 4 * 4  # forward and I, four blocks, four micro-batches
     expected(reference, batch)
     assert_close(model, reference)
@@ -148,8 +148,8 @@ def test_bf16_autocast_is_bit_equal() -> None:
     def autocast() -> Any:
         return torch.autocast("cpu", torch.bfloat16)
 
-    with pipeline(model, IN_ORDER) as playing:
-        playing.run(lambda m: model.step(batch[m]), [1 / 2] * 2, context=autocast)
+    with pipeline(model, IN_ORDER) as running:
+        running.run(lambda m: model.step(batch[m]), [1 / 2] * 2, context=autocast)
     for tokens in batch:
         with autocast():
             loss = reference.step(tokens)
@@ -159,7 +159,7 @@ def test_bf16_autocast_is_bit_equal() -> None:
 
 
 class Watched(nn.Module):
-    """tanh between two layers: what its backward keeps is needed by I alone."""
+    """tanh between two layers: only I needs what its backward keeps."""
 
     kept: list[weakref.ref[Any]] = []
 
@@ -199,24 +199,24 @@ ALL_LATE = table("0F0 0F1 3F0 3I0 3F1 3I1 0I0 0I1 0W1 3W1 3W0 0W0", "1F0 2F0 1F1
                  stage_ranks=(0, 1, 1, 0), num_microbatches=2)  # fmt: skip
 
 
-def test_what_only_the_input_gradient_needs_is_free_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """W finds (x, dy) of each layer and nothing else: 2 micro-batches of 2 x 5 rows, 8 and 16 columns, x and dy."""
+def test_memory_only_for_the_input_gradient_is_freed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W needs (x, dy) of each layer and nothing else: 2 micro-batches of 2 x 5 rows, 8 and 16 columns, x and dy."""
     held: list[tuple[int, int]] = []
     drain = WeightGradientQueue.drain
     model = WatchedModel()
     (batch,) = batches(1, (2, 2))
     Watched.kept = []
-    with pipeline(model, ALL_LATE) as playing:
+    with pipeline(model, ALL_LATE) as running:
 
         def watched(queue: WeightGradientQueue, microbatch: int) -> None:
-            index = playing.queues.index(queue)
+            index = running.queues.index(queue)
             if index in (0, 3):  # rank 0's, whose Ws stand behind all its Is; the other rank may be anywhere
                 alive = sum(kept() is not None for kept in Watched.kept)
-                held.append((alive, playing.queues[0].num_bytes + playing.queues[3].num_bytes))
+                held.append((alive, running.queues[0].num_bytes + running.queues[3].num_bytes))
             drain(queue, microbatch)
 
         monkeypatch.setattr(WeightGradientQueue, "drain", watched)
-        playing.run(lambda m: model.step(batch[m]), [1 / 2] * 2)
+        running.run(lambda m: model.step(batch[m]), [1 / 2] * 2)
     one = 2 * 5 * (8 + 16 + 16 + 8) * 4 + ALIGN  # what came from the other rank lies in its message
     assert held == [(0, 4 * one), (0, 3 * one), (0, 2 * one), (0, one)]
 
@@ -225,9 +225,9 @@ def test_the_trace_measures_both_halves() -> None:
     model = Model(8)
     (batch,) = batches(1)
     schedule = build("zbv", num_ranks=2, num_microbatches=4)
-    with pipeline(model, schedule) as playing:
-        playing.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
-        measured = [[engine.trace.batches[0] for engine in playing.engines]]
+    with pipeline(model, schedule) as running:
+        running.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
+        measured = [[engine.trace.batches[0] for engine in running.engines]]
     assert [tuple(event.action for event in events) for events in measured[0]] == list(schedule.actions)
     costs = costs_of(schedule, measured)
 
@@ -259,8 +259,8 @@ def test_compiled_blocks(compile_blocks: Any) -> None:
     model = Model(4).double()
     reference = copy.deepcopy(model)
     compile_blocks(model)
-    with pipeline(model, build("zbv", num_ranks=2, num_microbatches=4)) as playing:
+    with pipeline(model, build("zbv", num_ranks=2, num_microbatches=4)) as running:
         for batch in batches(2):
-            playing.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4)
+            running.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4)
             expected(reference, batch)
     assert_close(model, reference)

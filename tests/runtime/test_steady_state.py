@@ -1,4 +1,4 @@
-"""A run that goes on: nothing grows from step to step, and no step waits for what a device computes.
+"""A long run: nothing grows from step to step, and no step waits for a device.
 
 step 0 .. 99      agrees, fills buffers and traces
 step 100 .. 999   as many objects, tensors and bytes afterwards as before
@@ -23,7 +23,7 @@ from tests.runtime.loopback_pipeline import LoopbackPipeline
 STEPS, SETTLED = 1000, 100
 STATM = Path("/proc/self/statm")
 WAITING = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-"""methods that bring a value to the host, and so wait for everything before it on its device"""
+"""methods that copy a value to the host, which waits for all earlier work of its device"""
 
 
 class Model(nn.Module):
@@ -43,12 +43,12 @@ class Model(nn.Module):
 
 @contextmanager
 def steps(schedule: str, microbatches: int, context: Callable[[], Any]) -> Iterator[Callable[[int], object]]:
-    """A function that plays the step of that number; lengths change from step to step, as in a bucketed data set."""
+    """A function that runs the step of that number; lengths change from step to step, as in a bucketed dataset."""
     table = build(schedule, num_ranks=2, num_microbatches=microbatches)
     model = Model(table.num_stages)
-    playing = LoopbackPipeline(model.blocks, table)
+    running = LoopbackPipeline(model.blocks, table)
 
-    def play(number: int) -> object:
+    def run(number: int) -> object:
         for parameter in model.parameters():
             parameter.grad = None
         tokens = torch.ones(microbatches, 2 + number % 3, dtype=torch.long)
@@ -57,12 +57,12 @@ def steps(schedule: str, microbatches: int, context: Callable[[], Any]) -> Itera
             with context():  # user code has a thread of its own
                 return model.step(tokens[microbatch])
 
-        return playing.run(step, [1 / microbatches] * microbatches, signature=number % 3, context=context)
+        return running.run(step, [1 / microbatches] * microbatches, signature=number % 3, context=context)
 
     try:
-        yield play
+        yield run
     finally:
-        playing.close()
+        running.close()
 
 
 def held() -> tuple[int, int, int]:
@@ -75,17 +75,17 @@ def held() -> tuple[int, int, int]:
 
 
 def resident() -> int:
-    """Bytes of this process in memory; 0 where that can't be read."""
+    """This process's bytes in memory; 0 where that can't be read."""
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0
 
 
 def test_nothing_grows_over_a_thousand_steps() -> None:
-    with steps("zb-h1", 1, nullcontext) as play:
+    with steps("zb-h1", 1, nullcontext) as run:
         for number in range(SETTLED):
-            play(number)
+            run(number)
         before, room = held(), resident()
         for number in range(SETTLED, STEPS):
-            play(number)
+            run(number)
         after, grown = held(), resident() - room
     assert after[1:] == before[1:]
     assert after[0] <= before[0] + 20, "the test's own; a single object per step would be 900"
@@ -93,11 +93,11 @@ def test_nothing_grows_over_a_thousand_steps() -> None:
 
 
 class Waits(AssertionError):
-    """A value was fetched from a device."""
+    """A value was copied from a device."""
 
 
 class NeverWaits(TorchDispatchMode):
-    """Refuses what fetches a value below Python, or moves a tensor between devices."""
+    """Raises an error where C++ code copies a value to the host, or a tensor between devices."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero) or (
@@ -109,15 +109,15 @@ class NeverWaits(TorchDispatchMode):
 
 @pytest.mark.parametrize("schedule", ["hanayo", "hanayo-zb"])
 def test_no_step_waits_for_a_device(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with steps(schedule, 2, NeverWaits) as play:
+    with steps(schedule, 2, NeverWaits) as run:
         with monkeypatch.context() as patched:
             patched.setattr(NeverWaits, "__torch_dispatch__", lambda _, f, __, a=(), k=None: f(*a, **(k or {})))
             for number in range(3):
-                play(number)  # agrees on what messages look like: specs travel as bytes
+                run(number)  # agrees on what messages look like: specs travel as bytes
         for method in WAITING:
             monkeypatch.setattr(Tensor, method, _waits(method))
         for number in range(3):
-            play(number)
+            run(number)
 
 
 def _waits(method: str) -> Callable[..., NoReturn]:
@@ -128,6 +128,6 @@ def _waits(method: str) -> Callable[..., NoReturn]:
 
 
 @pytest.mark.parametrize("fetch", [Tensor.item, bool, Tensor.nonzero, lambda t: t.to("meta")])
-def test_waiting_is_seen(fetch: Callable[[Tensor], object]) -> None:
+def test_waiting_is_detected(fetch: Callable[[Tensor], object]) -> None:
     with NeverWaits(), pytest.raises(Waits):
         fetch(torch.ones(1))

@@ -8,14 +8,14 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
 
 
-def play(parameters: list[nn.Parameter], value: float, *, accumulates: bool, scale: float = 1.0) -> Tensor:
+def training_step(parameters: list[nn.Parameter], value: float, *, accumulates: bool, scale: float = 1.0) -> Tensor:
     """A training step that makes gradients of `value`, as the pipeline does."""
-    handover = DeferredGradients(parameters, accumulates=accumulates)
+    deferred = DeferredGradients(parameters, accumulates=accumulates)
     for parameter in parameters:
         made = torch.full_like(parameter, value * scale)
         parameter.grad = made if parameter.grad is None else parameter.grad.add_(made)
-    handover.stash()
-    return handover.surrogate_loss(torch.tensor(value), scale)
+    deferred.stash()
+    return deferred.surrogate_loss(torch.tensor(value), scale)
 
 
 @pytest.fixture
@@ -23,10 +23,10 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
 
 
-def test_zeroed_in_between(parameters: list[nn.Parameter]) -> None:
+def test_gradients_survive_zero_grad(parameters: list[nn.Parameter]) -> None:
     for value in (3.0, 4.0):
         before = [p.grad for p in parameters]
-        loss = play(parameters, value, accumulates=False)
+        loss = training_step(parameters, value, accumulates=False)
         assert [p.grad for p in parameters] == before, "hooks before zero_grad see the last step's"
         for parameter in parameters:
             parameter.grad = None
@@ -35,31 +35,31 @@ def test_zeroed_in_between(parameters: list[nn.Parameter]) -> None:
         assert loss.item() == value and loss.requires_grad
 
 
-def test_accumulated(parameters: list[nn.Parameter]) -> None:
+def test_accumulated_batches(parameters: list[nn.Parameter]) -> None:
     for value, total in ((3.0, 1.5), (4.0, 3.5)):
-        (play(parameters, value, accumulates=value != 3.0, scale=0.5) / 2).backward()
+        (training_step(parameters, value, accumulates=value != 3.0, scale=0.5) / 2).backward()
         assert [p.grad.unique().item() for p in parameters] == [total, total]
 
 
 @pytest.mark.parametrize(("scale", "sent"), [(1.0, 1.0), (0.5, 0.5), (1.0, 4.0), (0.5, 2.0), (1 / 3, 1 / 3)])
 def test_another_gradient_than_expected_scales(parameters: list[nn.Parameter], scale: float, sent: float) -> None:
-    play(parameters, 3.0, accumulates=False, scale=scale).backward(torch.tensor(sent))
+    training_step(parameters, 3.0, accumulates=False, scale=scale).backward(torch.tensor(sent))
     assert [p.grad.unique().item() for p in parameters] == [pytest.approx(3.0 * sent)] * 2
 
 
-def test_what_was_expected_is_expected_in_the_losss_precision(parameters: list[nn.Parameter]) -> None:
+def test_the_expected_gradient_has_the_losss_precision(parameters: list[nn.Parameter]) -> None:
     made = 0.1 + 1 / 7  # a factor of 0.998 would be seen
-    handover = DeferredGradients(parameters, accumulates=False)
+    deferred = DeferredGradients(parameters, accumulates=False)
     parameters[0].grad = torch.full((2,), made)
-    handover.stash()
-    (handover.surrogate_loss(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 7) / 7).backward()
+    deferred.stash()
+    (deferred.surrogate_loss(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 7) / 7).backward()
     assert torch.equal(parameters[0].grad, torch.full((2,), made))
 
 
-def test_another_gradient_scales_what_the_batch_made_alone(parameters: list[nn.Parameter]) -> None:
+def test_another_gradient_scales_only_the_batchs_own(parameters: list[nn.Parameter]) -> None:
     finished: list[float] = []
     for value, total in ((3.0, 1.5), (4.0, 3.5)):
-        handover = DeferredGradients(
+        deferred = DeferredGradients(
             parameters,
             accumulates=value != 3.0,
             separate=True,
@@ -68,22 +68,22 @@ def test_another_gradient_scales_what_the_batch_made_alone(parameters: list[nn.P
         for parameter in parameters:
             assert parameter.grad is None
             parameter.grad = torch.full_like(parameter, value)
-        handover.stash()
-        handover.surrogate_loss(torch.tensor(value), 1.0).backward(torch.tensor(0.5))
+        deferred.stash()
+        deferred.surrogate_loss(torch.tensor(value), 1.0).backward(torch.tensor(0.5))
         assert [p.grad.unique().item() for p in parameters] == [total, total]
     assert finished == [1.5, 3.5]
 
 
-def test_an_unforeseen_gradient_is_refused_while_batches_accumulate(parameters: list[nn.Parameter]) -> None:
-    play(parameters, 3.0, accumulates=False).backward()
+def test_an_unexpected_gradient_raises_an_error_while_batches_accumulate(parameters: list[nn.Parameter]) -> None:
+    training_step(parameters, 3.0, accumulates=False).backward()
     with pytest.raises(UnsupportedError, match="accumulate_grad_batches"):
-        play(parameters, 4.0, accumulates=True).backward(torch.tensor(0.5))
+        training_step(parameters, 4.0, accumulates=True).backward(torch.tensor(0.5))
 
 
-def test_unused_parameters_stay_without(parameters: list[nn.Parameter]) -> None:
-    handover = DeferredGradients([*parameters, unused := nn.Parameter(torch.zeros(1))], accumulates=False)
+def test_unused_parameters_get_no_gradient(parameters: list[nn.Parameter]) -> None:
+    deferred = DeferredGradients([*parameters, unused := nn.Parameter(torch.zeros(1))], accumulates=False)
     parameters[0].grad = torch.ones(2)
-    handover.stash()
+    deferred.stash()
     assert parameters[0].grad is None
-    handover.surrogate_loss(torch.tensor(0.0), 1.0).backward(torch.tensor(2.0))
+    deferred.surrogate_loss(torch.tensor(0.0), 1.0).backward(torch.tensor(2.0))
     assert parameters[0].grad.tolist() == [2.0, 2.0] and unused.grad is None

@@ -1,4 +1,4 @@
-"""Gradients are summed over data ranks, also where one of them has none.
+"""Gradients are summed over data ranks, also if one of them has none.
 
             p0     p1     p2     frozen
 rank 0      1      2      .      .
@@ -63,7 +63,7 @@ def test_gradients_that_share_memory_are_summed_once_each(pool: Pool) -> None:
 
 
 def laid_out() -> list[object]:
-    """Rank 0's gradient is laid out as its parameter, rank 1's isn't."""
+    """Rank 0's gradient has its parameter's strides, rank 1's has not."""
     dist.init_process_group("gloo")
     parameter = nn.Parameter(torch.zeros(2, LARGE // 16, dtype=torch.float64))
     rows = torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter)
@@ -75,7 +75,7 @@ def laid_out() -> list[object]:
     return [torch.equal(parameter.grad, 2 * rows), parameter.grad.data_ptr() == gradient.data_ptr()]
 
 
-def test_large_gradients_are_summed_where_they_lie_if_they_lie_as_the_others(pool: Pool) -> None:
+def test_large_gradients_are_reduced_in_place_if_their_strides_agree(pool: Pool) -> None:
     assert pool.run(2, laid_out) == [[True, True], [True, False]]
 
 
@@ -96,7 +96,7 @@ def test_one_bucket_per_dtype(pool: Pool) -> None:
 
 
 def again_and_again() -> list[int]:
-    """How many tensors there are after 20 steps, and after 200; one parameter has no gradient on any rank."""
+    """The number of tensors after 20 steps, and after 200; one parameter has no gradient on any rank."""
     dist.init_process_group("gloo")
     parameters = [nn.Parameter(torch.zeros(numbers)) for numbers in (4, LARGE // 4, 3)]
     reduction = GradientAllReduce({0: parameters}, dist.group.WORLD)

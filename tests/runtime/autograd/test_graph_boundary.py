@@ -1,4 +1,4 @@
-"""A stage's graph begins at its inputs, and a loss's graph is what its own stage made.
+"""A stage's graph begins at its inputs, and the graph of a loss ends at the outputs of its stage's blocks.
 
 w -> x = w * 2 -> y = x.exp() | loss = y + u            |: stop
 """
@@ -14,7 +14,7 @@ from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs
 from lightning_hanayo.runtime.comm.message import Message
 
 
-def arrived(*tensors: Tensor) -> Message:
+def received(*tensors: Tensor) -> Message:
     return Message(("tuple", *(("tensor", i) for i in range(len(tensors)))), tensors)
 
 
@@ -22,7 +22,7 @@ def leaf(value: float = 2.0) -> Tensor:
     return torch.full((2,), value, requires_grad=True)
 
 
-def test_reaches_what_lies_behind_the_stop() -> None:
+def test_reaches_nodes_up_to_the_stop() -> None:
     w, u = leaf(), leaf()
     x = w * 2
     y = x.exp()
@@ -36,17 +36,17 @@ def test_reaches_what_lies_behind_the_stop() -> None:
     assert graph_boundary.reachable([w])[1] == {w} and graph_boundary.reachable([torch.ones(1)]) == (set(), set())
 
 
-def test_gradients_reach_the_entrance_in_order() -> None:
+def test_gradients_reach_the_inputs_in_order() -> None:
     mask = torch.ones(2)
-    inputs = DetachedInputs(arrived(leaf(), mask, leaf()))
+    inputs = DetachedInputs(received(leaf(), mask, leaf()))
     x, m, y = inputs.message.tensors
     graph_boundary.run_backward([x * m, y], [torch.ones(2), None])
     assert m is mask and torch.equal(inputs.gradients[0], torch.ones(2)) and inputs.gradients[1] is None
 
 
-def test_what_stays_on_the_rank_leaves_its_graph_too() -> None:
+def test_a_local_message_is_detached_too() -> None:
     a, mask = leaf(), torch.ones(2)
-    inputs = DetachedInputs(arrived(a, mask, a * 2).detached())
+    inputs = DetachedInputs(received(a, mask, a * 2).detached())
     x, m, y = inputs.message.tensors
     graph_boundary.run_backward([x * y * m], [torch.ones(2)])
     assert m is mask and [g.tolist() for g in inputs.gradients] == [[4.0, 4.0], [2.0, 2.0]]
@@ -60,9 +60,9 @@ IN_PLACE: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("work", IN_PLACE, ids=range(len(IN_PLACE)))
-def test_a_block_may_work_in_place_on_what_arrives(work: Callable[[Tensor], Tensor]) -> None:
+def test_a_block_may_change_its_input_in_place(work: Callable[[Tensor], Tensor]) -> None:
     source = leaf()
-    inputs = DetachedInputs(arrived(source.clone().detach().requires_grad_(), leaf()))
+    inputs = DetachedInputs(received(source.clone().detach().requires_grad_(), leaf()))
     work(inputs.message.tensors[0]).sum().backward()
     work(source * 1).sum().backward()
     assert torch.equal(inputs.gradients[0], source.grad)
@@ -70,11 +70,11 @@ def test_a_block_may_work_in_place_on_what_arrives(work: Callable[[Tensor], Tens
 
 def test_without_grad_mode_there_is_no_graph() -> None:
     with torch.no_grad():
-        (x,) = DetachedInputs(arrived(leaf())).message.tensors
+        (x,) = DetachedInputs(received(leaf())).message.tensors
         assert not x.requires_grad and graph_boundary.current_sequence_number() == 0
 
 
-def test_the_clock_goes_on() -> None:
+def test_sequence_numbers_grow() -> None:
     early = leaf() * 2
     sequence_number = graph_boundary.current_sequence_number()
     late = early * 2

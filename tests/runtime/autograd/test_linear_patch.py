@@ -1,4 +1,4 @@
-"""The swap: what it takes, what it leaves alone, and that nobody can tell by looking."""
+"""The patch of linear layers: which layers it takes, and that nothing else about them changes."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from lightning_hanayo.runtime.capture import forward_patch
 
 
 class Adapter(nn.Linear):
-    """A subclass of somebody's."""
+    """A user's subclass."""
 
 
 class Block(nn.Module):
@@ -28,54 +28,54 @@ class Block(nn.Module):
         return self.adapter(self.norm(self.linear(input=x)))
 
 
-def swapped(module: nn.Module) -> list[str]:
+def patched(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if "forward" in vars(part)]
 
 
-def test_exact_linear_layers_are_swapped() -> None:
+def test_exact_linear_layers_are_patched() -> None:
     from transformers.pytorch_utils import Conv1D
 
     block = Block()
     block.conv = Conv1D(4, 4)
     linear_patch.patch_linear_layers([block], WeightGradientQueue())
-    assert swapped(block) == ["linear", "conv"]
+    assert patched(block) == ["linear", "conv"]
 
 
-def test_nobody_can_tell_by_looking() -> None:
+def test_names_parameters_and_repr_stay() -> None:
     block = Block()
     before = (repr(block), list(block.state_dict()), dict(block.named_parameters()))
     linear_patch.patch_linear_layers([block], WeightGradientQueue())
     assert (repr(block), list(block.state_dict()), dict(block.named_parameters())) == before
     assert type(block.linear) is nn.Linear
     linear_patch.unpatch_linear_layers([block])
-    assert swapped(block) == [] and vars(block.linear).keys() == vars(nn.Linear(4, 4)).keys()
+    assert patched(block) == [] and vars(block.linear).keys() == vars(nn.Linear(4, 4)).keys()
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 def test_copies_are_ordinary(duplicate: object) -> None:
     block, queue = Block(), WeightGradientQueue()
     linear_patch.patch_linear_layers([block], queue)
-    twin = duplicate(block)  # type: ignore[operator]
+    duplicate = duplicate(block)  # type: ignore[operator]
     with queue.collecting(0):
-        twin(torch.ones(1, 4)).sum().backward()
+        duplicate(torch.ones(1, 4)).sum().backward()
     assert queue.num_bytes == 0
-    assert twin.linear.weight.grad is not None and block.linear.weight.grad is None
-    linear_patch.patch_linear_layers([twin], queue)  # a copy may be swapped in its turn
+    assert duplicate.linear.weight.grad is not None and block.linear.weight.grad is None
+    linear_patch.patch_linear_layers([duplicate], queue)  # a copy may be patched in its turn
     with queue.collecting(0):
-        twin(torch.ones(1, 4)).sum().backward()
+        duplicate(torch.ones(1, 4)).sum().backward()
     assert queue.num_bytes > 0
 
 
-def test_what_shall_be_kept_and_what_somebody_else_replaced_stays() -> None:
+def test_kept_parameters_and_foreign_patches_are_left_alone() -> None:
     one, two = Block(), Block()
     two.linear.forward = lambda input: input
     linear_patch.patch_linear_layers([one, two], WeightGradientQueue(), keep={one.linear.weight})
-    assert swapped(one) == [] and vars(two.linear)["forward"].__name__ == "<lambda>"
+    assert patched(one) == [] and vars(two.linear)["forward"].__name__ == "<lambda>"
     linear_patch.unpatch_linear_layers([one, two])
     assert "forward" in vars(two.linear)
 
 
-def test_a_block_that_is_a_layer_stands_on_both() -> None:
+def test_a_block_that_is_a_linear_layer_has_both_patches() -> None:
     block, queue = nn.Linear(4, 4), WeightGradientQueue()
     linear_patch.patch_linear_layers([block], queue)
     forward_patch.patch_blocks([block])

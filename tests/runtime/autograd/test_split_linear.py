@@ -1,4 +1,4 @@
-"""A swapped layer beside the layer itself: the same gradients to the last bit, in one piece (B) and in two (I, then W).
+"""A patched layer compared with the layer itself: gradients are bit-equal, in one piece (B) and in two (I, then W).
 
 B    backward                 every gradient there
 I    backward, queue open     input gradients there, weight gradients not
@@ -25,7 +25,7 @@ from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradie
 
 
 class MLP(nn.Module):
-    """Two layers and something between them that trains too."""
+    """Two layers, and between them a module that trains too."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -62,21 +62,21 @@ class Tied(MLP):
 
 
 class Bare(MLP):
-    """The weight is used beside its layer too."""
+    """The weight is also used outside its layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) @ self.up.weight.T @ self.down.weight.T
 
 
 class Columns(MLP):
-    """A layer gets what isn't contiguous, and what it gives meets a transposed gradient."""
+    """A layer's input is not contiguous, and its output gets a transposed gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.transpose(0, -2)).transpose(0, -2)
 
 
 class Saves(MLP):
-    """Activations are made again in the backward."""
+    """Activations are recomputed in the backward."""
 
     reentrant: bool
 
@@ -101,7 +101,7 @@ class Parametrized(MLP):
 
 
 class Adapter(nn.Linear):
-    """A subclass, as adapters are: it stays as it is."""
+    """A subclass, like an adapter: it is left as it is."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
@@ -114,7 +114,7 @@ class Adapted(MLP):
 
 
 class Force(MLP):
-    """A block that differentiates within its forward, as models of energies do."""
+    """A block that differentiates in its forward, like energy models."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -124,7 +124,7 @@ class Force(MLP):
 
 
 class SavesForce(MLP):
-    """The same without a graph of its own, made again in the backward: no gradient of its may be kept."""
+    """The same without a graph, recomputed in the backward: none of its gradients may be kept."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self._forward, x, use_reentrant=True)
@@ -203,7 +203,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], set[str]]
     "hook after accumulation": (MLP, hook_accumulated, {"up.weight"}),
     "hook on the module": (MLP, hook_module, set()),
     "hook removed": (MLP, hook_gone, set()),
-    "beside its layer": (Bare, nothing, {"up.weight", "down.weight"}),
+    "outside its layer": (Bare, nothing, {"up.weight", "down.weight"}),
     "parametrized": (
         Parametrized,
         nothing,
@@ -213,23 +213,23 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None], set[str]]
     "force": (Force, nothing, {"up.weight", "up.bias", "down.weight", "down.bias"}),
     "vmap": (Maps, nothing, {"up.weight", "up.bias", "down.weight", "down.bias"}),
 }
-INEXACT = {"beside its layer", "force"}
-"""here the parts of a micro-batch's gradient are added in another order"""
+INEXACT = {"outside its layer", "force"}
+"""with these, the parts of a micro-batch's gradient are added in another order"""
 
 Pair = tuple[nn.Module, nn.Module, WeightGradientQueue]
 
 
 def pair(name: str, dtype: torch.dtype = torch.float32) -> Pair:
-    """The model as it is, and swapped."""
+    """The plain model and the patched one."""
     torch.manual_seed(0)
     build, prepare, _ = CASES[name]
     plain = build().to(dtype)
-    swapped = copy.deepcopy(plain)
+    patched = copy.deepcopy(plain)
     prepare(plain)
-    prepare(swapped)
+    prepare(patched)
     queue = WeightGradientQueue()
-    linear_patch.patch_linear_layers([swapped], queue)
-    return plain, swapped, queue
+    linear_patch.patch_linear_layers([patched], queue)
+    return plain, patched, queue
 
 
 def micro_batches(dtype: torch.dtype = torch.float32, *shape: int) -> Iterator[Tensor]:
@@ -263,7 +263,7 @@ def assert_equal(ours: nn.Module, theirs: nn.Module, *, exact: bool = True) -> N
 
 
 def assert_equal_to_bf16(ours: nn.Module, theirs: nn.Module) -> None:
-    """To a few roundings in bf16, which keeps 8 bits: 2^-6 of the largest gradient."""
+    """Up to a few roundings in bf16, which has 8 bits: 2^-6 of the largest gradient."""
     for (name, one), two in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if two.grad is None:
             assert one.grad is None, name
@@ -273,124 +273,124 @@ def assert_equal_to_bf16(ours: nn.Module, theirs: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_backward_in_one_piece(name: str) -> None:
-    plain, swapped, queue = pair(name)
+    plain, patched, queue = pair(name)
     for x in micro_batches():
-        assert torch.equal(backward(swapped, x.clone()), backward(plain, x.clone()))
+        assert torch.equal(backward(patched, x.clone()), backward(plain, x.clone()))
         assert queue.num_bytes == 0
-    assert_equal(swapped, plain)
+    assert_equal(patched, plain)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_backward_in_two_pieces(name: str) -> None:
-    plain, swapped, queue = pair(name)
+    plain, patched, queue = pair(name)
     now = CASES[name][2]
     for microbatch, x in enumerate(micro_batches()):
-        before = gradients(swapped)
+        before = gradients(patched)
         with queue.collecting(microbatch):
-            ours = backward(swapped, x.clone())
-        for part, gradient in gradients(swapped).items():  # I: what can wait has not been touched
+            ours = backward(patched, x.clone())
+        for part, gradient in gradients(patched).items():  # I: what can wait has not been touched
             if part not in now and "norm" not in part and gradient is not None:
                 assert torch.equal(gradient, before[part]), part
         queue.drain(microbatch)
         assert torch.equal(ours, backward(plain, x.clone()))
         assert queue.num_bytes == 0
-    assert_equal(swapped, plain, exact=name not in INEXACT)
+    assert_equal(patched, plain, exact=name not in INEXACT)
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (1, 8), (2, 3, 8), (2, 1, 3, 8), (0, 8)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["plain", "no bias", "conv1d"])
 def test_shapes_and_dtypes(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    plain, swapped, queue = pair(name, dtype)
+    plain, patched, queue = pair(name, dtype)
     for x in micro_batches(dtype, *shape):
         with queue.collecting(0):
-            ours = backward(swapped, x.clone())
+            ours = backward(patched, x.clone())
         queue.drain(0)
         assert torch.equal(ours, backward(plain, x.clone()))
-    assert_equal(swapped, plain)
+    assert_equal(patched, plain)
 
 
 def test_a_vector_is_left_to_autograd() -> None:
-    plain, swapped, queue = pair("plain")
+    plain, patched, queue = pair("plain")
     with queue.collecting(0):
-        backward(swapped, torch.ones(8))
+        backward(patched, torch.ones(8))
         assert queue.num_bytes == 0
     backward(plain, torch.ones(8))
-    assert_equal(swapped, plain)
+    assert_equal(patched, plain)
 
 
-def test_not_contiguous_to_rounding() -> None:
+def test_not_contiguous_up_to_rounding() -> None:
     torch.manual_seed(0)
     plain = Columns().double()
-    swapped, queue = copy.deepcopy(plain), WeightGradientQueue()
-    linear_patch.patch_linear_layers([swapped], queue)
+    patched, queue = copy.deepcopy(plain), WeightGradientQueue()
+    linear_patch.patch_linear_layers([patched], queue)
     for x in micro_batches(torch.float64):
         with queue.collecting(0):
-            ours = backward(swapped, x.clone())
+            ours = backward(patched, x.clone())
         queue.drain(0)
         torch.testing.assert_close(ours, backward(plain, x.clone()), rtol=0, atol=1e-12)
-    assert_equal(swapped, plain, exact=False)
+    assert_equal(patched, plain, exact=False)
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["I and W", "B"])
 @pytest.mark.parametrize("name", ["plain", "no bias", "conv1d", "twice", "tied", "hook on the weight", "frozen weight",
                                   "checkpoint", "checkpoint, not reentrant"])  # fmt: skip
 def test_autocast_makes_weight_gradients_in_its_own_dtype(name: str, split: bool) -> None:
-    plain, swapped, queue = pair(name)
+    plain, patched, queue = pair(name)
 
     def autocast() -> Any:
         return torch.autocast("cpu", torch.bfloat16)
 
     for x in micro_batches():
         with queue.collecting(0) if split else nullcontext():
-            ours = backward(swapped, x.clone(), autocast)
+            ours = backward(patched, x.clone(), autocast)
         queue.drain(0)
         assert torch.equal(ours, backward(plain, x.clone(), autocast))
     # a weight that is used twice: autocast's cache adds both parts in bf16, we add them in fp32 where nothing waits
     if name in ("twice", "tied") and not split:
-        assert_equal_to_bf16(swapped, plain)
+        assert_equal_to_bf16(patched, plain)
     else:
-        assert_equal(swapped, plain)
+        assert_equal(patched, plain)
 
 
 def test_one_cast_weight_for_all_micro_batches_under_way() -> None:
-    _, swapped, _ = pair("plain")
-    layer, weight = vars(swapped.up)["_split_linear"], swapped.up.weight
+    _, patched, _ = pair("plain")
+    layer, weight = vars(patched.up)["_split_linear"], patched.up.weight
     first = layer.cast(weight, torch.bfloat16)
     assert layer.cast(weight, torch.bfloat16) is first
     with torch.no_grad():
         weight.mul_(2)  # an optimizer's step
     assert torch.equal(layer.cast(weight, torch.bfloat16), weight.bfloat16())
     del first
-    assert layer._cast[1]() is None  # nobody uses it
+    assert layer._cast[1]() is None  # nothing uses it
 
 
-def test_an_autocast_weight_is_still_trained_where_it_is_used_bare() -> None:
-    plain, swapped, _ = pair("beside its layer")
-    for model in (plain, swapped):
+def test_a_weight_under_autocast_also_trains_outside_its_layer() -> None:
+    plain, patched, _ = pair("outside its layer")
+    for model in (plain, patched):
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.ones(2, 3, 8)).float().sum().backward()
-    assert_equal_to_bf16(swapped, plain)
+    assert_equal_to_bf16(patched, plain)
 
 
 def test_without_an_input_gradient() -> None:
-    plain, swapped, queue = pair("plain")
+    plain, patched, queue = pair("plain")
     plain.norm.requires_grad_(False)
     (x,) = (torch.ones(2, 3, 8),)
     plain(x).sum().backward()
     with queue.collecting(0):
-        swapped(x).sum().backward()
+        patched(x).sum().backward()
     queue.drain(0)
     plain.norm.requires_grad_(True)
-    assert torch.equal(swapped.up.weight.grad, plain.up.weight.grad)
+    assert torch.equal(patched.up.weight.grad, plain.up.weight.grad)
 
 
-def test_evaluation_is_the_layers_own() -> None:
-    plain, swapped, queue = pair("plain")
+def test_evaluation_uses_the_layers_own_forward() -> None:
+    plain, patched, queue = pair("plain")
     with torch.no_grad(), queue.collecting(0):
-        assert torch.equal(swapped(torch.ones(2, 3, 8)), plain(torch.ones(2, 3, 8)))
+        assert torch.equal(patched(torch.ones(2, 3, 8)), plain(torch.ones(2, 3, 8)))
     with torch.inference_mode():
-        assert torch.equal(swapped(torch.ones(2, 3, 8)), plain(torch.ones(2, 3, 8)))
+        assert torch.equal(patched(torch.ones(2, 3, 8)), plain(torch.ones(2, 3, 8)))
 
 
 COMPILED = ["plain", "no bias", "in place", "tied", "conv1d", "frozen weight", "frozen bias", "hook on the weight",
@@ -404,8 +404,8 @@ COMPILED = ["plain", "no bias", "in place", "tied", "conv1d", "frozen weight", "
 )
 def test_compiled_in_one_graph(name: str, split: bool) -> None:
     torch._dynamo.reset()
-    plain, swapped, queue = pair(name)
-    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    plain, patched, queue = pair(name)
+    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
     for microbatch, x in enumerate(micro_batches()):
         with queue.collecting(microbatch) if split else nullcontext():
             ours = backward(compiled, x.clone())
@@ -413,15 +413,15 @@ def test_compiled_in_one_graph(name: str, split: bool) -> None:
             assert queue.num_bytes > 0
         queue.drain(microbatch)
         torch.testing.assert_close(ours, backward(plain, x.clone()))
-    assert_equal(swapped, plain, exact=False)
+    assert_equal(patched, plain, exact=False)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("split", [True, False], ids=["I and W", "B"])
 def test_compiled_under_autocast(split: bool) -> None:
     torch._dynamo.reset()
-    plain, swapped, queue = pair("plain")
-    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    plain, patched, queue = pair("plain")
+    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
 
     def autocast() -> Any:
         return torch.autocast("cpu", torch.bfloat16)
@@ -431,12 +431,12 @@ def test_compiled_under_autocast(split: bool) -> None:
             backward(compiled, x.clone(), autocast)
         queue.drain(0)
         backward(plain, x.clone(), autocast)
-    assert_equal_to_bf16(swapped, plain)
+    assert_equal_to_bf16(patched, plain)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_layers_of_one_kind_share_their_code() -> None:
-    """A layer's number is no constant of the graph: more layers than torch recompiles for."""
+def test_equal_compiled_layers_share_their_code() -> None:
+    """A layer's number is not a constant of the graph: there are more layers than torch recompiles for."""
     torch._dynamo.reset()
     queue = WeightGradientQueue()
     models = [MLP() for _ in range(12)]
@@ -450,11 +450,11 @@ def test_compiled_layers_of_one_kind_share_their_code() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_block_whose_weight_was_exchanged_is_refused() -> None:
+def test_a_compiled_block_whose_weight_has_new_memory_raises_an_error() -> None:
     torch._dynamo.reset()
-    _, swapped, _ = pair("plain")
-    swapped.up.weight.data = swapped.up.weight.data.clone()
-    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    _, patched, _ = pair("plain")
+    patched.up.weight.data = patched.up.weight.data.clone()
+    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
     with pytest.raises(UnsupportedError, match=r"weight of shape \(16, 8\) in a compiled block has got new memory"):
         compiled(torch.ones(2, 8)).sum().backward()
 
@@ -467,24 +467,24 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("trains_input", [True, False])
 def test_compiled_with_and_without_an_input_gradient(trains_input: bool, backend: str) -> None:
-    """Without an input gradient the weights' products would be dead code, if they hung on nothing else."""
+    """Without an input gradient the weight gradients would be dead code if no output depended on them."""
     torch._dynamo.reset()
-    plain, swapped, queue = pair("plain")
-    compiled = torch.compile(swapped, fullgraph=True, backend=backend)
+    plain, patched, queue = pair("plain")
+    compiled = torch.compile(patched, fullgraph=True, backend=backend)
     for x in micro_batches():
         with queue.collecting(0):
             compiled(x.clone().requires_grad_(trains_input)).square().sum().backward()
         assert queue.num_bytes > 0
         queue.drain(0)
         plain(x).square().sum().backward()
-    for one, two in zip(swapped.parameters(), plain.parameters(), strict=True):
+    for one, two in zip(patched.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_that_is_gone_leaves_nothing_behind() -> None:
+def test_a_deleted_layer_frees_everything() -> None:
     before = set(_layers)
-    _, swapped, _ = pair("plain")
+    _, patched, _ = pair("plain")
     assert len(set(_layers) - before) == 2
-    del swapped
+    del patched
     gc.collect()
     assert set(_layers) <= before

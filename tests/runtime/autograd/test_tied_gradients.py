@@ -1,4 +1,4 @@
-"""A tied weight's two parts are added to each other first, as one process does.
+"""The two parts of a tied weight's gradient are added to each other first, as in one process.
 
 one process   grad = (h0 + e0) + (h1 + e1)         a pipeline runs   h0  h1  e0  e1        h: head, e: embedding
 """

@@ -1,4 +1,4 @@
-"""The queue: what is put in an I comes out in its W, and no byte stays."""
+"""The queue: what I puts in is computed in its W, and all memory is freed."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_each_micro_batch_waits_for_its_own_drain() -> None:
     assert parameter.grad.tolist() == [6, 6] and queue.num_bytes == 0
 
 
-def test_it_adds_to_what_is_there_in_place() -> None:
+def test_it_adds_to_existing_gradients_in_place() -> None:
     queue, parameter = WeightGradientQueue(), weight(10.0)
     gradient = parameter.grad
     with queue.collecting(0):
@@ -58,11 +58,11 @@ def test_storages_count_once() -> None:
     assert queue.num_bytes == 16
 
 
-def test_a_drain_of_what_left_nothing() -> None:
+def test_draining_an_empty_micro_batch() -> None:
     WeightGradientQueue().drain(7)  # a micro-batch without a share in the loss
 
 
-def test_a_failure_closes_and_clear_forgets() -> None:
+def test_a_failure_closes_the_queue() -> None:
     queue, parameter = WeightGradientQueue(), weight()
     with pytest.raises(ZeroDivisionError), queue.collecting(0):
         queue.put(parameter, double, torch.ones(2))

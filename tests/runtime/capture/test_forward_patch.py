@@ -1,4 +1,4 @@
-"""The bridge lies on the instances: copies cross their own, and it comes off as if it had never been there."""
+"""The patch is on the instances: copies use their own weights, and unpatching restores everything."""
 
 import copy
 import pickle
@@ -29,11 +29,11 @@ def doubled(self: Any, x: Tensor) -> Tensor:
 X = torch.ones(1, 2)
 
 
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
-def test_a_copy_uses_its_own_weights(twin: Any) -> None:
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))])
+def test_a_copy_uses_its_own_weights(duplicate: Any) -> None:
     block = Block()
     patch_blocks([block])
-    other = twin(block)
+    other = duplicate(block)
     with torch.no_grad():
         block.linear.weight.zero_(), block.linear.bias.zero_()
     assert block(X).abs().sum() == 0 and other(X).abs().sum() > 0
@@ -41,7 +41,7 @@ def test_a_copy_uses_its_own_weights(twin: Any) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["class's forward", "instance's own forward"])
-def test_comes_off(own: bool) -> None:
+def test_unpatching_restores_the_block(own: bool) -> None:
     block = Block()
     if own:
         block.forward = MethodType(doubled, block)
@@ -54,7 +54,7 @@ def test_comes_off(own: bool) -> None:
     assert torch.equal(block(X), expected) and vars(block).keys() == before.keys()
 
 
-def test_another_ranks_block_says_so() -> None:
+def test_a_block_of_another_rank_raises_an_error() -> None:
     block = Block().to("meta")
     patch_blocks([block])
     with pytest.raises(UnsupportedError, match="a Block of the pipelined stack was called outside a training"):
@@ -62,7 +62,7 @@ def test_another_ranks_block_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_block_compiled_in_place_is_met_before_its_compiled_code() -> None:
+def test_the_tracer_is_asked_before_a_blocks_compiled_code() -> None:
     torch._dynamo.reset()
     block, calls = Block(), []
     expected = block(X)

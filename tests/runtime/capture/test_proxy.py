@@ -1,4 +1,4 @@
-"""A hole is handed on, and refuses everything else by the user's line."""
+"""A proxy can be passed on; any other use raises an error that names the user's line."""
 
 import copy
 import operator
@@ -24,7 +24,7 @@ USES: list[Callable[[Any], object]] = [
 
 
 @pytest.mark.parametrize("use", USES, ids=range(len(USES)))
-def test_every_use_is_refused_where_it_happens(use: Callable[[Any], object]) -> None:
+def test_every_use_raises_an_error_that_names_its_line(use: Callable[[Any], object]) -> None:
     with pytest.raises(
         UnsupportedError, match=r"test_proxy\.py:\d+ \(.*lambda h: .*uses the output of a block"
     ) as caught:
@@ -32,21 +32,21 @@ def test_every_use_is_refused_where_it_happens(use: Callable[[Any], object]) -> 
     assert "Move this code into the block" in str(caught.value)
 
 
-def test_holes_are_shaped_like_the_last_output() -> None:
+def test_proxies_have_the_structure_of_the_last_output() -> None:
     h, (aux, nothing), table = proxies_like((torch.ones(1), [torch.ones(1), None], {"k": torch.ones(1)}), block=3)
     assert [type(x) for x in (h, aux, table["k"])] == [Proxy] * 3 and nothing is None
     assert (h.path, aux.path, table["k"].path, h.block) == ((0,), (1, 0), (2, "k"), 3)
 
 
-def test_a_path_finds_its_part() -> None:
+def test_a_path_finds_its_subtree() -> None:
     tree = ({"k": [10, 20]}, 30)
     assert subtree(tree, (0, "k", 1)) == 20 and subtree(tree, ()) is tree
 
 
 def test_what_needs_no_value_is_allowed() -> None:
-    hole = Proxy((1,), 2)
-    assert hole is not None and not isinstance(hole, torch.Tensor) and len({hole, hole}) == 1
-    assert repr(hole) == "Proxy[1]" and f"{hole}"
-    assert not hasattr(hole, "__array__")
-    for twin in (copy.copy(hole), copy.deepcopy(hole), pickle.loads(pickle.dumps(hole))):
-        assert (twin.path, twin.block) == ((1,), 2)
+    proxy = Proxy((1,), 2)
+    assert proxy is not None and not isinstance(proxy, torch.Tensor) and len({proxy, proxy}) == 1
+    assert repr(proxy) == "Proxy[1]" and f"{proxy}"
+    assert not hasattr(proxy, "__array__")
+    for duplicate in (copy.copy(proxy), copy.deepcopy(proxy), pickle.loads(pickle.dumps(proxy))):
+        assert (duplicate.path, duplicate.block) == ((1,), 2)

@@ -1,4 +1,4 @@
-"""The stage_input: equal calls travel once, and a tensor no farther than to the last block that takes it.
+"""The stage input: equal calls are sent once, and a tensor only as far as the last block that uses it.
 
 block     0 (local)   1          2          3
 call        (h, m)    (h, m)     (h, n)     (h,)
@@ -33,7 +33,7 @@ def blocks() -> Iterator[list[nn.Module]]:
 
 
 def started(blocks: list[nn.Module], calls: list[tuple[Tensor, ...]]) -> StageInput:
-    """The stage_input of a step that calls the blocks so, the first one on this rank."""
+    """The stage input of a step that calls the blocks so; only the first block is on this rank."""
 
     def step(_: int) -> Tensor:
         x = torch.ones(2)
@@ -48,7 +48,7 @@ def started(blocks: list[nn.Module], calls: list[tuple[Tensor, ...]]) -> StageIn
         user.close()
 
 
-def test_each_tensor_goes_as_far_as_it_is_used(blocks: list[nn.Module]) -> None:
+def test_each_tensor_is_sent_as_far_as_it_is_used(blocks: list[nn.Module]) -> None:
     stage_input = started(blocks, [(M,), (M,), (N,), ()])
     held = [len(stage_input.message.tensors)]
     for block in blocks[1:]:
@@ -58,7 +58,7 @@ def test_each_tensor_goes_as_far_as_it_is_used(blocks: list[nn.Module]) -> None:
     assert torch.equal(stage_input.output, 1 + 2 * (M + M + N))
 
 
-def test_equal_calls_travel_once(blocks: list[nn.Module]) -> None:
+def test_equal_calls_are_sent_once(blocks: list[nn.Module]) -> None:
     stage_input = started(blocks, [(N,), (N,), (M,), (M,)])  # the first one gets a value, the others its successor
     assert (len(stage_input.calls), stage_input.call_of_block, len(stage_input.tensors)) == (2, (0, 1, 1), 3)
 
@@ -68,6 +68,6 @@ def test_several_blocks_at_once(blocks: list[nn.Module]) -> None:
     assert torch.equal(whole.output, 1 + 2 * (M + M + N + M)) and whole.call_of_block == ()
 
 
-def test_a_stage_without_blocks_hands_on(blocks: list[nn.Module]) -> None:
+def test_a_stage_without_blocks_changes_nothing(blocks: list[nn.Module]) -> None:
     stage_input = started(blocks, [(M,), (), (), ()])
     assert stage_input.run([]) is stage_input

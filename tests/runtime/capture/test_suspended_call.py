@@ -1,4 +1,4 @@
-"""A step waits in a thread of its own; exceptions come out where the main thread asks, and no thread stays behind.
+"""A call waits in its own thread; the main thread gets its exceptions, and all threads end.
 
 main     begin ........ (others run) ........ resume ........ result
 thread     a  suspend                            b    return
@@ -22,7 +22,7 @@ def steps() -> Iterator[SuspendedCalls]:
     assert set(threading.enumerate()) == before, "threads stay behind"
 
 
-def test_several_wait_at_once_and_end_in_any_order(steps: SuspendedCalls) -> None:
+def test_several_calls_wait_and_end_in_any_order(steps: SuspendedCalls) -> None:
     seen: list[object] = []
 
     def function(name: str) -> object:
@@ -68,7 +68,7 @@ def test_without_suspension_it_is_done(steps: SuspendedCalls) -> None:
     assert step.done and step.result == 7
 
 
-def test_the_abandoned_clean_up(steps: SuspendedCalls) -> None:
+def test_abandoned_calls_clean_up(steps: SuspendedCalls) -> None:
     cleaned: list[str] = []
 
     def function() -> None:

@@ -1,4 +1,4 @@
-"""A context around the stack is refused by what it changes: the blocks would run outside it."""
+"""A context around the stack's call raises an error that names what it changes: the blocks would run outside it."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = 
 
 
 @pytest.mark.parametrize("kind", CONTEXTS)
-def test_refused_by_name(kind: str) -> None:
+def test_the_error_names_what_changed(kind: str) -> None:
     context, named = CONTEXTS[kind]
     before = ThreadState.current()
     with context(), pytest.raises(UnsupportedError, match=re.escape(named)):
@@ -62,7 +62,7 @@ def test_refused_by_name(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "autocast", "default device"])
-def test_applied_and_taken_back(kind: str) -> None:
+def test_applied_and_restored(kind: str) -> None:
     context, _ = CONTEXTS[kind]
     with context():
         inside = ThreadState.current()

@@ -68,14 +68,14 @@ def test_spec_as_json(tree: object) -> None:
     assert repr(unflatten(arrived.skeleton, [])) == repr(tree)
 
 
-def test_header_says_what_follows() -> None:
+def test_header_holds_the_length_of_what_follows() -> None:
     buffer = packed(Message(("tuple",), ()))
     assert (buffer.nbytes, header(buffer)) == (ALIGN, 0)
     set_header(buffer, 12345)
     assert header(buffer) == 12345
 
 
-def test_work_in_place_on_one_tensor_leaves_the_others_alone() -> None:
+def test_a_change_in_place_of_one_tensor_does_not_touch_the_others() -> None:
     """x.add_(1) after y * w: autograd would refuse the backward if x and w counted their versions together."""
     message = Message(("tuple", ("tensor", 0), ("tensor", 1)), (torch.ones(2), torch.ones(2, requires_grad=True)))
     x, w = unpack(spec_of(message), packed(message)).tensors
@@ -85,7 +85,7 @@ def test_work_in_place_on_one_tensor_leaves_the_others_alone() -> None:
     assert torch.equal(w.grad, torch.full((2,), 3.0))
 
 
-def test_gradients_keep_their_places() -> None:
+def test_gradients_keep_their_order() -> None:
     given = [torch.ones(1), None, torch.zeros(2)]
     assert [g is t for g, t in zip(unpack_gradients(gradient_message(given)), given, strict=True)] == [True] * 3
     assert unpack_gradients(gradient_message([])) == []
@@ -105,7 +105,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_spec_describes_nothing_else(change: str) -> None:
+def test_a_spec_matches_nothing_else(change: str) -> None:
     first, other = (
         Message(("tuple", ("tensor", 0), ("plain", "str", text)), (tensor,))
         for tensor, text in ((torch.ones(2), "x"), CHANGES[change])
@@ -114,7 +114,7 @@ def test_a_spec_describes_nothing_else(change: str) -> None:
     assert not spec_of(first).matches(other)
 
 
-def test_a_parcel_is_filled_again() -> None:
+def test_a_send_buffer_is_filled_again() -> None:
     send_buffer = SendBuffer(spec_of(Message(("tensor", 0), (torch.zeros(2),))), CPU)
     for value in (1.0, 2.0):
         send_buffer.fill([torch.full((2,), value)])

@@ -1,4 +1,4 @@
-"""The channel agrees once on a message's shape: the same again is one message, another one three (note, spec, payload).
+"""The ranks agree once on a message's spec: the same again is one buffer, a changed one three (header, spec, payload).
 
 shape      a   a   b   a   a
 messages   3   1   3   3   1
@@ -44,7 +44,7 @@ class Line:
         )
 
     def send(self, value: Message, signature: int = 0, key: MessageKey = KEY) -> tuple[Message, int]:
-        """What arrives, and in how many messages."""
+        """What is received, and in how many buffers."""
         before = self.transport.sent
         for end in self.ends:
             end.begin_batch(signature)
@@ -56,8 +56,8 @@ class Line:
 
 
 @pytest.mark.parametrize(("separate_headers", "expected"), [(False, [3, 1, 3, 3, 1]), (True, [3, 2, 4, 4, 2])])
-def test_only_what_has_changed_travels_with_its_spec(separate_headers: bool, expected: list[int]) -> None:
-    """With notes apart (for GPUs) what was agreed still comes, so that its receive ends, and is thrown away."""
+def test_only_a_changed_message_is_sent_with_its_spec(separate_headers: bool, expected: list[int]) -> None:
+    """With separate headers (for GPUs) the agreed buffer is still sent, so that its receive ends, and ignored."""
     line, counts = Line(separate_headers=separate_headers), []
     for shape in ((2, 3), (2, 3), (5,), (2, 3), (2, 3)):
         value = torch.randn(shape)
@@ -67,20 +67,20 @@ def test_only_what_has_changed_travels_with_its_spec(separate_headers: bool, exp
     assert counts == expected
 
 
-def test_each_signature_agrees_for_itself() -> None:
+def test_each_signature_has_its_own_specs() -> None:
     line = Line()
     assert [line.send(message(torch.ones(s)), signature=s)[1] for s in (1, 2, 1, 2, 1)] == [3, 3, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, 1), (1, 1.0), (None, False), ((1,), [1]), (0.5, 0.25)])
-def test_plain_values_are_part_of_the_agreement(first: object, second: object) -> None:
+def test_plain_values_are_part_of_the_spec(first: object, second: object) -> None:
     line = Line()
     line.send(message(first))
     arrived, count = line.send(message(second))
     assert (arrived.skeleton, count) == (message(second).skeleton, 3)
 
 
-def test_whether_a_gradient_is_wanted_is_too() -> None:
+def test_requires_grad_is_part_of_the_spec() -> None:
     line = Line()
     for wanted in (True, True, False):
         arrived, _ = line.send(message(torch.ones(2, requires_grad=wanted)))
@@ -88,7 +88,7 @@ def test_whether_a_gradient_is_wanted_is_too() -> None:
         assert len(arrived.differentiable) == wanted
 
 
-def test_missing_gradients_cross() -> None:
+def test_missing_gradients_are_sent() -> None:
     line, key = Line(), MessageKey(0, "backward", 0)
     arrived, _ = line.send(gradient_message([None, torch.ones(2), None]), key=key)
     assert [g is None for g in unpack_gradients(arrived)] == [True, False, True]
@@ -100,7 +100,7 @@ def test_tags_differ_for_all_messages_of_a_batch() -> None:
     assert len(set(tags)) == len(tags) and not {0, 1} & set(tags)  # 0 and 1 are the relay's and the checkpoint's
 
 
-def test_nothing_comes() -> None:
+def test_a_missing_message_times_out() -> None:
     end = PointToPointChannel(LoopbackTransport(Hub(2, timeout=0.01), 1))
     end.start_transfers([], [(KEY, 0)])
     with pytest.raises(TimeoutError, match="nothing was received from pipeline rank 0"):
@@ -108,7 +108,7 @@ def test_nothing_comes() -> None:
 
 
 class Slow(LoopbackTransport):
-    """Whose messages leave when they are let go."""
+    """Its messages are sent when they are waited for."""
 
     def __init__(self, hub: Hub) -> None:
         super().__init__(hub, 0)
@@ -120,7 +120,7 @@ class Slow(LoopbackTransport):
         return work
 
 
-def test_a_batch_ends_before_its_last_messages_have_left() -> None:
+def test_a_batch_ends_before_its_last_messages_are_sent() -> None:
     transport = Slow(Hub(2))
     channel, keys = PointToPointChannel(transport), [MessageKey(0, "forward", m) for m in range(3)]
     for batch, key in enumerate(keys):

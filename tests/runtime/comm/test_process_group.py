@@ -1,4 +1,4 @@
-"""Buffers between processes: every rank to every other at once, in any order of waiting, over gloo."""
+"""Buffers between processes over gloo: every rank sends to every other at once, and waits in any order."""
 
 from typing import Any
 
@@ -34,13 +34,13 @@ def everybody_to_everybody() -> list[int]:
     return [int(arriving[peer][0]) for peer in peers]
 
 
-def test_crossing_messages(pool: Pool) -> None:
+def test_messages_in_both_directions_at_once(pool: Pool) -> None:
     assert pool.run(3, everybody_to_everybody) == [[10, 20], [1, 21], [2, 12]]
 
 
 def messages() -> list[float]:
     transport = connect()
-    channel, chain, got = PointToPointChannel(transport), Relay(transport), []
+    channel, relay, got = PointToPointChannel(transport), Relay(transport), []
     other = 1 - transport.rank
     for size in (3, 3, 0, 5, 3):
         channel.begin_batch(0)
@@ -49,13 +49,13 @@ def messages() -> list[float]:
         channel.start_transfers([(mine, other, Message(("tuple", ("tensor", 0)), (value,)))], [(theirs, other)])
         (arrived,) = channel.wait_receive(theirs).tensors
         assert arrived.shape == (size,) and arrived.requires_grad
-        got.append(float(arrived.detach().sum()) + chain.broadcast("loss", 0.5 if transport.rank == 0 else None))
+        got.append(float(arrived.detach().sum()) + relay.broadcast("loss", 0.5 if transport.rank == 0 else None))
         channel.finish()
-    chain.finish()
+    relay.finish()
     return got
 
 
-def test_packets_both_ways_and_a_chain_beside_them(pool: Pool) -> None:
+def test_messages_both_ways_and_a_relay_between_them(pool: Pool) -> None:
     assert pool.run(2, messages) == [[3.5, 3.5, 0.5, 5.5, 3.5], [0.5] * 5]
 
 
@@ -69,7 +69,7 @@ def a_peer_leaves() -> None:
     transport.receive(1, 7, torch.empty(1, dtype=torch.uint8)).wait()
 
 
-def test_a_failed_transfer_asks_who_failed_first(pool: Pool) -> None:
+def test_a_failed_transfer_calls_on_failure(pool: Pool) -> None:
     with pytest.raises(RunFailed) as caught:
         pool.run(2, a_peer_leaves, timeout=20.0)
     assert [(f.rank, f.kind) for f in caught.value.failures] == [(1, "ArithmeticError"), (0, "PeerFailed")]

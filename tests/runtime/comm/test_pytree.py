@@ -1,4 +1,4 @@
-"""A tree comes back from its skeleton and tensors as it went in."""
+"""A tree that is flattened and put together again is the same."""
 
 from collections import OrderedDict
 from typing import Any
@@ -46,7 +46,7 @@ def test_round_trip(tree: Any) -> None:
     assert same(unflatten(skeleton, flattener.tensors), tree)
 
 
-def test_a_tensor_met_twice_is_listed_once() -> None:
+def test_a_tensor_that_occurs_twice_is_listed_once() -> None:
     a, b = torch.ones(2), torch.ones(2)
     flattener = Flattener()
     first, second = flattener.flatten((a, [b, a])), flattener.flatten({"b": b})
@@ -65,7 +65,7 @@ def test_another_list_of_tensors() -> None:
     assert same(unflatten(renumber(skeleton, {0: 1, 1: 0}), [b, a]), (a, {"x": [b, a, 3]}))
 
 
-def test_holes_are_filled() -> None:
+def test_placeholders_are_filled() -> None:
     skeleton = Flattener().flatten((Proxy(("h", 0)), 1))
     assert unflatten(skeleton, [], lambda path: path) == (("h", 0), 1)
 
@@ -79,7 +79,7 @@ def test_holes_are_filled() -> None:
         ({"f": [len]}, r"argument 0\['f'\]\[0\] is a builtins\.builtin_function_or_method"),
     ],
 )
-def test_what_cant_cross_is_named_by_its_path(tree: Any, named: str) -> None:
+def test_an_unsupported_value_is_named_by_its_path(tree: Any, named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
         Flattener().flatten(tree, "argument 0")
 

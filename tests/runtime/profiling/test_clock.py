@@ -1,4 +1,4 @@
-"""Ranks' clocks are found in what their messages allow."""
+"""The offsets between the ranks' clocks follow from what their messages allow."""
 
 import pytest
 
@@ -7,19 +7,19 @@ from lightning_hanayo.runtime.profiling.measurement import message_delay, timeli
 from lightning_hanayo.runtime.profiling.message_timing import BatchTrace
 from lightning_hanayo.runtime.profiling.trace import Event
 from lightning_hanayo.schedule import CostModel, build, with_loss_stage
-from tests.runtime.played import event, played
+from tests.runtime.batch_traces import event, simulated_batch
 
 COSTS = CostModel(0.4, 0.6, 0.2, message=0.05)
 
 
 def shifted(batch: BatchTrace, shifts: list[float]) -> BatchTrace:
-    """The batch as ranks write it down whose clocks are ahead by `shifts`."""
+    """The batch as recorded by ranks whose clocks are ahead by `shifts`."""
     moved = zip(batch, shifts, strict=False)
     return [[Event(e.action, e.reached + s, e.start + s, e.end + s) for e in events] for events, s in moved]
 
 
-def test_half_of_the_way_there_and_back() -> None:
-    """Rank 1's clock is ahead: sent at 1, there at 102; sent at 104, there at 5: by at least 99 s, at most 101 s."""
+def test_the_offset_is_the_middle_of_the_possible_ones() -> None:
+    """Rank 1's clock is ahead: sent at 1, received at 102; sent at 104, received at 5: by 99 s to 101 s."""
     batch = ([event("0F0", 0, 0, 1), event("0B0", 1, 5, 6)], [event("1F0", 100, 102, 103), event("1B0", 103, 103, 104)])
     own, other = on_one_clock(build("gpipe", num_ranks=2, num_microbatches=1), batch)
     assert own == batch[0]
@@ -27,9 +27,9 @@ def test_half_of_the_way_there_and_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["hanayo-zb", "1f1b", "interleaved"])
-def test_machines_with_clocks_of_their_own(name: str) -> None:
+def test_machines_with_different_clocks(name: str) -> None:
     schedule = with_loss_stage(build(name, num_ranks=4, num_microbatches=8))
-    batch = played(schedule, COSTS)
+    batch = simulated_batch(schedule, COSTS)
     mended = on_one_clock(schedule, shifted(batch, [0.0, 86_400.0, -3.0, 1e-1]))
     gaps = [
         a.start - b.start for rank, true in zip(mended, batch, strict=True) for a, b in zip(rank, true, strict=True)
@@ -40,9 +40,9 @@ def test_machines_with_clocks_of_their_own(name: str) -> None:
     assert message_delay(schedule, [mended]) == pytest.approx(0.05, rel=0.6)
 
 
-def test_one_machine_is_left_alone() -> None:
+def test_times_on_one_machine_stay_as_they_are() -> None:
     schedule = build("hanayo", num_ranks=4, num_microbatches=4)
-    batch = played(schedule, COSTS)
+    batch = simulated_batch(schedule, COSTS)
     assert on_one_clock(schedule, batch) == batch
     alone = build("1f1b", num_ranks=1, num_microbatches=2)
-    assert on_one_clock(alone, played(alone, COSTS)) == played(alone, COSTS)
+    assert on_one_clock(alone, simulated_batch(alone, COSTS)) == simulated_batch(alone, COSTS)

@@ -1,4 +1,4 @@
-"""What follows from a trace: figures of drawn batches, and those of simulated ones, whose costs are known."""
+"""Measurements from traces: figures of drawn batches, and of simulated ones, whose costs are known."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from lightning_hanayo.runtime.profiling.measurement import (
 )
 from lightning_hanayo.runtime.profiling.message_timing import BatchTrace, message_timings
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, build, with_loss_stage
-from tests.runtime.played import event, played
+from tests.runtime.batch_traces import event, simulated_batch
 
 TWO = build("gpipe", num_ranks=2, num_microbatches=1)
 """
@@ -26,7 +26,7 @@ DRAWN: BatchTrace = (
 )
 
 
-def test_a_message_is_exposed_from_its_senders_end_on() -> None:
+def test_a_message_is_exposed_from_its_senders_end() -> None:
     assert [(str(m.sent.action), str(m.received.action), m.waited, m.delay, m.exposed)
             for m in sorted(message_timings(TWO, DRAWN), key=lambda m: m.sent.end)] == [
         ("0F0", "1F0", 2, 1, 1), ("1B0", "0B0", 4, 1, 1),
@@ -35,7 +35,7 @@ def test_a_message_is_exposed_from_its_senders_end_on() -> None:
     assert timeline_of(TWO, DRAWN).bubble_ratio == pytest.approx(8 / 12)
 
 
-def test_a_message_that_came_meanwhile_is_hidden() -> None:
+def test_a_message_received_during_computation_is_hidden() -> None:
     late = ((DRAWN[0]), (event("1F0", 3, 3, 4), event("1B0", 4, 4, 5)))
     hidden, _ = sorted(message_timings(TWO, late), key=lambda m: m.sent.end)
     assert (hidden.waited, hidden.delay, hidden.exposed) == (0, 2, 0)
@@ -54,9 +54,9 @@ COSTS = CostModel(0.4, 0.6, 0.2, message=0.05)
 
 
 @pytest.mark.parametrize("name", ["hanayo", "hanayo-zb", "1f1b", "zb-h1"])
-def test_the_costs_that_a_batch_was_played_with_are_found(name: str) -> None:
+def test_the_costs_of_a_simulated_batch_are_found(name: str) -> None:
     schedule = with_loss_stage(build(name, num_ranks=2, num_microbatches=4))
-    found = costs_of(schedule, [played(schedule, COSTS)])
+    found = costs_of(schedule, [simulated_batch(schedule, COSTS)])
     parts = [schedule.share_of(stage) for stage in range(schedule.num_stages)]
     assert found.message == pytest.approx(0.05)
     assert found.forward == pytest.approx(tuple(0.4 * part for part in parts))
@@ -64,7 +64,7 @@ def test_the_costs_that_a_batch_was_played_with_are_found(name: str) -> None:
     assert whole == pytest.approx([0.8 * part for part in parts])
     if any(action.kind is Kind.W for row in schedule.actions for action in row):
         assert found.backward_weight == pytest.approx(tuple(0.2 * part for part in parts))
-    assert timeline_of(schedule, played(schedule, COSTS)).makespan > 0
+    assert timeline_of(schedule, simulated_batch(schedule, COSTS)).makespan > 0
 
 
 def _tuple(cost: float | tuple[float, ...]) -> tuple[float, ...]:
@@ -74,13 +74,13 @@ def _tuple(cost: float | tuple[float, ...]) -> tuple[float, ...]:
 
 def test_free_messages_are_never_exposed_and_others_never_more_than_the_bubble() -> None:
     schedule = build("hanayo-zb", num_ranks=4, num_microbatches=8, num_waves=2)
-    assert exposed_communication(schedule, played(schedule, CostModel())) == pytest.approx(0)
-    slow = played(schedule, CostModel(message=0.2))
+    assert exposed_communication(schedule, simulated_batch(schedule, CostModel())) == pytest.approx(0)
+    slow = simulated_batch(schedule, CostModel(message=0.2))
     assert 0 < exposed_communication(schedule, slow) <= timeline_of(schedule, slow).bubble_ratio
 
 
-def test_times_are_means_and_the_typical_batch_is_the_middle_one() -> None:
-    batches = [played(TWO, CostModel(forward=f)) for f in (1.0, 5.0, 3.0)]
+def test_times_are_means_and_the_typical_batch_is_the_median() -> None:
+    batches = [simulated_batch(TWO, CostModel(forward=f)) for f in (1.0, 5.0, 3.0)]
     assert stage_times(batches)[1, Kind.F] == pytest.approx(3.0)
     assert median_batch(batches) == batches[2]
     assert _num_events(batches[0]) == 4

@@ -1,6 +1,6 @@
-"""A stack that carries its own loss: in a loop, with the loss on the last rank; in chimera, two copies at once.
+"""A stack that computes its own loss: on the last rank in a loop, and with two copies at once in chimera.
 
-chimera, P = 2      down    0 -> 1      rank 0 holds stages 0 and 3, rank 1 stages 1 and 2;
+chimera, P = 2      down    0 -> 1      rank 0 has stages 0 and 3, rank 1 stages 1 and 2;
                     up      3 <- 2      0 and 2, 1 and 3 have the same weights and sum their gradients
 """
 
@@ -37,7 +37,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """Hands the targets on."""
+    """Passes the targets on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def stack(num_blocks: int = 4) -> nn.Sequential:
 
 
 def batch(num_microbatches: int) -> list[Pair]:
-    """What has no share is no number."""
+    """Micro-batches without a share are NaN."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(num_microbatches, 3, WIDTH, generator=generator, dtype=torch.float64)
     inputs[[not share for share in shares(num_microbatches)]] = torch.nan
@@ -78,15 +78,15 @@ def expected(num_microbatches: int) -> list[Tensor]:
     for pair, share in zip(batch(num_microbatches), shares(num_microbatches), strict=True):
         if share:
             (model(pair) * share).backward()
-    return [_there(parameter.grad) for parameter in model.parameters()]
+    return [_not_none(parameter.grad) for parameter in model.parameters()]
 
 
-def _there(gradient: Tensor | None) -> Tensor:
+def _not_none(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     return gradient
 
 
-class Player:
+class PipelineRank:
     """One rank: its own weights, an engine over its stages."""
 
     def __init__(self, schedule: Schedule, transport: Transport, reduce: Callable[[int], None]) -> None:
@@ -116,21 +116,21 @@ class Player:
     def parameters(self) -> dict[int, list[nn.Parameter]]:
         return {stage: [p for block in own for p in block.parameters()] for stage, own in self.blocks.items()}
 
-    def play(self, schedule: Schedule) -> None:
+    def run(self, schedule: Schedule) -> None:
         count = schedule.num_microbatches
         running = Batch(inputs=batch(count), loss_weights=shares(count), results=self.losses)
         self.engine.run(Program.from_schedule(schedule, self.rank), running)
 
 
-def play_all(players: list[Player], schedule: Schedule) -> None:
-    run_in_threads([partial(player.play, schedule) for player in players])
+def run_all(runners: list[PipelineRank], schedule: Schedule) -> None:
+    run_in_threads([partial(runner.run, schedule) for runner in runners])
 
 
 def check(gradients: Mapping[int, Sequence[Tensor | None]], schedule: Schedule) -> None:
-    """Summed over twins, the stages' gradients are those of one process."""
+    """Summed over copies, the stages' gradients are those of one process."""
     length, num_replicas = schedule.stages_per_replica, schedule.num_replicas
-    replicas = [[g for place in range(length) for g in gradients[r * length + place]] for r in range(num_replicas)]
-    for copies, theirs in zip(zip(*replicas, strict=True), expected(schedule.num_microbatches), strict=True):
+    chains = [[g for place in range(length) for g in gradients[chain * length + place]] for chain in range(num_replicas)]
+    for copies, theirs in zip(zip(*chains, strict=True), expected(schedule.num_microbatches), strict=True):
         ours = sum((gradient for gradient in copies if gradient is not None), torch.zeros_like(theirs))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
@@ -149,35 +149,35 @@ def named(schedule: Schedule) -> str:
     return f"{schedule.name}-{schedule.num_ranks}-{schedule.num_microbatches}"
 
 
-def players_of(schedule: Schedule, reduce: Callable[[int], None]) -> list[Player]:
+def runners_of(schedule: Schedule, reduce: Callable[[int], None]) -> list[PipelineRank]:
     hub = Hub(schedule.num_ranks, timeout=real_seconds(30))
-    return [Player(schedule, transport, reduce) for transport in hub.transports()]
+    return [PipelineRank(schedule, transport, reduce) for transport in hub.transports()]
 
 
 @pytest.mark.parametrize("schedule", CASES, ids=named)
 def test_gradients_are_those_of_one_process(schedule: Schedule) -> None:
     reduced: list[int] = []
-    players = players_of(schedule, reduced.append)
+    runners = runners_of(schedule, reduced.append)
     for _ in range(2):
-        for parameter in (p for player in players for own in player.parameters.values() for p in own):
+        for parameter in (p for runner in runners for own in runner.parameters.values() for p in own):
             parameter.grad = None
-        play_all(players, schedule)
-        check({s: [p.grad for p in own] for player in players for s, own in player.parameters.items()}, schedule)
+        run_all(runners, schedule)
+        check({s: [p.grad for p in own] for runner in runners for s, own in runner.parameters.items()}, schedule)
     assert sorted(reduced) == sorted(2 * [*range(schedule.num_stages)])
 
 
-def test_losses_come_on_the_ranks_where_the_chains_end() -> None:
+def test_losses_are_on_the_ranks_with_the_last_stages() -> None:
     schedule = build("chimera", num_ranks=4, num_microbatches=6)
-    players = players_of(schedule, lambda stage: None)
-    play_all(players, forward_only(schedule))
-    assert [sorted(player.losses) for player in players] == [[2, 3, 5], [], [], [0, 1, 4]]
-    losses = players[0].losses | players[3].losses
+    runners = runners_of(schedule, lambda stage: None)
+    run_all(runners, forward_only(schedule))
+    assert [sorted(runner.losses) for runner in runners] == [[2, 3, 5], [], [], [0, 1, 4]]
+    losses = runners[0].losses | runners[3].losses
     for m, pair in enumerate(batch(6)):
         torch.testing.assert_close(losses[m], stack()(pair).detach(), rtol=0, atol=1e-12, equal_nan=True)
 
 
 def over_processes(num_microbatches: int) -> dict[int, list[Tensor | None]]:
-    """chimera on this rank: its stages' gradients, summed with their twins'."""
+    """Run chimera on this rank; return its stages' gradients, summed with their copies'."""
     dist.init_process_group("gloo")
     world, rank, last = dist.group.WORLD, dist.get_rank(), dist.get_world_size() - 1
     assert world is not None
@@ -187,12 +187,12 @@ def over_processes(num_microbatches: int) -> dict[int, list[Tensor | None]]:
     )
     schedule = build("chimera", num_ranks=last + 1, num_microbatches=num_microbatches)
     reductions: list[GradientAllReduce] = []
-    player = Player(schedule, transport, lambda stage: reductions[0].start(stage))
-    reductions.append(GradientAllReduce(player.parameters, pairs[min(rank, last - rank)]))
-    player.play(schedule)
+    runner = PipelineRank(schedule, transport, lambda stage: reductions[0].start(stage))
+    reductions.append(GradientAllReduce(runner.parameters, pairs[min(rank, last - rank)]))
+    runner.run(schedule)
     reductions[0].finish()
-    player.engine.channel.finish()  # a peer may still need what this rank has sent
-    return {stage: [parameter.grad for parameter in own] for stage, own in player.parameters.items()}
+    runner.engine.channel.finish()  # a peer may still need what this rank has sent
+    return {stage: [parameter.grad for parameter in own] for stage, own in runner.parameters.items()}
 
 
 def raised(error: Exception) -> NoReturn:
@@ -200,12 +200,12 @@ def raised(error: Exception) -> NoReturn:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 1), (2, 4), (4, 6)])
-def test_twins_sum_their_gradients_over_processes(pool: Pool, num_ranks: int, num_microbatches: int) -> None:
+def test_copies_of_a_stage_sum_gradients_over_processes(pool: Pool, num_ranks: int, num_microbatches: int) -> None:
     schedule = build("chimera", num_ranks=num_ranks, num_microbatches=num_microbatches)
     found = pool.run(num_ranks, over_processes, num_microbatches)
     gradients = {stage: own for rank in found for stage, own in rank.items()}
-    for stage, twin in enumerate(schedule.replica_of):
-        for ours, theirs in zip(gradients[stage], gradients[twin], strict=True):
+    for stage, copy in enumerate(schedule.replica_of):
+        for ours, theirs in zip(gradients[stage], gradients[copy], strict=True):
             assert torch.equal(ours, theirs)
     half = schedule.stages_per_replica
     check({stage: own if stage < half else [None] * len(own) for stage, own in gradients.items()}, schedule)

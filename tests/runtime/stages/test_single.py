@@ -1,4 +1,4 @@
-"""A model that is one stage: its step runs where it is called, its gradients are added micro-batch by micro-batch.
+"""A model that is one stage: its step runs in the calling thread, its gradients are added in micro-batch order.
 
 batch 6 samples    micro-batches 3, 2, 1    shares 1/2, 1/3, 1/6, or none
 """
@@ -54,7 +54,7 @@ def test_the_step_runs_in_the_calling_thread() -> None:
     assert batch.results[0] is threading.current_thread()
 
 
-def test_a_microbatch_without_a_share_counts_for_nothing() -> None:
+def test_a_microbatch_with_weight_0_does_not_count() -> None:
     weight = nn.Parameter(torch.ones(()))
     stage, batch = running(lambda _: weight * float("nan"), loss_weights=(0.0,))
     stage.forward(batch, 0, None)

@@ -1,4 +1,4 @@
-"""Batches as a trace would hold them: drawn event by event, or played by the simulation."""
+"""Makes batches of trace events: one event at a time, or from a simulation."""
 
 from lightning_hanayo.runtime.profiling.message_timing import BatchTrace
 from lightning_hanayo.runtime.profiling.trace import Event
@@ -10,8 +10,8 @@ def event(action: str, reached: float, start: float, end: float) -> Event:
     return Event(Action.parse(action), reached, start, end)
 
 
-def played(schedule: Schedule, costs: CostModel, begin: float = 100.0) -> BatchTrace:
-    """A simulated batch: a rank asks for an action's message as soon as it has nothing else to do."""
+def simulated_batch(schedule: Schedule, costs: CostModel, begin: float = 100.0) -> BatchTrace:
+    """A simulated batch: a rank reaches an action as soon as its previous one has ended."""
     batch: list[list[Event]] = [[] for _ in range(schedule.num_ranks)]
     for span in simulate(schedule, costs).spans:
         row = batch[span.rank]

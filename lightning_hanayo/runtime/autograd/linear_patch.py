@@ -52,6 +52,9 @@ def forward_transposed(module: nn.Module, x: Tensor) -> Any:
     return _forward(module, x)
 
 
+forward_transposed.__name__ = "forward"  # pickle looks a method up by this name
+
+
 def _forward(module: Any, x: Tensor) -> Any:
     layer: SplitLinear | None = module._split_linear
     if layer is None:

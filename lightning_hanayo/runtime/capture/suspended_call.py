@@ -38,7 +38,8 @@ class CallThread(threading.Thread):
 
 def current_tracer() -> Any:
     """The tracer of the step that runs in the calling thread; None outside a step."""
-    return getattr(threading.current_thread(), "tracer", None)
+    thread = threading.current_thread()
+    return thread.tracer if isinstance(thread, CallThread) else None
 
 
 def suspend() -> Any:

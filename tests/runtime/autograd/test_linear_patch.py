@@ -66,6 +66,14 @@ def test_copies_are_ordinary(duplicate: object) -> None:
     assert queue.num_bytes > 0
 
 
+def test_a_pickled_conv1d_is_ordinary() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    block = nn.Sequential(Conv1D(3, 4))
+    linear_patch.patch_linear_layers([block], WeightGradientQueue())
+    assert torch.equal(pickle.loads(pickle.dumps(block))(torch.ones(1, 4)), block(torch.ones(1, 4)))
+
+
 def test_kept_parameters_and_foreign_patches_are_left_alone() -> None:
     one, two = Block(), Block()
     two.linear.forward = lambda input: input

@@ -31,6 +31,7 @@ class Engine:
         channel: PointToPointChannel,
         reduce_gradients: Callable[[int], None],
         trace: Trace,
+        *,
         streams: RandomStreams | None = None,
     ) -> None:
         self.stages = stages

@@ -36,12 +36,12 @@ class RandomStreams:
         seed: the same on all ranks.
         data_rank: this rank's index on the data axis.
         device: where the model is stored.
-        place: this rank's index in the cube, if each rank of the cube runs user code on other samples.
+        cube_rank: this rank's index in the cube, if each rank of the cube runs user code on other samples.
     """
 
-    def __init__(self, seed: int, data_rank: int, device: torch.device, *, place: int = 0) -> None:
+    def __init__(self, seed: int, data_rank: int, device: torch.device, *, cube_rank: int = 0) -> None:
         self._fixed = seed, data_rank
-        self._place = place
+        self._cube_rank = cube_rank
         devices = [torch.device("cpu"), *([device] if device.type != "cpu" else [])]
         self._generators = [default_generator(each) for each in devices]
         self._batch = ""
@@ -81,7 +81,7 @@ class RandomStreams:
 
     def begin_user_code(self, microbatch: int) -> None:
         """Called before the step's own code for this micro-batch starts."""
-        own = seed_of(*self._fixed, self._batch, microbatch, self._place) if self._place else self._seed
+        own = seed_of(*self._fixed, self._batch, microbatch, self._cube_rank) if self._cube_rank else self._seed
         self._start(own)
 
     @property

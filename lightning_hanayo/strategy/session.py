@@ -168,7 +168,7 @@ class Session:
         if trainer.state.fn != TrainerFn.FITTING:
             seed = broadcast_object(seed_of(seed, int(torch.randint(1 << 62, ()))))
         place = self.cube.sample_rank if self.cube is not None else 0
-        return RandomStreams(seed, self._data_rank, self.device, place=place)
+        return RandomStreams(seed, self._data_rank, self.device, cube_rank=place)
 
     def _adapt(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         attributes = self.attributes

@@ -30,24 +30,28 @@ def draws(streams: RandomStreams, microbatch: int, index: int, calls: int = 1) -
 
 def test_a_blocks_numbers_depend_on_its_key_alone() -> None:
     seen = {}
-    for seed, data_rank, place in ((0, 0, 0), (0, 0, 5), (1, 0, 0), (0, 1, 0)):
-        streams = RandomStreams(seed, data_rank, CPU, place=place)
+    for seed, data_rank, cube_rank in ((0, 0, 0), (0, 0, 5), (1, 0, 0), (0, 1, 0)):
+        streams = RandomStreams(seed, data_rank, CPU, cube_rank=cube_rank)
         for batch in ("train 0 0", "train 0 1", "train 1 0"):
-            torch.manual_seed(place)  # of no account
+            torch.manual_seed(cube_rank)  # must not matter
             with streams.batch(batch):
                 for microbatch in (1, 0):
                     torch.rand(microbatch)
                     for index in (3, 0):
-                        (seen[seed, data_rank, place, batch, microbatch, index],) = draws(streams, microbatch, index)
+                        (seen[seed, data_rank, cube_rank, batch, microbatch, index],) = draws(
+                            streams, microbatch, index
+                        )
     alike = {key: value for key, value in seen.items() if key[2] == 0}
-    assert all(seen[key[0], key[1], 0, *key[3:]] == value for key, value in seen.items()), "a place is no block's"
+    assert all(seen[key[0], key[1], 0, *key[3:]] == value for key, value in seen.items()), (
+        "the cube's rank counts for no block"
+    )
     assert len({str(value) for value in alike.values()}) == len(alike)
 
 
 def test_the_steps_own_code_depends_on_its_rank_in_the_cube() -> None:
     seen = []
-    for place in (0, 1):
-        streams = RandomStreams(0, 0, CPU, place=place)
+    for cube_rank in (0, 1):
+        streams = RandomStreams(0, 0, CPU, cube_rank=cube_rank)
         with streams.batch("train 0 0"):
             streams.begin_action(0, Kind.F)
             streams.begin_user_code(0)
@@ -156,6 +160,6 @@ def test_copies_of_a_block_have_no_streams() -> None:
 
 def test_seeds_differ() -> None:
     assert seed_of("train", 3, 0) == seed_of("train", 3, 0) != seed_of("train", 30)
-    seeds = {mix(number, place) for number in range(100) for place in range(100)}
+    seeds = {mix(number, cube_rank) for number in range(100) for cube_rank in range(100)}
     assert len(seeds) == 10_000 and all(0 <= seed < 1 << 64 for seed in seeds)
     assert len({seed & 0xFFFFFFFF for seed in seeds}) > 9_990, "of which the CPU's generator uses 32 bits"

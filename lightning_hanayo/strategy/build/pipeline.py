@@ -118,7 +118,7 @@ def build_pipeline(
     )
     gradients = _gradient_sync(model, ownership, rank, context.groups, cube)
     streams = context.random_streams
-    engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams)
+    engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams=streams)
     splitter = WholeSplitter() if cube is None else cube.splitter
     return Pipeline(layout, ownership, rank, engine, context.relay, parameters, gradients, splitter, user_step, streams)
 

@@ -6,7 +6,7 @@ from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.comm.point_to_point import MessageKey, PointToPointChannel
 from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Compute, Program, Transfers
+from lightning_hanayo.runtime.program import Communicate, Compute, Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.schedule import Kind
@@ -55,8 +55,8 @@ class Engine:
         for step in program.steps:
             if isinstance(step, Compute):
                 self._compute(step, batch)
-            elif isinstance(step, Transfers):
-                self._start(step)
+            elif isinstance(step, Communicate):
+                self._communicate(step)
             elif batch.reduce_gradients:
                 self._copy_waiting_gradients()
                 self._reduce_gradients(step.stage)
@@ -71,9 +71,9 @@ class Engine:
             if key.direction == "backward":
                 self._messages[key] = Message(message.skeleton, tuple(tensor.clone() for tensor in message.tensors))
 
-    def _start(self, transfers: Transfers) -> None:
-        sends = [(key, peer, self._messages.pop(key)) for key, peer in transfers.sends]
-        self.channel.start_transfers(sends, transfers.receives)
+    def _communicate(self, step: Communicate) -> None:
+        sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
+        self.channel.start_transfers(sends, step.receives)
 
     def _compute(self, step: Compute, batch: Batch) -> None:
         action, source, clock = step.action, step.input_key, self.trace.clock

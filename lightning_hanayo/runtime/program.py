@@ -15,8 +15,8 @@ from lightning_hanayo.schedule.dependency import producers, source_stage, target
 
 
 @dataclass(frozen=True)
-class Transfers:
-    """Messages that start together: the key and the other pipeline rank of each."""
+class Communicate:
+    """Messages whose transfers start together: the key and the other pipeline rank of each."""
 
     sends: tuple[tuple[MessageKey, int], ...]
     receives: tuple[tuple[MessageKey, int], ...]
@@ -46,18 +46,18 @@ class Compute:
 class Program:
     """What one rank does, in order. A bare action is the reduction of its stage's gradients."""
 
-    steps: tuple[Compute | Transfers | Action, ...]
+    steps: tuple[Compute | Communicate | Action, ...]
     trains: bool
     """whether there is a backward in it"""
 
     @staticmethod
     def from_schedule(schedule: Schedule, rank: int) -> "Program":
         """The program of pipeline rank `rank` in `schedule`."""
-        steps: list[Compute | Transfers | Action] = []
+        steps: list[Compute | Communicate | Action] = []
         completed = _completed_sends(schedule, rank)
         for is_message, run in groupby(complete(schedule)[rank], key=lambda action: action.kind.is_message):
             if is_message:
-                steps.append(_transfers(run, schedule))
+                steps.append(_communicate(run, schedule))
             else:
                 steps.extend(_compute(a, schedule, completed.get(a, ())) if a.kind.is_compute else a for a in run)
         trains = any(action.kind is not Kind.F for action in schedule.actions[rank])
@@ -94,7 +94,7 @@ def _completed_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Messag
     return completed
 
 
-def _transfers(run: Iterable[Action], schedule: Schedule) -> Transfers:
+def _communicate(run: Iterable[Action], schedule: Schedule) -> Communicate:
     sends, receives, per_replica = [], [], schedule.stages_per_replica
     for action in run:
         source, target = source_stage(action, per_replica), target_stage(action, per_replica)
@@ -102,7 +102,7 @@ def _transfers(run: Iterable[Action], schedule: Schedule) -> Transfers:
             sends.append((_key(action, target), schedule.stage_ranks[target]))
         elif source is not None:
             receives.append((_key(action, source), schedule.stage_ranks[source]))
-    return Transfers(tuple(sends), tuple(receives))
+    return Communicate(tuple(sends), tuple(receives))
 
 
 def _key(action: Action, other: int) -> MessageKey:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_hanayo.runtime.comm.point_to_point import MessageKey
 from lightning_hanayo.runtime.comm.transport import Transport, Work
-from lightning_hanayo.runtime.program import Compute, Program, Transfers
+from lightning_hanayo.runtime.program import Communicate, Compute, Program
 from lightning_hanayo.schedule import Kind
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.machine import sleep_until
@@ -55,7 +55,7 @@ class BareRunner(Runner):
             if isinstance(move, Compute):
                 awaits = None if move.is_local else move.input_key
                 self._instructions.append(_Sleep(awaits, seconds[move.action.kind]))
-            elif isinstance(move, Transfers):
+            elif isinstance(move, Communicate):
                 sends, receives = (
                     tuple((key, peer, torch.zeros(case.width)) for key, peer in messages)
                     for messages in (move.sends, move.receives)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from lightning_hanayo.runtime.comm.point_to_point import MessageKey
-from lightning_hanayo.runtime.program import Compute, Program, Transfers
+from lightning_hanayo.runtime.program import Communicate, Compute, Program
 from lightning_hanayo.schedule import Action, Kind, Schedule, build
 from tests.schedule.samples import schedules, split, unhurried
 
@@ -81,7 +81,7 @@ def test_no_send_is_complete_before_its_receiver_has_run(schedule: Schedule) -> 
 
     for rank in range(schedule.num_ranks):
         program = Program.from_schedule(schedule, rank)
-        sent = [key for step in program.steps if isinstance(step, Transfers) for key, _ in step.sends]
+        sent = [key for step in program.steps if isinstance(step, Communicate) for key, _ in step.sends]
         freed = list(chain(*(step.completed_sends for step in program.steps if isinstance(step, Compute))))
         assert len(set(freed)) == len(freed) and set(freed) <= set(sent)
         for step in (m for m in program.steps if isinstance(m, Compute) and m.completed_sends):

@@ -60,12 +60,12 @@ class SplitLinear:
 
     def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Run the forward, on operands for which `can_split` holds."""
-        return _Eager.apply(as_autocast(x), weight, bias, self)  # type: ignore[no-any-return]
+        return _EagerLinear.apply(as_autocast(x), weight, bias, self)  # type: ignore[no-any-return]
 
     def call_compiled(self, x: Tensor) -> Tensor:
         """Run the forward in compiled code, which must not use the parameters themselves."""
         flat = as_autocast(x).reshape(-1, x.shape[-1])
-        y: Tensor = _Compiled.apply(flat, *self.values, self.handle, self.transposed)
+        y: Tensor = _CompiledLinear.apply(flat, *self.values, self.handle, self.transposed)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,7 +135,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -
     return functional.linear(x, weight.t() if transposed else weight, bias)
 
 
-class _Eager(torch.autograd.Function):
+class _EagerLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: SplitLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -170,7 +170,7 @@ class _Eager(torch.autograd.Function):
         return dx, dw, db, None
 
 
-class _Compiled(torch.autograd.Function):
+class _CompiledLinear(torch.autograd.Function):
     """Adds to the gradients itself, as a compiled graph's outputs are fixed when it is compiled."""
 
     @staticmethod

@@ -22,7 +22,7 @@ _SINGLE_STAGE = "_hanayo_single_stage"
 _RANDOMNESS = "_hanayo_randomness"
 
 
-class _Compiled:
+class _CompiledCall:
     """What `block.compile()` has set as the block's call. It is not copied or pickled, as in `nn.Module`."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -59,7 +59,7 @@ def patch_blocks(
             object.__setattr__(block, _RANDOMNESS, randomness)
             object.__setattr__(block, "forward", MethodType(forward, block))  # a block may guard its attributes
             if block._compiled_call_impl is not None:
-                object.__setattr__(block, _COMPILED, _Compiled(block._compiled_call_impl))
+                object.__setattr__(block, _COMPILED, _CompiledCall(block._compiled_call_impl))
                 block._compiled_call_impl = MethodType(forward, block)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.comm.pytree import Placeholder
+from lightning_hanayo.runtime.comm.pytree import OutputReference
 
 _NOT_USER_CODE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), threading.__file__)
 """file names that begin so are not the user's code"""
@@ -24,7 +24,7 @@ _OPERATORS = (
 )
 
 
-class Proxy(Placeholder):
+class Proxy(OutputReference):
     """The part at `path` of the output of block number `block`, of which this rank has no value."""
 
     __slots__ = ()

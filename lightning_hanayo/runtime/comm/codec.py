@@ -62,7 +62,7 @@ class Spec:
         return dtypes.pop() if len(dtypes) == 1 and dtypes <= _SENDABLE else torch.uint8
 
     @cached_property
-    def layout(self) -> tuple[tuple[torch.dtype, torch.Size, bool, tuple[int, ...], int], ...]:
+    def view_args(self) -> tuple[tuple[torch.dtype, torch.Size, bool, tuple[int, ...], int], ...]:
         """For each tensor: dtype, shape, requires_grad, strides, and its start in the buffer, in elements."""
         return tuple(
             (_DTYPES[name], torch.Size(shape), needs, _strides(shape), start // _DTYPES[name].itemsize)
@@ -71,10 +71,10 @@ class Spec:
 
     def matches(self, message: Message) -> bool:
         """Whether this is the spec of `message`."""
-        tensors, layout = message.tensors, self.layout
-        if len(tensors) != len(layout) or message.skeleton != self.skeleton:
+        tensors, expected = message.tensors, self.view_args
+        if len(tensors) != len(expected) or message.skeleton != self.skeleton:
             return False
-        for tensor, (dtype, shape, needs, _, _) in zip(tensors, layout, strict=True):
+        for tensor, (dtype, shape, needs, _, _) in zip(tensors, expected, strict=True):
             if tensor.dtype is not dtype or tensor.shape != shape or tensor.requires_grad is not needs:
                 return False
         return True
@@ -86,11 +86,11 @@ class Spec:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in a buffer, as views."""
         if buffer.dtype is self.buffer_dtype and self.buffer_dtype is not torch.uint8:
-            return [buffer.as_strided(shape, strides, start) for _, shape, _, strides, start in self.layout]
+            return [buffer.as_strided(shape, strides, start) for _, shape, _, strides, start in self.view_args]
         data = buffer.view(torch.uint8)
         return [
             data[start:stop].view(dtype).view(shape)
-            for (start, stop), (dtype, shape, _, _, _) in zip(self.extents, self.layout, strict=True)
+            for (start, stop), (dtype, shape, _, _, _) in zip(self.extents, self.view_args, strict=True)
         ]
 
     def empty(self) -> list[Tensor]:
@@ -146,7 +146,7 @@ def unpack(spec: Spec, buffer: Tensor) -> Message:
     tensors = spec.views(buffer)
     if len(tensors) > 1:
         tensors = [view.data for view in tensors]
-    for tensor, (_, _, needs, _, _) in zip(tensors, spec.layout, strict=True):
+    for tensor, (_, _, needs, _, _) in zip(tensors, spec.view_args, strict=True):
         if needs:
             tensor.requires_grad_()
     return Message(spec.skeleton, tuple(tensors))

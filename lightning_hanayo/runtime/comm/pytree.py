@@ -1,7 +1,7 @@
 """Flattens a pytree that is sent between stages into a hashable skeleton and a list of tensors, and puts it together.
 
-A tree is a tensor, a plain Python value, a placeholder, or a tuple, list or dict of trees. A tensor that occurs twice
-is listed once, so a mask that every block gets is sent once.
+A tree is a tensor, a plain Python value, an output reference, or a tuple, list or dict of trees. A tensor that occurs
+twice is listed once, so a mask that every block gets is sent once.
 
     (h, {"mask": m, "causal": True}, m)  ->  skeleton ("tuple", T0, ("dict", ("mask", T1), ("causal", True)), T1)
                                              tensors  [h, m]
@@ -19,8 +19,8 @@ Skeleton = tuple[Any, ...]
 _PLAIN = (type(None), bool, int, float, str)
 
 
-class Placeholder:
-    """Stands for the part at `path` of the output of block number `block`."""
+class OutputReference:
+    """Refers to the part at `path` of the output of block number `block`, which is not known here."""
 
     __slots__ = ("block", "path")
     block: int
@@ -49,7 +49,7 @@ class Flattener:
             return ("tensor", self._index(tree))
         if kind in _PLAIN:
             return ("plain", kind.__name__, tree)  # with its type, as True == 1 == 1.0
-        if isinstance(tree, Placeholder):
+        if isinstance(tree, OutputReference):
             return ("proxy", tree.block, tree.path)
         if kind is tuple or kind is list:
             return (kind.__name__, *(self.flatten(item, f"{what}[{i}]") for i, item in enumerate(tree)))
@@ -71,8 +71,8 @@ class Flattener:
         return self._indices[id(tensor)]
 
 
-def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any], Any] = Placeholder) -> Any:
-    """Put a tree together again. `fill` is called with the path of each placeholder and returns what replaces it."""
+def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any], Any] = OutputReference) -> Any:
+    """Put a tree together again. `fill` is called with the path of each output reference and replaces it."""
     kind, *parts = skeleton
     match kind:
         case "tensor":

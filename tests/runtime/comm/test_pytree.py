@@ -65,7 +65,7 @@ def test_another_list_of_tensors() -> None:
     assert same(unflatten(renumber(skeleton, {0: 1, 1: 0}), [b, a]), (a, {"x": [b, a, 3]}))
 
 
-def test_placeholders_are_filled() -> None:
+def test_output_references_are_filled() -> None:
     skeleton = Flattener().flatten((Proxy(("h", 0)), 1))
     assert unflatten(skeleton, [], lambda path: path) == (("h", 0), 1)
 

@@ -129,8 +129,8 @@ def run_all(runners: list[PipelineRank], schedule: Schedule) -> None:
 def check(gradients: Mapping[int, Sequence[Tensor | None]], schedule: Schedule) -> None:
     """Summed over copies, the stages' gradients are those of one process."""
     length, num_replicas = schedule.stages_per_replica, schedule.num_replicas
-    chains = [[g for place in range(length) for g in gradients[chain * length + place]] for chain in range(num_replicas)]
-    for copies, theirs in zip(zip(*chains, strict=True), expected(schedule.num_microbatches), strict=True):
+    replicas = [[g for place in range(length) for g in gradients[r * length + place]] for r in range(num_replicas)]
+    for copies, theirs in zip(zip(*replicas, strict=True), expected(schedule.num_microbatches), strict=True):
         ours = sum((gradient for gradient in copies if gradient is not None), torch.zeros_like(theirs))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 

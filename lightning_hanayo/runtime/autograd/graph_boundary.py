@@ -31,6 +31,37 @@ class DetachedInputs:
         return [leaf.grad for leaf in self._leaves]
 
 
+class GraphCut:
+    """Cuts autograd's graph: tensors of the earlier part, and the leaves of the later part that stand for them."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return the same values in the later part; for the same tensor always from the same leaf."""
+        if not tensor.requires_grad:
+            return tensor
+        if id(tensor) not in self._pairs:
+            self._pairs[id(tensor)] = tensor, tensor.detach().requires_grad_()
+        return alias(self._pairs[id(tensor)][1])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that were cut, in the earlier part."""
+        return [tensor for tensor, _ in self._pairs.values()]
+
+    def backward(self, *, always: bool = False) -> None:
+        """Run the earlier part's backward, with the gradients of the later part's leaves.
+
+        Args:
+            always: whether to run it with zeros for leaves without a gradient.
+        """
+        gradients = [
+            torch.zeros_like(t) if always and leaf.grad is None else leaf.grad for t, leaf in self._pairs.values()
+        ]
+        run_backward(self.tensors, gradients)
+
+
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 _PROBE = torch.empty(0, requires_grad=True)
 

@@ -1,0 +1,90 @@
+"""Converts the calls of one micro-batch's blocks to the layout inside the stack, with tensor parallelism."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.autograd.graph_boundary import GraphCut
+from lightning_hanayo.runtime.batch import Batch
+from lightning_hanayo.runtime.capture.stage_input import StageInput
+from lightning_hanayo.runtime.capture.user_step import UserStep
+from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.runtime.stages.boundary import BoundaryReshard
+
+
+class ShardedCalls:
+    """The calls of one micro-batch's blocks, with arguments in the layout inside the stack.
+
+    The arguments of the first block are converted first, then those of all others. If the ranks' arguments differ in
+    structure (one has a mask, another has none, as its samples need no padding), the code before the stack runs again,
+    as a dry run on all samples that this rank's blocks work on.
+    """
+
+    def __init__(self, user: UserStep, boundary: BoundaryReshard, batch: Batch, microbatch: int) -> None:
+        self.cut = GraphCut()
+        self._user = user
+        self._boundary = boundary
+        self._batch = batch
+        self._microbatch = microbatch
+        self._inside: dict[int, tuple[Tensor, Tensor]] = {}
+        """by id: a tensor outside (kept, so that its id stays its own), and the same inside"""
+        self._is_dry_run = False
+
+    def first(self, streams_of: Callable[[Message], list[int]]) -> Message:
+        """The first block's call."""
+        call = self._user.start(self._batch, self._microbatch)
+        streams = streams_of(call)
+        sharded = self._shard(call, streams)
+        if sharded is not None:
+            return Message(call.skeleton, tuple(sharded))
+        outside = [self.cut.cut(call.tensors[i]) for i in streams]
+        inside = self._boundary.shard_streams(self._microbatch, outside)
+        self._is_dry_run = True
+        call = self._user.start_dry_run(self._batch, self._microbatch)
+        for i, tensor in zip(streams_of(call), inside, strict=True):
+            self._inside[id(call.tensors[i])] = call.tensors[i], tensor
+        return self._from_dry_run(call)
+
+    def others(self, output: Any) -> Message:
+        """The calls of the other blocks, after the first one has returned `output`."""
+        calls = self._user.run_to_last_block(self._batch, self._microbatch, output)
+        if not StageInput.from_message(calls).call_of_block:
+            if self._is_dry_run:
+                self._user.finish_dry_run(self._batch, self._microbatch, output)
+            return calls
+        sharded = None if self._is_dry_run else self._shard(calls, [])
+        if sharded is not None:
+            return Message(calls.skeleton, tuple(sharded))
+        if not self._is_dry_run:
+            self._user.start_dry_run(self._batch, self._microbatch)
+        return self._from_dry_run(self._user.finish_dry_run(self._batch, self._microbatch, output))
+
+    def _from_dry_run(self, calls: Message) -> Message:
+        """The calls that a dry run has made, with the real residual streams. Its other tensors have no graph.
+
+        Raises:
+            UnsupportedError: a block's argument has a gradient.
+        """
+        new = [tensor for tensor in calls.tensors if id(tensor) not in self._inside]
+        if any(tensor.requires_grad for tensor in new):
+            raise UnsupportedError(
+                "the arguments of the blocks differ between samples of one micro-batch (a mask for some, none for "
+                "others), and one of them has a gradient. Pass masks always, or set cube_outside='replicate'."
+            )
+        pairs = (self._inside.get(id(tensor), (tensor, tensor)) for tensor in calls.tensors)
+        return Message(calls.skeleton, tuple(inside for _, inside in pairs))
+
+    def _shard(self, calls: Message, streams: list[int]) -> list[Tensor] | None:
+        """All tensors of `calls` inside; None, on all ranks, where the ranks' arguments differ in structure."""
+        new = [i for i, tensor in enumerate(calls.tensors) if id(tensor) not in self._inside]
+        position = {index: i for i, index in enumerate(new)}
+        outside = [self.cut.cut(calls.tensors[i]) for i in new]
+        positions = [position[i] for i in streams]
+        inside = self._boundary.shard_arguments(self._microbatch, outside, positions, calls.skeleton)
+        if inside is None:
+            return None
+        for i, tensor in zip(new, inside, strict=True):
+            self._inside[id(calls.tensors[i])] = calls.tensors[i], tensor
+        return [self._inside[id(tensor)][1] for tensor in calls.tensors]

@@ -70,20 +70,7 @@ class GradientSync:
 
 @dataclass
 class Pipeline:
-    """One rank of a pipeline. Pipeline rank 0 leads each batch, the ranks above it follow.
-
-    Args:
-        layout: which schedule runs, over how many stages and micro-batches.
-        ownership: the stages, and the pipeline rank of each.
-        rank: this pipeline rank.
-        engine: runs this rank's actions.
-        relay: over the ranks of the pipeline.
-        parameters: those this rank trains.
-        gradients: sums gradients over other ranks.
-        splitter: cuts batches.
-        user_step: runs user code, on pipeline rank 0; None elsewhere.
-        random_streams: where random numbers come from; None: from torch's own generators, unchanged.
-    """
+    """One rank of a pipeline. Pipeline rank 0 leads each batch, the ranks above it follow."""
 
     layout: Layout
     ownership: Ownership
@@ -91,10 +78,13 @@ class Pipeline:
     engine: Engine
     relay: Relay
     parameters: list[nn.Parameter]
+    """those that this rank trains"""
     gradients: GradientSync
     splitter: BatchSplitter
     user_step: UserStep | None = None
+    """None above pipeline rank 0"""
     random_streams: RandomStreams | None = None
+    """None: random numbers come from torch's own generators, unchanged"""
     _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
 
     def split(self, batch: Any) -> SplitBatch:
@@ -105,12 +95,8 @@ class Pipeline:
     def lead(self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool) -> None:
         """On pipeline rank 0: announce a batch and run it. Training leaves its gradients in `.grad`.
 
-        Args:
-            batch: with the user's step.
-            num_microbatches: into which it was cut.
-            key: names the batch; its random numbers depend on it.
-            trains: whether to run backwards.
-            reduce: whether to sum gradients over data ranks.
+        `key` names the batch; its random numbers depend on it. `trains` says whether to run backwards, `reduce` whether
+        to sum gradients over data ranks.
         """
         self.relay.broadcast("batch", [num_microbatches, batch.signature, key])
         self._run(batch, num_microbatches, key, trains=trains, reduce=reduce)

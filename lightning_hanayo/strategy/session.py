@@ -37,15 +37,7 @@ from lightning_hanayo.topology import Topology
 
 
 class Session:
-    """Lives for one fit, validate, test or predict: made when the processes have met, closed at teardown.
-
-    Args:
-        options: of the strategy.
-        topology: the ranks.
-        groups: this rank's process groups.
-        rank: this process's rank in the world.
-        device: where this rank computes.
-    """
+    """Lives for one fit, validate, test or predict: made when the processes are connected, closed at teardown."""
 
     def __init__(
         self, options: Options, topology: Topology, groups: ProcessGroups, *, rank: int, device: torch.device
@@ -82,10 +74,7 @@ class Session:
     def set_up(self, trainer: "pl.Trainer", module: "pl.LightningModule", prepared: PreparedModel) -> None:
         """Build the pipeline and adapt Trainer and module to it. Called by all ranks of the world.
 
-        Args:
-            trainer: of the run.
-            module: whole, and the same on all ranks, unless an earlier run of the same Trainer has set it up.
-            prepared: what earlier runs have done to the module.
+        The module is whole, and the same on all ranks, unless `prepared` says what an earlier run has done to it.
         """
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
         seed = broadcast_object(torch.initial_seed())

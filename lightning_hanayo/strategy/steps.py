@@ -27,12 +27,7 @@ UserStep = Callable[[Any], Any]
 def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *, steps: bool) -> Any:
     """Run forward and backward of a batch. Called by all ranks; the batch counts on pipeline rank 0 only.
 
-    Args:
-        session: this run's.
-        trainer: whose hook asks.
-        batch: what is cut into micro-batches.
-        step: the user's `training_step`.
-        steps: whether the optimizer steps after this batch; otherwise gradients accumulate.
+    `steps` says whether the optimizer steps after this batch; otherwise gradients accumulate.
 
     Returns:
         What the step returned, merged, with a loss whose backward gives the gradients to the parameters.

@@ -24,13 +24,7 @@ from lightning_hanayo.tensor3d.stage_context import StageContext
 
 
 class Cube:
-    """Made once per module: a second run of the same Trainer finds the layers converted.
-
-    Args:
-        groups: the ranks.
-        plan: what becomes of the blocks.
-        options: of the strategy.
-    """
+    """Made once per module: a second run of the same Trainer finds the layers converted."""
 
     def __init__(self, groups: CubeGroups, plan: ParallelizePlan, options: Options) -> None:
         self.plan = plan

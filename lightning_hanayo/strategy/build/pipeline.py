@@ -37,18 +37,7 @@ from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 @dataclass(frozen=True)
 class RankContext:
-    """What this rank brings to its pipeline.
-
-    Args:
-        options: of the strategy.
-        groups: this rank's process groups.
-        device: where the model shall be.
-        relay: over the ranks of the pipeline.
-        attributes: remembers what is set on the model's modules for the run.
-        on_failure: called when a transfer fails.
-        seed: for the values of what was built on the meta device; equal on all ranks.
-        random_streams: where random numbers come from; None: from torch's own generators, unchanged.
-    """
+    """What this rank brings to its pipeline. `on_failure` is called when a transfer fails."""
 
     options: Options
     groups: ProcessGroups
@@ -57,16 +46,15 @@ class RankContext:
     attributes: TemporaryAttributes
     on_failure: OnFailure
     seed: int
+    """for values of what was built on the meta device; equal on all ranks"""
     random_streams: RandomStreams | None
+    """None: random numbers come from torch's own generators, unchanged"""
 
     def transport(self) -> ProcessGroupTransport:
         """A new transport among the ranks of this rank's pipeline."""
+        ranks, control, channels = self.groups.pipe_ranks, self.groups.control, self.groups.channels
         return ProcessGroupTransport(
-            self.groups.pipe_ranks,
-            control=self.groups.control,
-            channels=self.groups.channels,
-            device=self.device,
-            on_failure=self.on_failure,
+            ranks, control=control, channels=channels, device=self.device, on_failure=self.on_failure
         )
 
 
@@ -89,12 +77,8 @@ def build_pipeline(
 ) -> Pipeline:
     """Cut `model` into this rank's stages and connect them. Called by all ranks of the world.
 
-    Args:
-        model: the whole model, the same on all ranks; afterwards other ranks' parameters are placeholders.
-        plan: what becomes of it.
-        prepared: from earlier runs; takes the blocks of each stage.
-        context: this rank's.
-        example: runs the model once, for `balance="time"`.
+    The model is whole, and the same on all ranks; afterwards the parameters of other ranks are placeholders. `prepared`
+    takes the blocks of each stage. `example` runs the model once, for `balance="time"`.
     """
     layout, cube = plan.layout, prepared.cube
     table = layout.table(layout.num_microbatches)
@@ -113,11 +97,11 @@ def build_pipeline(
     if deferred is not None:
         fill_initial_values(deferred, _own_modules(model, ownership, rank), context.device, cube)
 
+    streams = context.random_streams
     stages, user_step = build_stages(
-        model, layout, ownership, rank, cube=cube, streams=context.random_streams, attributes=context.attributes
+        model, layout, ownership, rank, cube=cube, streams=streams, attributes=context.attributes
     )
     gradients = _gradient_sync(model, ownership, rank, context.groups, cube)
-    streams = context.random_streams
     engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams=streams)
     splitter = WholeSplitter() if cube is None else cube.splitter
     return Pipeline(layout, ownership, rank, engine, context.relay, parameters, gradients, splitter, user_step, streams)
@@ -144,7 +128,8 @@ def _gradient_sync(
     if cube is None:
         return GradientSync(GradientAllReduce(trained, groups.data))
     outside = cube.outside
-    sharded = {stage: [p for p in own if p not in set(outside.parameters)] for stage, own in trained.items()}
+    excluded = set(outside.parameters)
+    sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
     all_reduce = GradientAllReduce(sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)))
     over_data = None if groups.data is None else GradientAllReduce({0: outside.parameters}, groups.data)
     return GradientSync(all_reduce, outside, over_data)

@@ -29,12 +29,8 @@ def plan_model(
 ) -> ModelPlan:
     """Plan a whole model. Needs no process group, so what is wrong is known before any process starts.
 
-    Args:
-        model: the user's.
-        options: of the strategy.
-        topology: the ranks.
-        steady: whether nothing makes ranks wait for each other between steps.
-        is_converted: whether an earlier run of the same Trainer has converted its layers.
+    `steady` says whether nothing makes ranks wait for each other between steps; `is_converted`, whether an earlier run
+    of the same Trainer has converted the layers.
 
     Raises:
         HanayoError: no stack, too few blocks, or a size that doesn't divide over the cube.

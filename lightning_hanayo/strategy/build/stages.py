@@ -33,14 +33,7 @@ def build_stages(
 ) -> tuple[dict[int, Stage], UserStep | None]:
     """This rank's stages by number, and what runs the user's step, which is None above pipeline rank 0.
 
-    Args:
-        model: with this rank's parameters, in a cube its shards of them; placeholders elsewhere.
-        layout: the pipeline's.
-        ownership: which stages are on which ranks.
-        rank: this pipeline rank.
-        cube: the ranks that hold each stage together; None for one.
-        streams: where random numbers come from; None: from torch's own generators, unchanged.
-        attributes: remembers what is set on the model's modules for the run.
+    The model has this rank's parameters, in a cube its shards of them, and placeholders elsewhere.
     """
     numbers = ownership.stages_of(rank)
     queues = {stage: WeightGradientQueue() for stage in numbers} | (cube.queues if cube is not None else {})

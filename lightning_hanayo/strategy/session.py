@@ -16,15 +16,6 @@ from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.seeds import seed_of
-from lightning_hanayo.strategy.build.cube import Cube
-from lightning_hanayo.strategy.build.pipeline import (
-    PreparedModel,
-    RankContext,
-    build_pipeline,
-    restore_forwards,
-    whole_values,
-)
-from lightning_hanayo.strategy.build.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.gradient_clipping import clip_by_norm, clip_by_norm_of_shards
 from lightning_hanayo.strategy.lightning import loaders, metric_state, precision, shared_metrics, signals, user_hooks
@@ -32,6 +23,15 @@ from lightning_hanayo.strategy.loss_weight import LossWeighting, PieceWeights
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_object, broadcast_values
+from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.strategy.setup.pipeline import (
+    PreparedModel,
+    RankContext,
+    build_pipeline,
+    restore_forwards,
+    whole_values,
+)
+from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.topology import Topology
 

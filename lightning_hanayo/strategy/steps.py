@@ -14,11 +14,11 @@ from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.stages.first_last import loss_of
-from lightning_hanayo.strategy.build.checks import reject_stop
 from lightning_hanayo.strategy.lightning import progress, user_hooks
 from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
 from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
 from lightning_hanayo.strategy.session import Session
+from lightning_hanayo.strategy.setup.checks import reject_stop
 
 UserStep = Callable[[Any], Any]
 """The user's step on one micro-batch."""

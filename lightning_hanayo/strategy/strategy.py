@@ -26,8 +26,6 @@ from lightning_hanayo.partition.deferred_init import is_deferred
 from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import steps
-from lightning_hanayo.strategy.build.checks import check_optimizers, check_run
-from lightning_hanayo.strategy.build.pipeline import PreparedModel
 from lightning_hanayo.strategy.lightning.loaders import wrap_loader
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
@@ -35,6 +33,8 @@ from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_mod
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session, plan_for
+from lightning_hanayo.strategy.setup.checks import check_optimizers, check_run
+from lightning_hanayo.strategy.setup.pipeline import PreparedModel
 
 
 class HanayoStrategy(MeshParallelStrategy):

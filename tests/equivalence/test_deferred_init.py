@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
-from lightning_hanayo.strategy.build import pipeline
+from lightning_hanayo.strategy.setup import pipeline
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
-from lightning_hanayo.strategy.build.cube import Cube
+from lightning_hanayo.strategy.setup.cube import Cube
 
 
 def fill_initial_values(

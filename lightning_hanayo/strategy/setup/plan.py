@@ -8,8 +8,8 @@ from torch import nn
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
 from lightning_hanayo.planner.layout import Layout, choose
-from lightning_hanayo.strategy.build.checks import check_not_converted
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.setup.checks import check_not_converted
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.topology import Topology
 

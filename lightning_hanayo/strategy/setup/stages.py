@@ -17,7 +17,7 @@ from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage
 from lightning_hanayo.runtime.stages.single import SingleStage
 from lightning_hanayo.runtime.stages.tensor_parallel_ends import TensorParallelFirstStage, TensorParallelLastStage
 from lightning_hanayo.schedule import Kind
-from lightning_hanayo.strategy.build.cube import Cube
+from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 

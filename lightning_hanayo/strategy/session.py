@@ -18,19 +18,26 @@ from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.gradient_clipping import clip_by_norm, clip_by_norm_of_shards
-from lightning_hanayo.strategy.lightning import loaders, metric_state, precision, shared_metrics, signals, user_hooks
+from lightning_hanayo.strategy.lightning import (
+    loaders,
+    precision,
+    shared_metrics,
+    signals,
+    torchmetrics_state,
+    user_hooks,
+)
 from lightning_hanayo.strategy.loss_weight import LossWeighting, PieceWeights
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_object, broadcast_values
-from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.strategy.setup.pipeline import (
+from lightning_hanayo.strategy.setup.build_pipeline import (
     PreparedModel,
     RankContext,
     build_pipeline,
     restore_forwards,
     whole_values,
 )
+from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.topology import Topology
@@ -166,7 +173,7 @@ class Session:
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
         # The ranks of a cube log the same values: rank 0's are used for all of them.
         shared_metrics.share_metrics(trainer, self.replica_relay, attributes, computes=computes, warns=warns)
-        metric_state.sync_metrics_over(module, self._groups.metrics, attributes)
+        torchmetrics_state.sync_metrics_over(module, self._groups.metrics, attributes)
         if self._pipe_rank > 0:
             loaders.skip_hooks_without_data(module, attributes)
         if self.topology.replica_size > 1:  # summaries and graphs would run the model outside a step

@@ -25,7 +25,7 @@ from lightning_hanayo.errors import available
 from lightning_hanayo.partition.deferred_init import is_deferred
 from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.strategy import steps
+from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.lightning.loaders import wrap_loader
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
@@ -33,8 +33,8 @@ from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_mod
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session, plan_for
+from lightning_hanayo.strategy.setup.build_pipeline import PreparedModel
 from lightning_hanayo.strategy.setup.checks import check_optimizers, check_run
-from lightning_hanayo.strategy.setup.pipeline import PreparedModel
 
 
 class HanayoStrategy(MeshParallelStrategy):
@@ -225,7 +225,7 @@ class HanayoStrategy(MeshParallelStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step, trainer = self.module.training_step, self.module.trainer
         with self.precision_plugin.train_step_context():
-            return steps.train(
+            return run_batch.train(
                 self.session, trainer, batch, lambda part: step(part, *args, **kwargs), steps=not self._accumulates
             )
 
@@ -245,7 +245,7 @@ class HanayoStrategy(MeshParallelStrategy):
             return self._evaluate(self.module.predict_step, batch, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return steps.evaluate(self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs))
+        return run_batch.evaluate(self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs))
 
     # checkpoints
 

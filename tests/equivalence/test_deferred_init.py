@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
-from lightning_hanayo.strategy.setup import pipeline
+from lightning_hanayo.strategy.setup import build_pipeline
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
@@ -228,7 +228,7 @@ class MemoryCounter(TorchDispatchMode):
 def peaks(layout: Layout) -> dict[str, Any]:
     """For the initialization on this rank: its modules, how many full ones are alive at a time, and its memory."""
     live, names, held, whole = MemoryCounter(), [], [], []
-    build, give = DeferredInit.initial_values, pipeline.fill_initial_values
+    build, give = DeferredInit.initial_values, build_pipeline.fill_initial_values
 
     def noted(deferred_init: DeferredInit, module: DeferredModule) -> list[Tensor]:
         held.append(sum(value() is not None for value in whole))
@@ -243,11 +243,11 @@ def peaks(layout: Layout) -> dict[str, Any]:
             give(*arguments)
 
     sizes: list[int] = []
-    DeferredInit.initial_values, pipeline.fill_initial_values = noted, measured  # type: ignore[method-assign]
+    DeferredInit.initial_values, build_pipeline.fill_initial_values = noted, measured  # type: ignore[method-assign]
     try:
         begin(deferred("GPT-2"), layout)
     finally:
-        DeferredInit.initial_values, pipeline.fill_initial_values = build, give  # type: ignore[method-assign]
+        DeferredInit.initial_values, build_pipeline.fill_initial_values = build, give  # type: ignore[method-assign]
     return {"names": names, "held": held, "sizes": sizes, "peak": live.peak, "kept": live.bytes}
 
 

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_hanayo.runtime.capture.user_step import missing_values_error
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
-from lightning_hanayo.strategy.lightning.metric_state import copy_state, restore_state
+from lightning_hanayo.strategy.lightning.torchmetrics_state import copy_state, restore_state
 
 LogCall = tuple[Any, int, Any]
 """value, batch size, and the value of a torchmetric on this micro-batch"""

@@ -28,10 +28,10 @@ from lightning_hanayo.strategy.batch_split import WholeSplitter
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import GradientSync, Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.strategy.setup.build_stages import build_stages
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
 from lightning_hanayo.strategy.setup.plan import ModelPlan
-from lightning_hanayo.strategy.setup.stages import build_stages
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 

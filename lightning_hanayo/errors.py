@@ -1,7 +1,9 @@
 """Defines the errors of this package: a user's mistake is a `HanayoError`, which is always a `ValueError`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from os import PathLike
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -49,6 +51,15 @@ def available(value: _T | None, condition: str) -> _T:
     if value is None:
         raise NotAvailableError(condition)
     return value
+
+
+@contextmanager
+def writing(path: str | PathLike[str]) -> Iterator[None]:
+    """Inside it, a file that can't be written is a HanayoError that names the file and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -7,15 +7,18 @@ process "hanayo"          thread "rank 0"  |0F0|0F1|...           a slice per ac
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import writing
 from lightning_hanayo.plotting.messages import idle_before, timeline_messages
 from lightning_hanayo.plotting.palette import KIND_NAMES
 from lightning_hanayo.schedule import Kind, Span, Timeline
 
 Event = dict[str, Any]
+Waits = Mapping[str, Sequence[Span]]
+"""by the names of the timelines, spans in which a rank waited for the inputs of an action"""
 
 _COLOURS = {
     Kind.F: "rail_response",
@@ -28,11 +31,7 @@ _COLOURS = {
 
 
 def save_trace(
-    path: str | Path,
-    timelines: Mapping[str, Timeline],
-    *,
-    seconds: float = 1e-3,
-    waits: Mapping[str, Sequence[Span]] | None = None,
+    path: str | Path, timelines: Mapping[str, Timeline], *, seconds: float = 1e-3, waits: Waits | None = None
 ) -> None:
     """Write `chrome_trace` to a file.
 
@@ -40,17 +39,12 @@ def save_trace(
         HanayoError: the file can't be written.
     """
     text = json.dumps(chrome_trace(timelines, seconds=seconds, waits=waits), separators=(",", ":"))
-    try:
+    with writing(path):
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
 
 
 def chrome_trace(
-    timelines: Mapping[str, Timeline],
-    *,
-    seconds: float = 1e-3,
-    waits: Mapping[str, Sequence[Span]] | None = None,
+    timelines: Mapping[str, Timeline], *, seconds: float = 1e-3, waits: Waits | None = None
 ) -> dict[str, Any]:
     """The trace as a JSON object: one process per timeline, one thread per rank.
 
@@ -58,7 +52,7 @@ def chrome_trace(
         timelines: simulated or measured, by name.
         seconds: the length of the timelines' unit of time; 1.0 if they were measured in seconds. By default one unit
             is shown as a millisecond.
-        waits: by the same names, spans in which a rank waited for the inputs of an action; drawn between the actions.
+        waits: drawn between the actions.
 
     Example:
         >>> chrome_trace({"gpipe": simulate(build("gpipe", num_ranks=2, num_microbatches=2))})["traceEvents"][0]
@@ -66,46 +60,46 @@ def chrome_trace(
     """
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items()):
-        own_waits = (waits or {}).get(name, ())
-        events += _TimelineEvents(process, timeline, 1e6 * seconds).events(name, own_waits, first_flow=len(events))
+        own = _TimelineEvents(process, timeline, 1e6 * seconds)
+        events += own.events(name, (waits or {}).get(name, ()), first_flow=len(events))
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
+@dataclass(frozen=True)
 class _TimelineEvents:
-    """The events of one timeline."""
+    """The events of one timeline, whose unit of time is `microseconds` long."""
 
-    def __init__(self, number: int, timeline: Timeline, microseconds: float) -> None:
-        self._number = number
-        self._timeline = timeline
-        self._microseconds = microseconds
+    process: int
+    timeline: Timeline
+    microseconds: float
 
     def events(self, name: str, waits: Sequence[Span], first_flow: int) -> Iterator[Event]:
         yield self._meta("process_name", None, name)
         yield from self._threads()
         for span in waits:
             yield self._slice(span, f"wait {span.action}", "wait", {})
-        idle = idle_before(self._timeline)
-        for step in self._timeline.steps:
+        idle = idle_before(self.timeline)
+        for step in self.timeline.steps:
             for span in step.spans:
                 details: Event = {"stage": span.action.stage, "microbatch": span.action.microbatch}
                 if span in idle:
                     details["idle_before_us"] = self._length(idle[span])
-                yield self._slice(span, str(span.action), _category(span), details)
+                category = KIND_NAMES.get(span.action.kind, "message")
+                yield self._slice(span, str(span.action), category, details)
         yield from self._flows(first_flow)
         yield from self._counters()
 
     def _threads(self) -> Iterator[Event]:
-        with_communication = {span.rank for span in self._timeline.spans if not span.action.kind.is_compute}
-        for rank in range(self._timeline.num_ranks):
-            yield self._meta("thread_name", 2 * rank, f"rank {rank}")
-            yield self._meta("thread_sort_index", 2 * rank, 2 * rank)
-            if rank in with_communication:
-                yield self._meta("thread_name", 2 * rank + 1, f"rank {rank}, communication")
-                yield self._meta("thread_sort_index", 2 * rank + 1, 2 * rank + 1)
+        with_communication = {span.rank for span in self.timeline.spans if not span.action.kind.is_compute}
+        for rank in range(self.timeline.num_ranks):
+            names = [f"rank {rank}", *[f"rank {rank}, communication"] * (rank in with_communication)]
+            for thread, name in enumerate(names, 2 * rank):
+                yield self._meta("thread_name", thread, name)
+                yield self._meta("thread_sort_index", thread, thread)
 
     def _meta(self, event_name: str, thread: int | None, value: str | int) -> Event:
         argument = "sort_index" if event_name.endswith("sort_index") else "name"
-        target = {"pid": self._number} if thread is None else {"pid": self._number, "tid": thread}
+        target = {"pid": self.process} if thread is None else {"pid": self.process, "tid": thread}
         return {"ph": "M", **target, "name": event_name, "args": {argument: value}}
 
     def _slice(self, span: Span, name: str, category: str, details: Mapping[str, Any]) -> Event:
@@ -117,32 +111,24 @@ class _TimelineEvents:
 
     def _flows(self, first: int) -> Iterator[Event]:
         """The arrows of messages. An arrow's end belongs to the slice that contains its time."""
-        for number, message in enumerate(timeline_messages(self._timeline), first):
-            producer, consumer = message.producer, message.consumer
-            forward = consumer.action.kind is Kind.F
-            common = {"cat": "message", "name": "activation" if forward else "gradient", "id": number}
+        for number, (producer, consumer) in enumerate(timeline_messages(self.timeline), first):
+            name = "activation" if consumer.action.kind is Kind.F else "gradient"
+            common = {"cat": "message", "name": name, "id": number}
             sent = producer.start + 0.999 * (producer.end - producer.start)
             yield {"ph": "s", **self._thread(producer), **common, "ts": self._time(sent)}
             yield {"ph": "f", "bp": "e", **self._thread(consumer), **common, "ts": self._time(consumer.start)}
 
     def _counters(self) -> Iterator[Event]:
-        for rank in range(self._timeline.num_ranks):
-            for time, held in self._timeline.activations(rank):
-                event = {"ph": "C", "pid": self._number, "tid": 2 * rank, "name": f"activations, rank {rank}"}
+        for rank in range(self.timeline.num_ranks):
+            for time, held in self.timeline.activations(rank):
+                event = {"ph": "C", "pid": self.process, "tid": 2 * rank, "name": f"activations, rank {rank}"}
                 yield {**event, "ts": self._time(time), "args": {"M_a": held}}
 
     def _thread(self, span: Span) -> Event:
-        return {"pid": self._number, "tid": 2 * span.rank + (not span.action.kind.is_compute)}
+        return {"pid": self.process, "tid": 2 * span.rank + (not span.action.kind.is_compute)}
 
     def _time(self, time: float) -> float:
-        return self._length(time - self._timeline.begin)
+        return self._length(time - self.timeline.begin)
 
     def _length(self, length: float) -> float:
-        return round(length * self._microseconds, 3)
-
-
-def _category(span: Span) -> str:
-    kind = span.action.kind
-    if kind.is_message:
-        return "message"
-    return KIND_NAMES.get(kind, "gradient reduction")
+        return round(length * self.microseconds, 3)

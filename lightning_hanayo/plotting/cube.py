@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting.image import FORMATS, check_suffix, new_figure, save_figure
+from lightning_hanayo.plotting.image import image_file
 from lightning_hanayo.plotting.palette import DARK
+from lightning_hanayo.topology import Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,6 @@ _M, _K, _N = 2.8, 1.9, 4.8
 """inches: the whole picture, and in it tokens, in-features and out-features"""
 _LEFT, _TOP, _BETWEEN = 1.5, 1.15, 1.4
 _SOFT = "#6f6b66"
-_DASHES: Any = (0, (4, 2))
 
 
 def save_cube(path: str | Path, sizes: MeshSizes = (2, 2, 2), rank: int = 0) -> None:
@@ -46,57 +46,47 @@ def save_cube(path: str | Path, sizes: MeshSizes = (2, 2, 2), rank: int = 0) -> 
     Raises:
         HanayoError: there is no such rank, the suffix names no picture format, or the file can't be written.
     """
-    check_suffix(path, FORMATS)
     if not 0 <= rank < prod(sizes):
         raise HanayoError(f"rank {rank} isn't in the cube {sizes}, which has the ranks 0 to {prod(sizes) - 1}")
-    mesh = _Mesh(sizes, rank)
-    figure = new_figure(_WIDTH, _HEIGHT)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, _WIDTH)
-    axes.set_ylim(_HEIGHT, 0)
-    axes.axis("off")
-    _draw_ranks(axes, mesh, (0.75, 0.75))
-    right, middle = _LEFT + _K + _BETWEEN, _TOP + _K + _BETWEEN
-    for matrix, box in (
-        (_Matrix("1  X gathered", "[batch/x, seq/y, in/z]", "xyz", 2, "y"), (_LEFT, middle, _K, _M)),
-        (_Matrix("2  W gathered", "[out/(y x), in/z], drawn transposed", "zyx", 1, "x"), (right, _TOP, _N, _K)),
-        (_Matrix("3  Y multiplied, summed", "[batch/x, seq, out/(y z)]", "xyz", 1, "z"), (right, middle, _N, _M)),
-    ):
-        _draw_matrix(axes, mesh, matrix, box)
-    text = (
-        f"Thick: what rank {rank} holds. Dashed: what it computes with. In the backward dY is gathered along z, dX "
-        "summed along y, dW summed along x.\nIn the row-parallel layer that follows y and z trade roles: its output "
-        "is sharded as X is."
-    )
-    axes.text(0.4, _HEIGHT - 0.32, text, fontsize=8.5, va="center", linespacing=1.5)
-    save_figure(figure, path)
+    mesh = _Mesh(Topology(cube=sizes), rank)
+    with image_file(path, _WIDTH, _HEIGHT) as figure:
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, _WIDTH), ylim=(_HEIGHT, 0))
+        axes.axis("off")
+        _draw_ranks(axes, mesh)
+        right, middle = _LEFT + _K + _BETWEEN, _TOP + _K + _BETWEEN
+        for matrix, box in (
+            (_Matrix("1  X gathered", "[batch/x, seq/y, in/z]", "xy", "z", "y"), (_LEFT, middle, _K, _M)),
+            (_Matrix("2  W gathered", "[out/(y x), in/z], drawn transposed", "z", "yx", "x"), (right, _TOP, _N, _K)),
+            (_Matrix("3  Y multiplied, summed", "[batch/x, seq, out/(y z)]", "x", "yz", "z"), (right, middle, _N, _M)),
+        ):
+            _draw_matrix(axes, mesh, matrix, box)
+        text = (
+            f"Thick: what rank {rank} holds. Dashed: what it computes with. In the backward dY is gathered along z, dX "
+            "summed along y, dW summed along x.\nIn the row-parallel layer that follows y and z trade roles: its "
+            "output is sharded as X is."
+        )
+        axes.text(0.4, _HEIGHT - 0.32, text, fontsize=8.5, va="center", linespacing=1.5)
 
 
 @dataclass(frozen=True)
 class _Mesh:
-    """The sizes of the mesh, and the rank that is highlighted."""
+    """The mesh, and the rank that is highlighted."""
 
-    sizes: MeshSizes
+    topology: Topology
     rank: int
 
-    def at(self, rank: int) -> MeshSizes:
-        """Returns the coordinates of a rank."""
-        _, y, z = self.sizes
-        return rank // (y * z), rank // z % y, rank % z
+    def at(self, rank: int) -> tuple[int, ...]:
+        """Returns the coordinates x, y, z of a rank."""
+        return self.topology.coordinates(rank)[2:]
 
     def size(self, axis: str) -> int:
-        return self.sizes["xyz".index(axis)]
-
-    def along(self, axis: str) -> list[int]:
-        """Returns the ranks that differ from the highlighted one along `axis` only."""
-        others = [i for i in range(3) if "xyz"[i] != axis]
-        own = self.at(self.rank)
-        return [r for r in range(prod(self.sizes)) if all(self.at(r)[i] == own[i] for i in others)]
+        return self.topology.cube["xyz".index(axis)]
 
     def colour(self, rank: int, strength: float = 1.0) -> tuple[float, float, float]:
         """Returns a hue for each (y, z), in a shade for each x. `strength` below 1 is paler."""
         x, y, z = self.at(rank)
-        num_x, num_y, num_z = self.sizes
+        num_x, num_y, num_z = self.topology.cube
         hue = 0.58 + (y * num_z + z) / (num_y * num_z)
         light = 0.6 + 0.16 * x / max(1, num_x - 1)
         return hls_to_rgb(hue % 1, 1 - (1 - light) * strength, 0.45)
@@ -104,31 +94,21 @@ class _Mesh:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix that is sharded over the three `axes` in this order, the first `num_rows` of them by rows.
-
-    `collective` is the axis along which it is communicated.
-    """
+    """A matrix whose rows and columns are sharded over these axes, the last of which runs fastest."""
 
     title: str
     shape: str
-    axes: str
-    num_rows: int
+    rows: str
+    columns: str
     collective: str
-
-    @property
-    def rows(self) -> str:
-        return self.axes[: self.num_rows]
-
-    @property
-    def columns(self) -> str:
-        return self.axes[self.num_rows :]
+    """the axis along which it is communicated"""
 
     def cells(self, mesh: _Mesh, box: Box) -> Iterator[tuple[int, Box]]:
         """Yields each rank with the box of its part."""
         left, top, width, height = box
         width /= prod(map(mesh.size, self.columns))
         height /= prod(map(mesh.size, self.rows))
-        for rank in range(prod(mesh.sizes)):
+        for rank in range(mesh.topology.world_size):
             row, column = _index(mesh, rank, self.rows), _index(mesh, rank, self.columns)
             yield rank, (left + column * width, top + row * height, width, height)
 
@@ -143,7 +123,7 @@ def _index(mesh: _Mesh, rank: int, axes: str) -> int:
 
 def _draw_matrix(axes: "Axes", mesh: _Mesh, matrix: _Matrix, box: Box) -> None:
     left, top, _, _ = box
-    group = mesh.along(matrix.collective)
+    group = mesh.topology.group_of(mesh.rank, matrix.collective)
     by = f" by {', '.join(map(str, group))}" if len(group) > 1 else ": nothing to do"
     axes.text(left, top - 0.9, f"{matrix.title} along {matrix.collective}{by}", weight="bold", fontsize=10)
     axes.text(left, top - 0.7, matrix.shape, fontsize=9, color=_SOFT)
@@ -155,7 +135,7 @@ def _draw_matrix(axes: "Axes", mesh: _Mesh, matrix: _Matrix, box: Box) -> None:
         weight, ink = "bold" if is_own else "normal", DARK if is_in_group else _SOFT
         axes.text(x + width / 2, y + height / 2, str(rank), ha="center", va="center", color=ink, weight=weight)
     outline = {"facecolor": "none", "edgecolor": DARK, "zorder": 4}
-    _draw_box(axes, _around([cells[rank] for rank in group]), linewidth=1.8, linestyle=_DASHES, **outline)
+    _draw_box(axes, _around([cells[rank] for rank in group]), linewidth=1.8, linestyle=(0, (4, 2)), **outline)
     _draw_box(axes, cells[mesh.rank], linewidth=2.6, **outline)
     _draw_edges(axes, mesh, matrix, box)
 
@@ -175,18 +155,17 @@ def _draw_edges(axes: "Axes", mesh: _Mesh, matrix: _Matrix, box: Box) -> None:
                 _label(axes, *position, f"{name}={part % mesh.size(name)}", vertical=vertical)
 
 
-def _draw_ranks(axes: "Axes", mesh: _Mesh, corner: tuple[float, float]) -> None:
+def _draw_ranks(axes: "Axes", mesh: _Mesh) -> None:
     """Draw the ranks as small cubes, one plane for each x."""
-    num_x, num_y, num_z = mesh.sizes
-    left, top = corner
+    num_x, num_y, num_z = mesh.topology.cube
     step = min(0.85, 1.9 / num_y, (3.4 - 0.3 * num_x) / (num_x * num_z))
     side, depth = 0.62 * step, 0.2 * step
     shift, rise = num_z * step + 0.3, 0.3
-    top += depth + (num_x - 1) * rise
-    for rank in reversed(range(prod(mesh.sizes))):
+    left, top = 0.75, 0.75 + depth + (num_x - 1) * rise
+    for rank in reversed(range(mesh.topology.world_size)):
         x, y, z = mesh.at(rank)
-        position = left + x * shift + z * step, top - x * rise + y * step
-        _draw_small_cube(axes, mesh, rank, position, (side, depth))
+        front = left + x * shift + z * step, top - x * rise + y * step, side, side
+        _draw_small_cube(axes, mesh, rank, front, depth)
     for x in range(num_x):
         _label(axes, left + x * shift + num_z * step / 2, top - x * rise - depth - 0.18, f"x={x}")
     for y in range(num_y):
@@ -195,20 +174,17 @@ def _draw_ranks(axes: "Axes", mesh: _Mesh, corner: tuple[float, float]) -> None:
         _label(axes, left + z * step + side / 2, top + num_y * step - 0.05, f"z={z}")
 
 
-def _draw_small_cube(
-    axes: "Axes", mesh: _Mesh, rank: int, corner: tuple[float, float], sizes: tuple[float, float]
-) -> None:
+def _draw_small_cube(axes: "Axes", mesh: _Mesh, rank: int, front: Box, d: float) -> None:
+    """Draw the front with the rank's number, and the top and the right side, which go back by `d`."""
     from matplotlib.patches import Polygon
 
-    (x, y), (a, d) = corner, sizes
+    x, y, a, _ = front
     top = [(x, y), (x + d, y - d), (x + a + d, y - d), (x + a, y)]
     right = [(x + a, y), (x + a + d, y - d), (x + a + d, y + a - d), (x + a, y + a)]
     for shade, points in ((0.55, top), (0.8, right)):
         axes.add_patch(Polygon(points, facecolor=mesh.colour(rank, shade), edgecolor="white", linewidth=0.8))
-    is_own = rank == mesh.rank
-    edge, line = (DARK, 2.6) if is_own else ("white", 0.8)
-    _draw_box(axes, (x, y, a, a), facecolor=mesh.colour(rank), edgecolor=edge, linewidth=line)
-    weight = "bold" if is_own else "normal"
+    edge, line, weight = (DARK, 2.6, "bold") if rank == mesh.rank else ("white", 0.8, "normal")
+    _draw_box(axes, front, facecolor=mesh.colour(rank), edgecolor=edge, linewidth=line)
     axes.text(x + a / 2, y + a / 2, str(rank), ha="center", va="center", fontsize=9, weight=weight)
 
 
@@ -222,8 +198,7 @@ def _around(boxes: Sequence[Box]) -> Box:
 def _draw_box(axes: "Axes", box: Box, **look: Any) -> None:
     from matplotlib.patches import Rectangle
 
-    x, y, width, height = box
-    axes.add_patch(Rectangle((x, y), width, height, **look))
+    axes.add_patch(Rectangle(box[:2], *box[2:], **look))
 
 
 def _label(axes: "Axes", x: float, y: float, text: str, *, vertical: bool = False) -> None:

@@ -15,19 +15,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, writing
+from lightning_hanayo.plotting import palette
 from lightning_hanayo.plotting.messages import idle_before, timeline_messages
-from lightning_hanayo.plotting.palette import (
-    ACTIVATION_COLOUR,
-    IDLE_COLOUR,
-    KIND_NAMES,
-    action_colour,
-    legend_entries,
-    text_colour,
-    wave_legs,
-)
 from lightning_hanayo.plotting.timeline_axes import summary
-from lightning_hanayo.schedule import Kind, Span, Timeline
+from lightning_hanayo.schedule import Span, Timeline
 from lightning_hanayo.schedule.action import COMPUTE
 
 MAX_SPANS = 100_000
@@ -57,41 +49,33 @@ def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *
         )
     text = json.dumps(_data(timelines, unit), separators=(",", ":")).replace("</", "<\\/")
     template = Template((files(__package__) / "html_page.html").read_text(encoding="utf-8"))
-    try:
+    with writing(path):
         Path(path).write_text(template.substitute(title=escape(title), data=text), encoding="utf-8")
-    except OSError as error:
-        raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
 
 
 def _data(timelines: Mapping[str, Timeline], unit: str) -> dict[str, Any]:
-    entries = legend_entries(timelines.values())
+    entries = palette.legend_entries(timelines.values())
     colours = {colour: number for number, colour in enumerate(dict.fromkeys(entries.values()))}
+    narrowest = [min(palette.box_lengths(timeline), default=1.0) for timeline in timelines.values()]
     return {
         "unit": unit,
-        "idle": IDLE_COLOUR,
-        "activations": ACTIVATION_COLOUR,
+        "idle": palette.IDLE_COLOUR,
+        "activations": palette.ACTIVATION_COLOUR,
         "compute": sorted(COMPUTE),
-        "kinds": {**KIND_NAMES, Kind.REDUCE_GRAD: "gradient reduction"},
-        "colours": [(colour, text_colour(colour)) for colour in colours],
+        "kinds": palette.KIND_NAMES,
+        "colours": [(colour, palette.text_colour(colour)) for colour in colours],
         "legend": [(label, colours[colour]) for label, colour in entries.items()],
-        "scale": max((_MIN_BOX_WIDTH / _narrowest(timeline) for timeline in timelines.values()), default=1.0),
+        "scale": max((_MIN_BOX_WIDTH / length for length in narrowest), default=1.0),
         "timelines": [_timeline(name, timeline, colours) for name, timeline in timelines.items()],
     }
 
 
 def _timeline(name: str, timeline: Timeline, colours: Mapping[str, int]) -> dict[str, Any]:
-    begin = timeline.begin
+    begin, legs = timeline.begin, palette.wave_legs(timeline)
     idle, sources = idle_before(timeline), _sources(timeline)
-    legs = wave_legs(timeline)
-    shown = [
-        (number, span)
-        for number, step in enumerate(timeline.steps)
-        for span in step.spans
-        if span.end > span.start and not span.action.kind.is_message
-    ]
     return {
         "name": name,
-        "summary": summary(timeline, ""),
+        "summary": summary(timeline),
         "ranks": timeline.num_ranks,
         "makespan": timeline.makespan,
         "spans": [
@@ -102,12 +86,13 @@ def _timeline(name: str, timeline: Timeline, colours: Mapping[str, int]) -> dict
                 span.action.microbatch,
                 round(span.start - begin, 9),
                 round(span.end - begin, 9),
-                colours[action_colour(span.action, legs)],
+                colours[palette.action_colour(span.action, legs)],
                 round(idle.get(span, 0.0), 9),
                 sources.get(span),
                 number,
             )
-            for number, span in shown
+            for number, step in enumerate(timeline.steps)
+            for span in palette.drawn_spans(step)
         ],
         "activations": [
             [(round(time - begin, 9), held) for time, held in timeline.activations(rank)]
@@ -119,13 +104,7 @@ def _timeline(name: str, timeline: Timeline, colours: Mapping[str, int]) -> dict
 def _sources(timeline: Timeline) -> dict[Span, str]:
     """For each span that waits for messages: the sender of the last one, in words."""
     last_sender: dict[Span, Span] = {}
-    for message in timeline_messages(timeline):
-        before = last_sender.get(message.consumer)
-        if before is None or message.producer.end > before.end:
-            last_sender[message.consumer] = message.producer
+    for producer, consumer in timeline_messages(timeline):
+        if consumer not in last_sender or producer.end > last_sender[consumer].end:
+            last_sender[consumer] = producer
     return {consumer: f"{producer.action} on rank {producer.rank}" for consumer, producer in last_sender.items()}
-
-
-def _narrowest(timeline: Timeline) -> float:
-    lengths = (span.end - span.start for span in timeline.spans if span.action.kind.is_compute)
-    return min((length for length in lengths if length > 0), default=1.0)

@@ -7,17 +7,19 @@ rank 0 | ... 6 6 7 7                band 1: continues
 rank 1 | ...  6 6 7
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting.palette import legend_entries
-from lightning_hanayo.plotting.timeline_axes import draw_actions, draw_activations, draw_timeline, summary
+from lightning_hanayo.errors import HanayoError, writing
+from lightning_hanayo.plotting.palette import box_lengths, legend_entries
+from lightning_hanayo.plotting.timeline_axes import draw_actions, draw_activations, draw_timeline, summary, time_label
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, simulate
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg", "pdf")
@@ -51,22 +53,19 @@ def save_comparison(
     Raises:
         HanayoError: the suffix is no image format, or the file can't be written.
     """
-    check_suffix(path, FORMATS)
     both = [measured, predicted]
     width = min(28.0, max(_MIN_WIDTH, 0.9 + max(map(_ideal_width, both))))
     until = max(timeline.makespan for timeline in both)
     height = _ABOVE + sum(_AROUND_ROWS + _rows_height(timeline) for timeline in both) + _BELOW
-    figure = new_figure(width, height)
-    top = height - _ABOVE * bool(title)
-    for label, timeline in zip(("measured", "predicted"), both, strict=True):
-        rows = _rows_height(timeline)
-        box = (0.7 / width, (top - 0.35 - rows) / height, (width - 0.9) / width, rows / height)
-        draw_timeline(timeline, figure.add_axes(box), title=label, unit=unit, until=until)
-        top -= _AROUND_ROWS + rows
-    draw_legend(figure, both)
-    if title:
-        figure.text(0.1 / width, 1 - 0.08 / height, title, va="top", fontsize=11, weight="bold")
-    save_figure(figure, path)
+    with image_file(path, width, height) as figure:
+        top = height - _ABOVE * bool(title)
+        for label, timeline in zip(("measured", "predicted"), both, strict=True):
+            rows = _rows_height(timeline)
+            draw_timeline(timeline, _panel(figure, top - 0.35, rows), title=label, unit=unit, until=until)
+            top -= _AROUND_ROWS + rows
+        _draw_legend(figure, both)
+        if title:
+            figure.text(0.1 / width, 1 - 0.08 / height, title, va="top", fontsize=11, weight="bold")
 
 
 def save_schedule(path: str | Path, schedule: Schedule, costs: CostModel | None = None, unit: str = "") -> None:
@@ -101,77 +100,70 @@ def save_timeline(
     Raises:
         HanayoError: the suffix is no image format, or the file can't be written.
     """
-    check_suffix(path, FORMATS)
-    bands = _bands(timeline)
-    rows = _rows_height(timeline)
+    bands, rows = _bands(timeline), _rows_height(timeline)
     width = min(_MAX_WIDTH, max(_MIN_WIDTH, 0.9 + _ideal_width(timeline) / len(bands)))
     curves = (_CURVE * timeline.num_ranks + _BETWEEN) * activations
     height = 0.35 + len(bands) * (rows + _BETWEEN + curves) + 0.2 + _BELOW
-    figure = new_figure(width, height)
-    for number, band in enumerate(bands):
-        top = height - 0.35 - number * (rows + _BETWEEN + curves)
-        axes = figure.add_axes((0.7 / width, (top - rows) / height, (width - 0.9) / width, rows / height))
-        draw_actions(timeline, axes, window=band, follow=follow)
-        axes.tick_params(axis="x", labelsize=8, pad=1)
-        if activations:
-            below = (0.7 / width, (top - rows - curves) / height, (width - 0.9) / width, (curves - _BETWEEN) / height)
-            draw_activations(timeline, figure.add_axes(below), window=band)
-    text = f"{title}: {summary(timeline, unit)}" if title else summary(timeline, unit)
-    figure.text(0.7 / width, 1 - 0.1 / height, text, va="top", fontsize=10)
-    figure.text(0.5, 0.3 / height, f"time [{unit}]" if unit else "time", ha="center", fontsize=9)
-    draw_legend(figure, [timeline])
-    save_figure(figure, path)
+    with image_file(path, width, height) as figure:
+        for number, band in enumerate(bands):
+            top = height - 0.35 - number * (rows + _BETWEEN + curves)
+            axes = _panel(figure, top, rows)
+            draw_actions(timeline, axes, window=band, follow=follow)
+            axes.tick_params(axis="x", labelsize=8, pad=1)
+            if activations:
+                draw_activations(timeline, _panel(figure, top - rows - _BETWEEN, curves - _BETWEEN), window=band)
+        figure.text(0.7 / width, 1 - 0.1 / height, summary(timeline, unit, title), va="top", fontsize=10)
+        figure.text(0.5, 0.3 / height, time_label(unit), ha="center", fontsize=9)
+        _draw_legend(figure, [timeline])
+
+
+def _panel(figure: "Figure", top: float, height: float) -> "Axes":
+    """Axes across the image, whose top and height are given in inches."""
+    width, figure_height = figure.get_size_inches()
+    return figure.add_axes((0.7 / width, (top - height) / figure_height, (width - 0.9) / width, height / figure_height))
 
 
 def _bands(timeline: Timeline) -> list[tuple[float, float]]:
     """Begin and end of each band: as many as it takes for numbers to fit, within the maximum height."""
-    makespan = timeline.makespan or 1.0
     max_bands = max(1, int(_MAX_HEIGHT / (_rows_height(timeline) + _BETWEEN)))
     num_bands = min(max_bands, max(1, ceil(_ideal_width(timeline) / (_MAX_WIDTH - 0.9))))
-    length = makespan / num_bands
+    length = (timeline.makespan or 1.0) / num_bands
     return [(number * length, (number + 1) * length) for number in range(num_bands)]
 
 
 def _ideal_width(timeline: Timeline) -> float:
-    """The width in inches at which a number fits into the narrowest box that isn't an outlier."""
-    return _BOX_WIDTH * (timeline.makespan or 1.0) / min(_box_lengths(timeline), default=1.0)
+    """The width in inches at which a number fits into all compute boxes but the shortest tenth."""
+    lengths = box_lengths(timeline)
+    narrowest = lengths[len(lengths) // 10] if lengths else 1.0
+    return _BOX_WIDTH * (timeline.makespan or 1.0) / narrowest
 
 
 def _rows_height(timeline: Timeline) -> float:
     return max(0.3, 0.5 - 0.01 * timeline.num_ranks) * timeline.num_ranks
 
 
-def _box_lengths(timeline: Timeline) -> list[float]:
-    """The lengths of the compute boxes, sorted, without the shortest tenth, whose numbers may be left out."""
-    lengths = sorted(
-        span.end - span.start for span in timeline.spans if span.action.kind.is_compute and span.end > span.start
-    )
-    return lengths[len(lengths) // 10 :]
+@contextmanager
+def image_file(path: str | Path, width: float, height: float) -> Iterator["Figure"]:
+    """Give an empty figure of this size in inches to draw on, then save it.
 
-
-def check_suffix(path: str | Path, formats: Sequence[str]) -> str:
-    """The suffix, in lower case and without its dot.
+    It uses no pyplot, so it has no global state and needs no window system.
 
     Raises:
-        HanayoError: it isn't one of `formats`.
+        HanayoError: the suffix isn't one of `FORMATS`, or the file can't be written.
     """
-    suffix = Path(path).suffix[1:].lower()
-    if suffix not in formats:
-        raise HanayoError(f"{path} is no image: its suffix must be one of {', '.join(formats)}")
-    return suffix
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    """A figure of this size in inches. It uses no pyplot, so it has no global state and needs no window system."""
+    if Path(path).suffix[1:].lower() not in FORMATS:
+        raise HanayoError(f"{path} is no image: its suffix must be one of {', '.join(FORMATS)}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=DPI)
     FigureCanvasAgg(figure)
-    return figure
+    yield figure
+    with writing(path):
+        figure.savefig(path)
 
 
-def draw_legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
+def _draw_legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
     """Explain the colours, at the bottom."""
     from matplotlib.patches import Patch
 
@@ -179,18 +171,5 @@ def draw_legend(figure: "Figure", timelines: Sequence[Timeline]) -> None:
     handles = [Patch(facecolor=colour, label=label) for label, colour in entries.items()]
     needed = sum(0.3 + 0.062 * len(label) for label in entries)  # inches at 8 points
     size = 8 * min(1.0, figure.get_size_inches()[0] / max(1.0, needed))
-    spacing = {"columnspacing": 1.0, "handlelength": 1.2, "handletextpad": 0.4}
-    columns = max(1, len(handles))
-    figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=size, **spacing)
-
-
-def save_figure(figure: "Figure", path: str | Path) -> None:
-    """Save the figure.
-
-    Raises:
-        HanayoError: the file can't be written.
-    """
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
+    look: Any = {"frameon": False, "fontsize": size, "columnspacing": 1.0, "handlelength": 1.2, "handletextpad": 0.4}
+    figure.legend(handles=handles, loc="lower center", ncols=max(1, len(handles)), **look)

@@ -1,14 +1,13 @@
 """Finds the messages between ranks, and the idle time before each action, in a timeline."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_hanayo.schedule import Action, Span, Timeline
+from lightning_hanayo.schedule import Span, Timeline
 from lightning_hanayo.schedule.dependency import waits_in
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineMessage:
+class TimelineMessage(NamedTuple):
     """`consumer` waits for a tensor that `producer` computed on another rank."""
 
     producer: Span
@@ -18,11 +17,12 @@ class TimelineMessage:
 def timeline_messages(timeline: Timeline) -> Iterator[TimelineMessage]:
     """The messages of all steps. In chimera no message joins the two copies: a micro-batch visits only one of them."""
     for step in timeline.steps:
-        compute = [span for span in step.spans if span.action.kind.is_compute]
-        span_of = {span.action: span for span in compute}
-        waits = waits_in([[span.action for span in compute]], *_sizes(span_of))
-        for span in compute:
-            for other in waits[span.action]:
+        span_of = {span.action: span for span in step.spans if span.action.kind.is_compute}
+        num_stages = 1 + max((action.stage for action in span_of), default=0)
+        num_microbatches = 1 + max((action.microbatch or 0 for action in span_of), default=0)
+        waits = waits_in([list(span_of)], num_stages, num_microbatches)
+        for action, span in span_of.items():
+            for other in waits[action]:
                 if span_of[other].rank != span.rank:
                     yield TimelineMessage(span_of[other], span)
 
@@ -36,9 +36,3 @@ def idle_before(timeline: Timeline) -> dict[Span, float]:
             idle[span] = max(0.0, span.start - free_since[span.rank])
             free_since[span.rank] = max(free_since[span.rank], span.end)
     return idle
-
-
-def _sizes(actions: dict[Action, Span]) -> tuple[int, int]:
-    """The number of stages and of micro-batches."""
-    num_stages = 1 + max((action.stage for action in actions), default=0)
-    return num_stages, 1 + max((action.microbatch or 0 for action in actions), default=0)

@@ -18,7 +18,7 @@ told apart with any kind of colour blindness, which the tests check.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lightning_hanayo.schedule import Action, Kind, Timeline
+from lightning_hanayo.schedule import Action, Kind, Span, Timeline
 
 KIND_COLOURS = {
     Kind.F: ("#4484c6", "#a3c9ee"),
@@ -28,9 +28,9 @@ KIND_COLOURS = {
 }
 """for even and for odd legs"""
 KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+KIND_NAMES |= {Kind.REDUCE_GRAD: "gradient reduction"}
 REDUCE_COLOUR = "#2a9d7c"
 LOSS_COLOUR = "#33264d"
-
 IDLE_COLOUR = "#f4f1ea"
 ACTIVATION_COLOUR = "#8fa9a0"
 DARK, LIGHT = "#1c1c1c", "#ffffff"
@@ -95,18 +95,28 @@ def text_colour(background: str) -> str:
 
 def legend_label(action: Action, legs: WaveLegs) -> str:
     """The legend's text for the action's colour."""
+    name, leg = KIND_NAMES[action.kind], legs.leg_of_stage[action.stage]
     if action.kind is Kind.REDUCE_GRAD:
-        return "gradient reduction"
-    leg = legs.leg_of_stage[action.stage]
+        return name
     if leg is None:
         return "head and loss"
     if legs.num_legs == 1:
-        return KIND_NAMES[action.kind]
+        return name
     if legs.are_copies:
-        return f"{KIND_NAMES[action.kind]}, {('down', 'up')[leg % 2]} the ranks"
+        return f"{name}, {('down', 'up')[leg % 2]} the ranks"
     numbers = [number for number in range(legs.num_legs) if number % 2 == leg % 2]
     shown = ", ".join(map(str, numbers if action.kind is Kind.F else numbers[::-1]))
-    return f"{KIND_NAMES[action.kind]}, leg {shown}"
+    return f"{name}, leg {shown}"
+
+
+def drawn_spans(timeline: Timeline) -> list[Span]:
+    """The spans that have a box: those of compute actions and gradient reductions that take time."""
+    return [span for span in timeline.spans if span.end > span.start and not span.action.kind.is_message]
+
+
+def box_lengths(timeline: Timeline) -> list[float]:
+    """How long the drawn compute actions take, in ascending order."""
+    return sorted(span.end - span.start for span in drawn_spans(timeline) if span.action.kind.is_compute)
 
 
 def legend_entries(timelines: Iterable[Timeline]) -> dict[str, str]:
@@ -115,7 +125,7 @@ def legend_entries(timelines: Iterable[Timeline]) -> dict[str, str]:
     order = list(Kind)
     for timeline in timelines:
         legs = wave_legs(timeline)
-        drawn = {span.action for span in timeline.spans if span.end > span.start and not span.action.kind.is_message}
-        for action in sorted(drawn, key=lambda action: (order.index(action.kind), action.stage)):
+        actions = {span.action for span in drawn_spans(timeline)}
+        for action in sorted(actions, key=lambda action: (order.index(action.kind), action.stage)):
             entries.setdefault(legend_label(action, legs), action_colour(action, legs))
     return entries

@@ -10,17 +10,9 @@ rank 1 |  ____/~~~\\_____
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from lightning_hanayo.plotting.palette import (
-    ACTIVATION_COLOUR,
-    DARK,
-    IDLE_COLOUR,
-    WaveLegs,
-    action_colour,
-    text_colour,
-    wave_legs,
-)
+from lightning_hanayo.plotting import palette
 from lightning_hanayo.schedule import Kind, Span, Timeline
 
 if TYPE_CHECKING:
@@ -54,25 +46,18 @@ def draw_timeline(
     """
     until = until or timeline.makespan or 1.0
     draw_actions(timeline, axes, window=(0.0, until), follow=follow)
-    axes.set_xlabel(f"time [{unit}]" if unit else "time")
-    text = summary(timeline, unit)
-    axes.set_title(f"{title}: {text}" if title else text, loc="left", fontsize=10)
+    axes.set_xlabel(time_label(unit))
+    axes.set_title(summary(timeline, unit, title), loc="left", fontsize=10)
 
 
 def draw_actions(
-    timeline: Timeline,
-    axes: "Axes",
-    *,
-    window: tuple[float, float],
-    follow: Sequence[int] = (),
-    numbers: bool = True,
+    timeline: Timeline, axes: "Axes", *, window: tuple[float, float], follow: Sequence[int] = (), numbers: bool = True
 ) -> None:
     """Draw the actions between the two times of `window`, counted from the timeline's first start. No title."""
     first, last = window
-    begin = timeline.begin
-    spans = [span for span in timeline.spans if span.end > begin + first and span.start < begin + last]
+    begin, legs = timeline.begin, palette.wave_legs(timeline)
+    spans = [span for span in palette.drawn_spans(timeline) if span.end > begin + first and span.start < begin + last]
     _draw_background(timeline, axes, window)
-    legs = wave_legs(timeline)
     _draw_boxes(spans, begin, axes, legs)
     if numbers:
         _draw_numbers(spans, timeline, axes, legs)
@@ -81,8 +66,7 @@ def draw_actions(
             _draw_path(axes, step.spans, begin, microbatch)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def draw_activations(timeline: Timeline, axes: "Axes", *, window: tuple[float, float]) -> None:
@@ -95,48 +79,49 @@ def draw_activations(timeline: Timeline, axes: "Axes", *, window: tuple[float, f
         bottom = rank + BOX_HEIGHT / 2
         times = [time - timeline.begin for time, _ in curve] + [timeline.makespan]
         tops = [bottom - scale * held for _, held in curve]
-        axes.fill_between(times, bottom, [*tops, tops[-1]], step="post", color=ACTIVATION_COLOUR, linewidth=0, zorder=2)
+        look: Any = {"color": palette.ACTIVATION_COLOUR, "linewidth": 0, "zorder": 2}
+        axes.fill_between(times, bottom, [*tops, tops[-1]], step="post", **look)
     axes.set_yticks(range(timeline.num_ranks), [f"{peak:.3g} M_a" for peak in peaks], fontsize=7)
     axes.tick_params(axis="both", length=0, labelbottom=False)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
-def summary(timeline: Timeline, unit: str) -> str:
-    """Makespan and bubble ratio, as every image shows them."""
-    return f"makespan {timeline.makespan:.4g}{f' {unit}' if unit else ''}, bubble {timeline.bubble_ratio:.1%}"
+def summary(timeline: Timeline, unit: str = "", title: str | None = None) -> str:
+    """Makespan and bubble ratio, as every image shows them, after the title."""
+    makespan = f"makespan {timeline.makespan:.4g} {unit}".rstrip()
+    return f"{f'{title}: ' if title else ''}{makespan}, bubble {timeline.bubble_ratio:.1%}"
+
+
+def time_label(unit: str) -> str:
+    """The label of a time axis."""
+    return f"time [{unit}]" if unit else "time"
 
 
 def _draw_background(timeline: Timeline, axes: "Axes", window: tuple[float, float]) -> None:
     first, last = window
-    for rank in range(timeline.num_ranks):
-        axes.barh(rank, last - first, left=first, height=BOX_HEIGHT, color=IDLE_COLOUR, zorder=0)
+    ranks = range(timeline.num_ranks)
+    axes.barh(ranks, last - first, left=first, height=BOX_HEIGHT, color=palette.IDLE_COLOUR, zorder=0)
     axes.set_xlim(first, last)
     axes.set_ylim(max(1, timeline.num_ranks) - 0.5, -0.5)
 
 
-def _draw_boxes(spans: Sequence[Span], begin: float, axes: "Axes", legs: WaveLegs) -> None:
+def _draw_boxes(spans: Sequence[Span], begin: float, axes: "Axes", legs: palette.WaveLegs) -> None:
     """Draw all boxes of one row and colour at once: drawing thousands of single boxes would take seconds."""
     boxes: dict[tuple[int, str, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in spans:
-        if span.end > span.start and not span.action.kind.is_message:
-            key = span.rank, action_colour(span.action, legs), span.action.kind.is_compute
-            boxes[key].append((span.start - begin, span.end - span.start))
+        key = span.rank, palette.action_colour(span.action, legs), span.action.kind.is_compute
+        boxes[key].append((span.start - begin, span.end - span.start))
     for (rank, colour, is_compute), extents in boxes.items():
         narrowest = min(length for _, length in extents)
-        axes.broken_barh(
-            extents,
-            (rank - BOX_HEIGHT / 2, BOX_HEIGHT) if is_compute else (rank + BOX_HEIGHT / 2 - 0.18, 0.18),
-            facecolor=colour,
-            edgecolor="white",
-            linewidth=min(0.6, 0.1 * _points(axes, narrowest)),
-            zorder=2 if is_compute else 3,
-        )
+        line = min(0.6, 0.1 * _points(axes, narrowest))
+        below, height = (BOX_HEIGHT / 2, BOX_HEIGHT) if is_compute else (0.18 - BOX_HEIGHT / 2, 0.18)
+        look: Any = {"facecolor": colour, "edgecolor": "white", "linewidth": line, "zorder": 2 if is_compute else 3}
+        axes.broken_barh(extents, (rank - below, height), **look)
 
 
-def _draw_numbers(spans: Sequence[Span], timeline: Timeline, axes: "Axes", legs: WaveLegs) -> None:
+def _draw_numbers(spans: Sequence[Span], timeline: Timeline, axes: "Axes", legs: palette.WaveLegs) -> None:
     """Draw all numbers of the same text, size and colour at once, for the same reason."""
-    shown = [span for span in spans if span.end > span.start and span.action.kind.is_compute]
+    shown = [span for span in spans if span.action.kind.is_compute]
     num_digits = max((len(str(span.action.microbatch)) for span in shown), default=1)
     row_height = float(axes.bbox.height * 72 / axes.figure.dpi / timeline.num_ranks) if shown else 0.0
     places: dict[tuple[str, float, str], list[tuple[float, float]]] = defaultdict(list)
@@ -146,7 +131,7 @@ def _draw_numbers(spans: Sequence[Span], timeline: Timeline, axes: "Axes", legs:
         size = round(min(9.0, 0.55 * BOX_HEIGHT * row_height, widest), 1)
         middle = (span.start + span.end) / 2 - timeline.begin
         if size >= SMALLEST_FONT and first <= middle <= last:
-            key = str(span.action.microbatch), size, text_colour(action_colour(span.action, legs))
+            key = str(span.action.microbatch), size, palette.text_colour(palette.action_colour(span.action, legs))
             places[key].append((middle, float(span.rank)))
     for (text, size, colour), offsets in places.items():
         _draw_number(axes, text, size, colour, offsets)
@@ -160,16 +145,9 @@ def _draw_number(axes: "Axes", text: str, size: float, colour: str, offsets: lis
 
     outline = TextPath((0, 0), text, size=size)
     box = outline.get_extents()
-    to_middle = Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2)
-    points_to_pixels = Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans
-    numbers = PathCollection(
-        [outline.transformed(to_middle)],
-        facecolor=colour,
-        linewidth=0,
-        offsets=offsets,
-        offset_transform=axes.transData,
-    )
-    numbers.set_transform(points_to_pixels)
+    centred = outline.transformed(Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2))
+    numbers = PathCollection([centred], offsets=offsets, offset_transform=axes.transData, facecolor=colour, linewidth=0)
+    numbers.set_transform(Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans)  # from points to pixels
     numbers.set(label=text, zorder=4, clip_on=True)
     axes.add_collection(numbers, autolim=False)
 
@@ -179,14 +157,8 @@ def _draw_path(axes: "Axes", spans: Sequence[Span], begin: float, microbatch: in
     kinds = (Kind.F, Kind.B, Kind.I)
     path = [span for span in spans if span.action.microbatch == microbatch and span.action.kind in kinds]
     path.sort(key=lambda span: (span.start, span.end))
-    axes.plot(
-        [(span.start + span.end) / 2 - begin for span in path],
-        [span.rank for span in path],
-        color=DARK,
-        linewidth=1.1,
-        alpha=0.7,
-        zorder=5,
-    )
+    middles = [(span.start + span.end) / 2 - begin for span in path]
+    axes.plot(middles, [span.rank for span in path], color=palette.DARK, linewidth=1.1, alpha=0.7, zorder=5)
 
 
 def _points(axes: "Axes", length: float) -> float:

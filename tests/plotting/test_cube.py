@@ -7,6 +7,7 @@ import pytest
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import save_cube
 from lightning_hanayo.plotting.cube import _Matrix, _Mesh
+from lightning_hanayo.topology import Topology
 
 W = """
     y=0  y=0  y=1  y=1
@@ -29,13 +30,13 @@ x=1  4    5    6    7
 """
 
 
-@pytest.mark.parametrize(("drawing", "axes", "num_rows"), [(W, "zyx", 1), (X, "xyz", 2), (Y, "xyz", 1)])
-def test_parts_lie_where_the_drawing_has_them(drawing: str, axes: str, num_rows: int) -> None:
+@pytest.mark.parametrize(("drawing", "row_axes", "column_axes"), [(W, "z", "yx"), (X, "xy", "z"), (Y, "x", "yz")])
+def test_parts_lie_where_the_drawing_has_them(drawing: str, row_axes: str, column_axes: str) -> None:
     rows = [[int(cell) for cell in line.split() if cell.isdigit()] for line in drawing.splitlines() if line]
     rows = [row for row in rows if row]
     expected = {rank: (float(i), float(j)) for i, row in enumerate(rows) for j, rank in enumerate(row)}
-    matrix, box = _Matrix("", "", axes, num_rows, "x"), (0.0, 0.0, float(len(rows[0])), float(len(rows)))
-    cells = dict(matrix.cells(_Mesh((2, 2, 2), 0), box))
+    matrix, box = _Matrix("", "", row_axes, column_axes, "x"), (0.0, 0.0, float(len(rows[0])), float(len(rows)))
+    cells = dict(matrix.cells(_Mesh(Topology(cube=(2, 2, 2)), 0), box))
     assert {rank: (top, left) for rank, (left, top, _, _) in cells.items()} == expected
 
 

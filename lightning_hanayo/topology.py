@@ -8,7 +8,6 @@ D = 2, P = 2, cube (1, 1, 1):          pipe 0   pipe 1
 """
 
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 from lightning_hanayo.errors import HanayoError
@@ -57,21 +56,13 @@ class Topology:
             coordinates.append(coordinate)
         return tuple(reversed(coordinates))
 
-    def rank(self, coordinates: tuple[int, ...]) -> int:
-        """The rank at `coordinates`."""
-        rank = 0
-        for size, coordinate in zip(self.sizes, coordinates, strict=True):
-            rank = rank * size + coordinate
-        return rank
-
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ only along `axes`, each in rank order."""
-        fixed = [range(size) if axis not in axes else range(1) for axis, size in zip(AXES, self.sizes, strict=True)]
-        moving = [range(size) if axis in axes else range(1) for axis, size in zip(AXES, self.sizes, strict=True)]
-        return tuple(
-            tuple(self.rank(tuple(a + b for a, b in zip(base, step, strict=True))) for step in product(*moving))
-            for base in product(*fixed)
-        )
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = zip(AXES, self.coordinates(rank), strict=True)
+            groups.setdefault(tuple(i for axis, i in place if axis not in axes), []).append(rank)
+        return tuple(map(tuple, groups.values()))
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The group among `groups(*axes)` that contains `rank`."""

@@ -1,6 +1,7 @@
 """Ranks, coordinates and groups match the drawings of topology.py, and `resolve` completes the sizes."""
 
 import doctest
+from itertools import product
 from typing import Any
 
 import pytest
@@ -42,8 +43,8 @@ def test_the_cube_axes_vary_fastest() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rank_and_coordinates_are_inverse(shape: Topology) -> None:
-    assert [shape.rank(shape.coordinates(rank)) for rank in range(shape.world_size)] == list(range(shape.world_size))
+def test_ranks_count_the_coordinates_with_the_last_axis_fastest(shape: Topology) -> None:
+    assert [shape.coordinates(rank) for rank in range(shape.world_size)] == list(product(*map(range, shape.sizes)))
 
 
 @pytest.mark.parametrize("axes", [("data",), ("pipe",), ("x", "z"), ("data", "x", "y", "z"), AXES, ()], ids="-".join)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_hanayo.runtime.comm.codec import Spec, spec_of
 from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.comm.pytree import Flattener, unflatten
+from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, unflatten
 from lightning_hanayo.runtime.comm.transport import Transport
 
 _TAG = 1
@@ -16,21 +16,17 @@ _TAG = 1
 def gather(transport: Transport, tree: Any) -> list[Any] | None:
     """Rank 0 gets every rank's `tree`, in rank order; the others get None. Called by all ranks of the pipeline.
 
-    Args:
-        transport: among the ranks of the pipeline.
-        tree: tensors and plain values in dicts, lists and tuples. Tensors are sent one at a time.
+    A tree consists of tensors and plain values in dicts, lists and tuples. Tensors are sent one at a time.
     """
     if transport.rank > 0:
         _send(transport, tree)
         return None
-    return [_to_cpu(tree), *(_receive(transport, rank) for rank in range(1, transport.num_ranks))]
+    return [unflatten(*_flatten(tree)), *(_receive(transport, rank) for rank in range(1, transport.num_ranks))]
 
 
 def _send(transport: Transport, tree: Any) -> None:
     """Send the length of the encoded spec, the spec, and each tensor's bytes, to rank 0."""
-    flattener = Flattener()
-    skeleton = flattener.flatten(tree, "state")
-    tensors = [tensor.detach().cpu() for tensor in flattener.tensors]
+    skeleton, tensors = _flatten(tree)
     spec = torch.frombuffer(bytearray(spec_of(Message(skeleton, tuple(tensors))).to_bytes()), dtype=torch.uint8)
     for buffer in (torch.tensor([spec.numel()]), spec, *tensors):
         if buffer.numel():
@@ -54,7 +50,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _to_cpu(tree: Any) -> Any:
+def _flatten(tree: Any) -> tuple[Skeleton, list[Tensor]]:
+    """The tree's skeleton, and its tensors in CPU memory."""
     flattener = Flattener()
-    skeleton = flattener.flatten(tree, "state")
-    return unflatten(skeleton, [tensor.detach().cpu() for tensor in flattener.tensors])
+    return flattener.flatten(tree, "state"), [tensor.detach().cpu() for tensor in flattener.tensors]

@@ -9,6 +9,9 @@ from torch.optim import Optimizer
 from lightning_hanayo.checkpoint.gather import gather
 from lightning_hanayo.runtime.comm.transport import Transport
 
+Change = Callable[[Tensor, Tensor], Tensor]
+"""makes a shard from a full tensor or the reverse; the second tensor is the parameter that it belongs to"""
+
 
 class ParameterSharding(Protocol):
     """How parameters are sharded over the ranks of a cube."""
@@ -61,8 +64,7 @@ def gather_optimizer_state(
     state = optimizer.state_dict()
     if _is_mock(optimizer):
         return state
-    own = _own_entries(optimizer, state["state"])
-    gathered = gather(transport, own if sharding is None else _map_entries(optimizer, own, sharding.unshard))
+    gathered = gather(transport, _own_entries(optimizer, state, sharding.unshard if sharding is not None else None))
     if gathered is not None:
         entries = {index: value for part in gathered for index, value in part.items()}
         state["state"] = dict(sorted(entries.items()))
@@ -76,8 +78,7 @@ def load_optimizer_state(
     if _is_mock(optimizer):
         optimizer.load_state_dict(dict(state))
         return
-    own = _own_entries(optimizer, state["state"])
-    own = own if sharding is None else _map_entries(optimizer, own, sharding.shard)
+    own = _own_entries(optimizer, state, sharding.shard if sharding is not None else None)
     optimizer.load_state_dict({**state, "state": own})
 
 
@@ -86,36 +87,25 @@ def _is_mock(optimizer: Optimizer) -> bool:
     return not optimizer.param_groups
 
 
-def _map_parameters(
-    module: nn.Module, state: Mapping[str, Any], function: Callable[[Tensor, Tensor], Tensor]
-) -> dict[str, Any]:
-    """`function(value, parameter)` for those entries of the module's state that are parameters."""
+def _map_parameters(module: nn.Module, state: Mapping[str, Any], change: Change) -> dict[str, Any]:
+    """Those entries of the module's state that are parameters, changed."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    return {name: function(state[name], parameters[name]) for name in state if name in parameters}
+    return {name: change(state[name], parameters[name]) for name in state if name in parameters}
 
 
-def _map_entries(
-    optimizer: Optimizer, state: Mapping[int, Any], function: Callable[[Tensor, Tensor], Tensor]
-) -> dict[int, dict[str, Any]]:
-    """The optimizer's state with each tensor replaced by `function(tensor, parameter)`."""
-    parameters = _parameters(optimizer)
+def _own_entries(optimizer: Optimizer, state: Mapping[str, Any], change: Change | None) -> dict[int, Any]:
+    """The entries of an optimizer's state dict that belong to this rank's parameters, with changed tensors.
+
+    Some optimizers, such as Adagrad, create entries of placeholders in their constructor.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {index: values for index, values in state["state"].items() if not parameters[index].is_meta}
+    if change is None:
+        return own
     return {
-        index: {
-            name: function(value, parameters[index]) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        for index, values in state.items()
+        index: {name: change(v, parameters[index]) if isinstance(v, Tensor) else v for name, v in values.items()}
+        for index, values in own.items()
     }
-
-
-def _own_entries(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
-    """`state` without entries of placeholders, which some optimizers, such as Adagrad, create in their constructor."""
-    parameters = _parameters(optimizer)
-    return {index: value for index, value in state.items() if not parameters[index].is_meta}
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _is_meta(value: Any) -> bool:

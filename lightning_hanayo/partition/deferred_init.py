@@ -12,7 +12,7 @@ that values don't depend on the layout.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.meta_copy import MetaCopy, like
-from lightning_hanayo.partition.placeholder import Placeholder
+from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.seeds import seed_of
 
 _ADVICE = (
@@ -32,10 +32,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class DeferredModule:
-    """A module without values, and those of the model's parameters and buffers that belong to it.
-
-    A tensor that several modules share belongs to the first one.
-    """
+    """A module without values, and its parameters and buffers. One that modules share belongs to the first of them."""
 
     name: str
     tensors: tuple[Tensor, ...]
@@ -48,11 +45,7 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 class DeferredInit:
-    """Create it on all ranks, before they change the model.
-
-    Args:
-        model: the whole model.
-        seed: for all random values.
+    """Computes and assigns the values of a whole model. Create it on all ranks, before they change the model.
 
     Raises:
         UnsupportedError: the model has tensors on meta that are neither parameters nor buffers.
@@ -70,7 +63,8 @@ class DeferredInit:
         tensors: dict[str, dict[Tensor, None]] = {}
         wanted = set(modules)
         for module in self._modules.values():
-            for tensor in _tensors(module) if module in wanted else ():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False)) if module in wanted else ()
+            for tensor in own:
                 if tensor.is_meta and not isinstance(tensor, Placeholder):
                     tensors.setdefault(self._copy.module_name(tensor), {})[tensor] = None
         return [DeferredModule(name, tuple(tensors[name])) for name in self._modules if name in tensors]
@@ -92,9 +86,7 @@ class DeferredInit:
         return list(values.values())
 
     def assign(self, module: DeferredModule, values: Iterable[Tensor]) -> None:
-        """Give the module's tensors values, full ones or this rank's shards, on any device.
-
-        The tensors stay the same Python objects.
+        """Give the module's tensors, which stay the same Python objects, full values or this rank's shards.
 
         Raises:
             UnsupportedError: a parameter has hooks.
@@ -113,23 +105,18 @@ class DeferredInit:
 
     def _initialize(self, name: str) -> None:
         """Call the initialization methods of the module and of those around it."""
-        names = [name, *_ancestors(name)]
-        for caller in names:
-            module: Any = self._copy.modules[caller]
-            for method in ("reset_parameters", "_reset_parameters"):
-                if _accepts(getattr(module, method, None)):
-                    _call(name, caller, getattr(module, method))
-                    break
-        for i, caller in enumerate(names):
-            module = self._copy.modules[caller]
-            candidates = (getattr(self._copy.modules[outer], "_init_weights", None) for outer in names[i:])
-            init_weights = next((method for method in candidates if _accepts(method, module)), None)
-            if init_weights is not None:
-                _call(name, caller, init_weights, module)
+        names = [name]  # of "a.b.c": "a.b.c", "a.b", "a" and "", the whole model
+        while names[-1]:
+            names.append(names[-1].rpartition(".")[0])
+        modules = [self._copy.modules[caller] for caller in names]
+        for caller, module in zip(names, modules, strict=True):
+            _call_first(name, caller, [getattr(module, key, None) for key in ("reset_parameters", "_reset_parameters")])
+        for i, (caller, module) in enumerate(zip(names, modules, strict=True)):
+            _call_first(name, caller, [getattr(outer, "_init_weights", None) for outer in modules[i:]], module)
 
     def _check(self, tensor: Tensor, value: Tensor, num_writes: int) -> None:
         """Check that the methods have set the whole value, and that they do all that the constructor did."""
-        name, expected = self._copy.name(tensor), self._copy.num_writes(tensor)
+        name, expected = self._copy.name(tensor), self._copy.num_writes[tensor]
         owner = type(self._modules[self._copy.module_name(tensor)]).__name__
         unset = value.isnan().any() if value.is_floating_point() or value.is_complex() else num_writes == 0
         if value.shape != self._copy.get(tensor).shape or value.is_meta or unset:
@@ -142,12 +129,6 @@ class DeferredInit:
                 f"{num_writes} times by `reset_parameters` and `_init_weights`: the values that its __init__ sets "
                 f"would be lost. {_ADVICE}"
             )
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
 
 
 def _check_attributes(name: str, module: nn.Module) -> None:
@@ -166,13 +147,6 @@ def _blank(tensor: Tensor) -> Tensor:
     return like(tensor, data.fill_(torch.nan) if data.is_floating_point() or data.is_complex() else data.zero_())
 
 
-def _ancestors(name: str) -> Iterator[str]:
-    """The names of the modules around one, the innermost first: "a.b.c" gives "a.b", "a" and "", the whole model."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _accepts(method: Any, *arguments: object) -> bool:
     """Whether it is a method that can be called with these arguments."""
     if not inspect.ismethod(method):
@@ -184,7 +158,11 @@ def _accepts(method: Any, *arguments: object) -> bool:
     return True
 
 
-def _call(name: str, caller: str, method: Callable[..., object], *arguments: object) -> None:
+def _call_first(name: str, caller: str, methods: Iterable[Any], *arguments: object) -> None:
+    """Call the first of these methods that accepts the arguments, if there is one."""
+    method = next((method for method in methods if _accepts(method, *arguments)), None)
+    if method is None:
+        return
     try:
         method(*arguments)
     except RuntimeError as error:

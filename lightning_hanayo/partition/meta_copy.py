@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,15 @@ class MetaCopy:
         originals = dict(model.named_modules())
         self.modules = {name: _shallow_copy(module) for name, module in originals.items()}
         self._names: dict[Tensor, str] = {}
-        self._num_writes: dict[Tensor, int] = {}
-        self._slots: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+        self.num_writes: dict[Tensor, int] = {}
+        """how many in-place operations had written to each of the model's tensors when the copy was made"""
+        self._slots: dict[Tensor, list[tuple[dict[str, Tensor], str]]] = {}
         copies = {module: self.modules[name] for name, module in originals.items()}
         for name, module in originals.items():
-            self._copy_children(module, copies)
+            children = {key: None if child is None else copies[child] for key, child in module._modules.items()}
+            vars(copies[module])["_modules"] = children
             self._copy_tensors(name, module)
-        for tensor in self._slots:
-            self._set(tensor, like(tensor, torch.empty_like(tensor, device="meta")))
+        self._set({tensor: like(tensor, torch.empty_like(tensor, device="meta")) for tensor in self._slots})
 
     def name(self, tensor: Tensor) -> str:
         """The tensor's qualified name; if modules share it, the first one."""
@@ -35,31 +35,20 @@ class MetaCopy:
         """The name of the module that has the tensor; if several share it, of the first one."""
         return self._names[tensor].rpartition(".")[0]
 
-    def num_writes(self, tensor: Tensor) -> int:
-        """How many in-place operations had written to the model's tensor when the copy was made."""
-        return self._num_writes[tensor]
-
     def get(self, tensor: Tensor) -> Tensor:
         """The copy's tensor that corresponds to the model's `tensor`."""
         tensors, key = self._slots[tensor][0]
-        value: Tensor = tensors[key]
-        return value
+        return tensors[key]
 
     @contextmanager
     def replaced(self, replacements: Mapping[Tensor, Tensor]) -> Iterator[None]:
         """While the context is active, the copy has `replacements[t]` in place of the model's tensor `t`."""
         saved = {tensor: self.get(tensor) for tensor in replacements}
-        for tensor, replacement in replacements.items():
-            self._set(tensor, replacement)
+        self._set(replacements)
         try:
             yield
         finally:
-            for tensor, original in saved.items():
-                self._set(tensor, original)
-
-    def _copy_children(self, module: nn.Module, copies: Mapping[nn.Module, nn.Module]) -> None:
-        children = {key: None if child is None else copies[child] for key, child in module._modules.items()}
-        vars(copies[module])["_modules"] = children
+            self._set(saved)
 
     def _copy_tensors(self, name: str, module: nn.Module) -> None:
         for attribute in ("_parameters", "_buffers"):
@@ -67,12 +56,13 @@ class MetaCopy:
             for key, tensor in tensors.items():
                 if tensor is not None:
                     self._names.setdefault(tensor, f"{name}.{key}")
-                    self._num_writes.setdefault(tensor, tensor._version)
+                    self.num_writes.setdefault(tensor, tensor._version)
                     self._slots.setdefault(tensor, []).append((tensors, key))
 
-    def _set(self, tensor: Tensor, replacement: Tensor) -> None:
-        for tensors, key in self._slots[tensor]:
-            tensors[key] = replacement
+    def _set(self, replacements: Mapping[Tensor, Tensor]) -> None:
+        for tensor, replacement in replacements.items():
+            for tensors, key in self._slots[tensor]:
+                tensors[key] = replacement
 
 
 def like(tensor: Tensor, data: Tensor) -> Tensor:

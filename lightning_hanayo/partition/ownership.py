@@ -1,13 +1,16 @@
-"""Says which pipeline rank owns which parameters.
+"""Says which pipeline rank owns which parameters, and replaces those of other ranks by placeholders on the meta device.
 
 rank 0    embedding, head   block 0  .  .  block 3  block 4  .  .  block 7          a dot is a block of
-rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .          placeholders on meta
+rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .          placeholders
 """
 
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import Stack, modules_outside
@@ -35,19 +38,23 @@ class Ownership:
 
         Its gradient is complete after that stage's backward. A parameter used outside the stack belongs to stage 0.
         """
-        stages = reversed(range(len(self.stages)))
-        lowest = {p: s for s in stages for block in self.blocks(s) for p in block.parameters()}
-        lowest |= {p: 0 for module in modules_outside(model, self.stack) for p in module.parameters(recurse=False)}
-        return [parameter for parameter in model.parameters() if lowest[parameter] == stage]
+        users = self._users(model)
+        return [parameter for parameter in model.parameters() if max(0, min(users[parameter])) == stage]
 
     def tied_parameters(self, model: nn.Module) -> set[nn.Parameter]:
         """The parameters that two stages use, or a block and the code outside the stack."""
-        users: Counter[nn.Parameter] = Counter()
+        return {parameter for parameter, users in self._users(model).items() if len(users) > 1}
+
+    def _users(self, model: nn.Module) -> dict[nn.Parameter, set[int]]:
+        """The stages that use each parameter; -1 stands for the code outside the stack."""
+        users: dict[nn.Parameter, set[int]] = defaultdict(set)
         for stage in range(len(self.stages)):
-            users.update({parameter for block in self.blocks(stage) for parameter in block.parameters()})
-        outside = modules_outside(model, self.stack)
-        users.update({parameter for module in outside for parameter in module.parameters(recurse=False)})
-        return {parameter for parameter, count in users.items() if count > 1}
+            for parameter in nn.ModuleList(self.blocks(stage)).parameters():
+                users[parameter].add(stage)
+        for module in modules_outside(model, self.stack):
+            for parameter in module.parameters(recurse=False):
+                users[parameter].add(-1)
+        return users
 
     def rank_by_name(self, model: nn.Module) -> dict[str, int]:
         """The pipeline rank that owns each entry of `model.state_dict()`."""
@@ -77,3 +84,37 @@ class Ownership:
                     f"{rank}. A tied embedding and head is fine (both belong to rank 0); blocks can't share weights "
                     f"across ranks."
                 )
+
+
+class Placeholder(nn.Parameter):
+    """A parameter on the meta device in place of one that another pipeline rank owns.
+
+    Its class tells it from a parameter that is on the meta device because it has no values yet.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Make pickle and deepcopy return a Placeholder, not a plain Parameter."""
+        return _restore, (self.data, self.requires_grad, vars(self))
+
+
+def _restore(data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Placeholder:
+    placeholder = Placeholder(data, requires_grad)
+    vars(placeholder).update(attributes)
+    return placeholder
+
+
+def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers_of: Iterable[nn.Module] = ()) -> None:
+    """Replace all parameters but those in `keep` by placeholders, and move the buffers of `buffers_of` to meta.
+
+    Placeholders are new Parameters with the same shape, dtype, requires_grad, attributes and ties, so that optimizers,
+    parameter groups and state dicts keep the indices and names that they have in a single process.
+    """
+    placeholders = {
+        parameter: _restore(torch.empty_like(parameter, device="meta"), parameter.requires_grad, vars(parameter))
+        for parameter in model.parameters()
+        if parameter not in keep and not isinstance(parameter, Placeholder)
+    }
+    for module in model.modules():
+        module._parameters |= {n: placeholders[p] for n, p in module._parameters.items() if p in placeholders}
+    for module in buffers_of:
+        module._buffers |= {name: buffer.to("meta") for name, buffer in module._buffers.items() if buffer is not None}

@@ -2,23 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 
+_LISTS = nn.ModuleList | nn.Sequential
+
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of blocks inside a model.
-
-    Example:
-        >>> find_stack(GPT2LMHeadModel(config)).name
-        'transformer.h'
-    """
+    """A list of blocks inside a model."""
 
     name: str
-    """qualified name in the model"""
+    """qualified name in the model, such as `transformer.h` in GPT-2"""
     blocks: tuple[nn.Module, ...]
 
     def __len__(self) -> int:
@@ -31,11 +29,9 @@ class Stack:
 
 
 def find_stack(model: nn.Module, name: str | None = None) -> Stack:
-    """The stack called `name`; without a name, the outermost list of blocks of one class that has the most parameters.
+    """The `ModuleList` or `Sequential` called `name`, whose blocks may differ.
 
-    Args:
-        model: a module with at least one `ModuleList` or `Sequential` of at least two blocks of one class.
-        name: qualified name of any `ModuleList` or `Sequential`, whose blocks may differ.
+    Without a name: the outermost list of two or more blocks of one class that has the most parameters.
 
     Raises:
         HanayoError: there is none, or the named module is no list of blocks.
@@ -59,13 +55,10 @@ def num_parameters_outside(model: nn.Module, stack: Stack) -> int:
 
 
 def _named_stack(model: nn.Module, name: str) -> Stack:
-    lists = {
-        known: module for known, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
-    }
+    lists = {known: module for known, module in model.named_modules() if isinstance(module, _LISTS)}
     if name not in lists:
-        raise HanayoError(
-            f"blocks={name!r} is no ModuleList or Sequential of {type(model).__name__}; {nearest(name, lists)}"
-        )
+        hint = nearest(name, lists)
+        raise HanayoError(f"blocks={name!r} is no ModuleList or Sequential of {type(model).__name__}; {hint}")
     return Stack(name, tuple(lists[name]))
 
 
@@ -81,16 +74,13 @@ def _largest_stack(model: nn.Module) -> Stack:
 
 def _outermost_stacks(module: nn.Module, name: str) -> Iterator[Stack]:
     """The lists of blocks of one class in `module` that aren't inside another such list."""
-    children = list(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
-    if len(children) > 1 and len({type(child) for child in children}) == 1 and _has_parameters(children):
-        yield Stack(name, tuple(children))
+    children = list(module) if isinstance(module, _LISTS) else []
+    stack = Stack(name, tuple(children))
+    if len(children) > 1 and len({type(child) for child in children}) == 1 and stack.parameters:
+        yield stack
         return
     for child_name, child in module.named_children():
         yield from _outermost_stacks(child, f"{name}.{child_name}" if name else child_name)
-
-
-def _has_parameters(modules: list[nn.Module]) -> bool:
-    return any(list(module.parameters()) for module in modules)
 
 
 def _check(stack: Stack) -> None:
@@ -102,15 +92,12 @@ def _check(stack: Stack) -> None:
                 f"it on two ranks. Use a separate module for each block, or name another stack with "
                 f"HanayoStrategy(blocks=...)."
             )
-        if any(not _is_inactive(hook) for hooks in _hooks(block) for hook in hooks.values()):
+        hooks: Any = (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks)
+        if not all(_is_inactive(hook) for kind in hooks for hook in kind.values()):
             raise UnsupportedError(
                 f"{stack.name}[{i}] has hooks; on other pipeline ranks they would never run. Remove them, or do their "
                 f"work in the block's forward."
             )
-
-
-def _hooks(block: nn.Module) -> tuple[dict[int, object], ...]:
-    return (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks)  # type: ignore[return-value]
 
 
 def _is_inactive(hook: object) -> bool:

@@ -19,7 +19,7 @@ from lightning_hanayo.checkpoint.state_dict import (
     load_module_state,
     load_optimizer_state,
 )
-from lightning_hanayo.partition.placeholder import replace_with_placeholders
+from lightning_hanayo.partition.ownership import replace_with_placeholders
 from lightning_hanayo.runtime.comm.loopback import Hub
 from tests.harness.limits import real_seconds
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
-from lightning_hanayo.partition.placeholder import Placeholder, replace_with_placeholders
+from lightning_hanayo.partition.ownership import Placeholder, replace_with_placeholders
 
 
 def gpt2() -> nn.Module:

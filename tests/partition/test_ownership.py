@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.ownership import Ownership
+from lightning_hanayo.partition.ownership import Ownership, replace_with_placeholders
 from lightning_hanayo.partition.stack import find_stack
 
 STAGES = (range(2), range(2, 3), range(3, 4), range(4, 6))
@@ -87,3 +87,29 @@ def test_a_block_on_rank_1_cannot_share_with_code_outside_the_stack() -> None:
     model.outside.weight = model.blocks[2][0].weight
     with pytest.raises(UnsupportedError, match=r"blocks\.2\.0\.weight and outside\.weight are the same parameter"):
         ownership(model).check(model)
+
+
+def test_placeholders_have_shape_dtype_ties_and_attributes_of_the_originals() -> None:
+    model = Model()
+    model.blocks[2][0].weight.requires_grad_(False)
+    model.blocks[2][0].bias.mark = "no decay"
+    before = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
+    replaced = {model.embedding.weight, *model.blocks[2].parameters()}
+    replace_with_placeholders(
+        model, {p for p in model.parameters() if p not in replaced}, buffers_of=model.blocks[2].modules()
+    )
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in after.items()} == before
+    assert [name for name, p in after.items() if p.is_meta] == [
+        "embedding.weight", "blocks.2.0.weight", "blocks.2.0.bias", "blocks.2.1.weight", "blocks.2.1.bias",
+        "head.weight",
+    ]  # fmt: skip
+    assert model.head.weight is model.embedding.weight and model.blocks[2][0].bias.mark == "no decay"
+    assert model.blocks[2][1].running_mean.is_meta and not model.positions.is_meta
+
+
+def test_kept_parameters_stay_the_same_objects() -> None:
+    model = Model()
+    keep = set(model.blocks[0].parameters())
+    replace_with_placeholders(model, keep)
+    assert {p for p in model.parameters() if not p.is_meta} == keep

@@ -13,7 +13,7 @@ Change = Callable[[Tensor, Tensor], Tensor]
 """makes a shard from a full tensor or the reverse; the second tensor is the parameter that it belongs to"""
 
 
-class ParameterSharding(Protocol):
+class Sharding(Protocol):
     """How parameters are sharded over the ranks of a cube."""
 
     def unshard(self, shard: Tensor, parameter: Tensor) -> Tensor:
@@ -24,15 +24,15 @@ class ParameterSharding(Protocol):
 
 
 def gather_module_state(
-    module: nn.Module, ranks: Mapping[str, int], transport: Transport, sharding: ParameterSharding | None = None
+    module: nn.Module, ranks: Mapping[str, int], transport: Transport, sharding: Sharding | None = None
 ) -> dict[str, Any]:
     """The module's full state dict on pipeline rank 0, as a single process has it; elsewhere this rank's own entries.
+
+    All ranks of the pipeline call this; with a sharding, all ranks of the cube.
 
     Args:
         module: with placeholders for the parameters of other ranks.
         ranks: the pipeline rank that owns each entry.
-        transport: among the ranks of the pipeline, which all call this.
-        sharding: given if parameters are sharded over a cube; then all ranks of the cube call this.
     """
     state = module.state_dict()
     own = {name: value for name, value in state.items() if ranks[name] == transport.rank}
@@ -47,18 +47,19 @@ def gather_module_state(
 
 
 def load_module_state(
-    module: nn.Module, state: Mapping[str, Any], sharding: ParameterSharding | None = None, *, strict: bool
+    module: nn.Module, state: Mapping[str, Any], sharding: Sharding | None = None, *, strict: bool
 ) -> None:
     """Load a full state dict into the parameters and buffers that this rank owns."""
     current = module.state_dict()
-    loaded = {name: current[name] if _is_meta(current.get(name)) else value for name, value in state.items()}
+    meta = {name for name, value in current.items() if isinstance(value, Tensor) and value.is_meta}
+    loaded = {name: current[name] if name in meta else value for name, value in state.items()}
     if sharding is not None:
         loaded |= _map_parameters(module, loaded, sharding.shard)
     module.load_state_dict(loaded, strict=strict)
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, transport: Transport, sharding: ParameterSharding | None = None
+    optimizer: Optimizer, transport: Transport, sharding: Sharding | None = None
 ) -> dict[str, Any]:
     """The optimizer's full state dict on pipeline rank 0; elsewhere this rank's own. Called by all ranks."""
     state = optimizer.state_dict()
@@ -71,9 +72,7 @@ def gather_optimizer_state(
     return state
 
 
-def load_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], sharding: ParameterSharding | None = None
-) -> None:
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], sharding: Sharding | None = None) -> None:
     """Load those entries of a full state dict that belong to parameters of this rank."""
     if _is_mock(optimizer):
         optimizer.load_state_dict(dict(state))
@@ -106,7 +105,3 @@ def _own_entries(optimizer: Optimizer, state: Mapping[str, Any], change: Change 
         index: {name: change(v, parameters[index]) if isinstance(v, Tensor) else v for name, v in values.items()}
         for index, values in own.items()
     }
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta

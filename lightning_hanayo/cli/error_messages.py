@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from itertools import chain
 from typing import Any, NoReturn
@@ -74,23 +74,16 @@ class OneLineErrors:
         if message.startswith("unrecognized") and not unknown["option"].startswith("-"):
             return f"unexpected: {unknown['option']!r}"
         option = unknown["option"].lstrip("-")
-        parsers = [parser for name, parser in self._subcommands() if unknown["command"] in (None, name)] or [self]
+        action = getattr(self, "_subcommands_action", None)  # only jsonargparse's outermost parser has subcommands
+        subcommands = action.choices if action is not None else {}
+        parsers = [parser for name, parser in subcommands.items() if unknown["command"] in (None, name)] or [self]
         return f"unknown option {option!r}; {hint(option, dict.fromkeys(chain(*map(_options, parsers))))}"
 
-    def _subcommands(self) -> list[tuple[str, Any]]:
-        """The names and parsers of the subcommands; only jsonargparse's outermost parser has any."""
-        action = getattr(self, "_subcommands_action", None)
-        return list(action.choices.items()) if action is not None else []
 
-
-def _options(parser: Any) -> Iterator[str]:
+def _options(parser: Any) -> list[str]:
     """The options of `parser`, dotted and without dashes, as a configuration file writes them."""
-    for action in parser._actions:
-        if not action.option_strings:
-            continue
-        name = action.option_strings[-1].lstrip("-")
-        if name not in ("help", "config", "print_config") and not name.endswith(".help"):
-            yield name
+    names = [action.option_strings[-1].lstrip("-") for action in parser._actions if action.option_strings]
+    return [name for name in names if name not in ("help", "config", "print_config") and not name.endswith(".help")]
 
 
 def hint(name: str, known: Iterable[str]) -> str:

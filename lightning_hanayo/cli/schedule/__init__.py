@@ -32,8 +32,9 @@ def run(argv: list[str]) -> int:
     module = import_module(f"lightning_hanayo.cli.schedule.{subcommand}")
     parser = ScheduleParser(f"hanayo schedule {subcommand}", module.__doc__)
     module.add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     try:
-        code = int(module.run(Options(parser.parse_args(argv[2:]))))
+        code = int(module.run(parser.parse_args(argv[2:], Options())))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of the output has closed the pipe, such as `| head`

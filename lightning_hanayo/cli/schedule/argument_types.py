@@ -1,15 +1,11 @@
-"""Converts the values of command-line options to numbers, with a readable error."""
+"""Converts the values of command-line options to numbers. An ArgumentTypeError is shown to the user."""
 
 from argparse import ArgumentTypeError
 from math import isfinite
 
 
 def non_negative(text: str) -> float:
-    """A finite number of at least 0.
-
-    Raises:
-        ArgumentTypeError: it isn't one.
-    """
+    """A finite number of at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -20,22 +16,15 @@ def non_negative(text: str) -> float:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0.
-
-    Raises:
-        ArgumentTypeError: it isn't one.
-    """
-    if non_negative(text) == 0:
+    """A finite number above 0."""
+    value = non_negative(text)
+    if value == 0:
         raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return float(text)
+    return value
 
 
 def integer(text: str) -> int:
-    """A whole number. Its range is checked where it is used.
-
-    Raises:
-        ArgumentTypeError: it isn't one.
-    """
+    """A whole number. Its range is checked where it is used."""
     try:
         return int(text)
     except ValueError:
@@ -43,23 +32,11 @@ def integer(text: str) -> int:
 
 
 def integer_or_auto(text: str) -> int | str:
-    """A whole number, or "auto".
-
-    Raises:
-        ArgumentTypeError: it is neither.
-    """
+    """A whole number, or "auto"."""
     return text if text == "auto" else integer(text)
 
 
 def cost(text: str) -> float | tuple[float, ...]:
-    """A number, or one per stage, separated by commas.
-
-    Example:
-        >>> cost("0.5"), cost("1,1,2,1")
-        (0.5, (1.0, 1.0, 2.0, 1.0))
-
-    Raises:
-        ArgumentTypeError: it is neither.
-    """
+    """A number, or one per stage, separated by commas: "0.5", "1,1,2,1"."""
     values = tuple(map(non_negative, text.split(",")))
     return values if len(values) > 1 else values[0]

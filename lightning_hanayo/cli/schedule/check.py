@@ -5,10 +5,11 @@ both formats of torch.distributed.pipelining: compute_only and compute_comms, wh
 The exit code is 0 if the table is valid, and 2 with an error that names the cell if not.
 """
 
+import json
+
 from lightning_hanayo.cli.error_messages import fail
-from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_json
+from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs
 from lightning_hanayo.cli.schedule.summary import backward_mode, sizes_text, summary_dict, summary_line
-from lightning_hanayo.cli.schedule.terminal import print_json
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.schedule import check_csv
 
@@ -17,7 +18,6 @@ def add_options(parser: ScheduleParser) -> None:
     """Add the file and the costs to simulate it with."""
     parser.add_argument("file", metavar="FILE.csv", help="the table")
     add_costs(parser)
-    add_json(parser)
 
 
 def run(options: Options) -> int:
@@ -26,14 +26,14 @@ def run(options: Options) -> int:
         schedule = check_csv(options.file)
     except HanayoError as error:
         if options.json:
-            print_json({"valid": False, "error": str(error)})
+            print(json.dumps({"valid": False, "error": str(error)}))
         return fail(str(error))
     timeline = options.simulate(schedule)
     peak, budget = max(timeline.peak_activations), options.activation_budget
     exceeds_budget = budget is not None and peak > budget + 1e-9
     if options.json:
         within = {} if budget is None else {"inside_budget": not exceeds_budget}
-        print_json({"valid": True, **within, **summary_dict(schedule, timeline)})
+        print(json.dumps({"valid": True, **within, **summary_dict(schedule, timeline)}))
     else:
         print(f"{options.file} is a schedule: {sizes_text(schedule)}, backward {backward_mode(schedule)}")
         print(summary_line(schedule, timeline, options.unit))

@@ -5,13 +5,14 @@ W = 1, those with one stage always. A schedule that doesn't exist in these sizes
 stage are those of the schedule with the most stages; the stages of the others have sums of them.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_json, add_sizes
+from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_sizes
 from lightning_hanayo.cli.schedule.show import check_output, unit_seconds
 from lightning_hanayo.cli.schedule.summary import summary_dict
-from lightning_hanayo.cli.schedule.terminal import print_json, print_table
+from lightning_hanayo.cli.schedule.terminal import print_table
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_ranking, save_trace
 from lightning_hanayo.schedule import schedule_names
@@ -24,16 +25,14 @@ def add_options(parser: ScheduleParser) -> None:
     parser.add_argument("schedules", nargs="*", default=[], metavar="NAME", help="schedules to compare (default: all)")
     add_sizes(parser)
     add_costs(parser)
-    parser.add_argument(
-        "-o", "--output", action="append", metavar="FILE", help="an image, HTML page or trace to write; can be repeated"
-    )
-    add_json(parser)
+    meaning = "an image, HTML page or trace to write; can be repeated"
+    parser.add_argument("-o", "--output", action="append", default=[], metavar="FILE", help=meaning)
 
 
 def run(options: Options) -> int:
     """Compare the schedules: print a table, and write the output files."""
-    files, names = options.output or [], options.schedules or None
-    for path in files:
+    names = options.schedules or None
+    for path in options.output:
         check_output(path)
     for name in names or ():
         if name not in schedule_names():
@@ -43,15 +42,15 @@ def run(options: Options) -> int:
     if not comparison.candidates:
         raise HanayoError("; ".join(dict.fromkeys(comparison.refused.values())))
     title = f"P = {sizes['num_ranks']}, W = {sizes['num_waves']}, B = {sizes['num_microbatches']}"
-    for path in files:
+    for path in options.output:
         _save(path, title, comparison, options)
     if options.json:
-        print_json({"schedules": [_result(one, budget) for one in comparison.candidates],
-                    "refused": comparison.refused, "files": files})  # fmt: skip
+        schedules = [_result(one, budget) for one in comparison.candidates]
+        print(json.dumps({"schedules": schedules, "refused": comparison.refused, "files": options.output}))
         return 0
     print(title + (f", activation budget {budget:g} M_a" if budget is not None else ""))
     _print_comparison(comparison, budget)
-    for path in files:
+    for path in options.output:
         print(f"wrote {path}")
     return 0
 

@@ -4,11 +4,11 @@ With --communication the table includes sends, receives and gradient reductions 
 without, only compute actions (compute_only).
 """
 
+import json
 from pathlib import Path
 
-from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_json, add_schedule
+from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_schedule
 from lightning_hanayo.cli.schedule.summary import sizes_text
-from lightning_hanayo.cli.schedule.terminal import print_json
 from lightning_hanayo.errors import HanayoError
 
 
@@ -18,7 +18,6 @@ def add_options(parser: ScheduleParser) -> None:
     parser.add_argument("file", metavar="OUT.csv", help="the file to write")
     parser.add_argument("--communication", action="store_true", help="include sends, receives and gradient reductions")
     add_costs(parser)
-    add_json(parser)
 
 
 def run(options: Options) -> int:
@@ -29,7 +28,7 @@ def run(options: Options) -> int:
     schedule = options.make_schedule()
     schedule.to_csv(path, communication=options.communication)
     if options.json:
-        print_json({"schedule": schedule.name, "file": str(path), "communication": options.communication})
+        print(json.dumps({"schedule": schedule.name, "file": str(path), "communication": options.communication}))
     else:
         print(f"wrote {path}: {schedule.name}, {sizes_text(schedule)}")
     return 0

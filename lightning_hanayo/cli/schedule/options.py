@@ -19,7 +19,8 @@ MAX_ACTIONS = 5_000_000
 """of a schedule that is drawn or written; building a larger one would take minutes"""
 
 _COSTS = {
-    "forward": "time of one micro-batch's forward through one rank's share of the model (T_F; default 1)",
+    "forward": "time of one micro-batch's forward through one rank's share of the model (T_F; default 1); "
+    "a list gives one time per stage",
     "backward_input": "the same for the gradients of the inputs (default 1)",
     "backward_weight": "the same for the gradients of the weights (default 1)",
     "message": "time of one message between two ranks (T_C; default 0)",
@@ -33,9 +34,8 @@ class ScheduleParser(OneLineErrors, ArgumentParser):
     """Parses a subcommand's options, without abbreviations. It is argparse's own parser, which imports quickly."""
 
     def __init__(self, prog: str, description: str | None) -> None:
-        super().__init__(
-            prog=prog, description=description, allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter
-        )
+        layout = RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=layout)
 
 
 def add_schedule(parser: ScheduleParser) -> None:
@@ -43,9 +43,8 @@ def add_schedule(parser: ScheduleParser) -> None:
     names = ", ".join(schedule_names())
     parser.add_argument("schedule", metavar="NAME|FILE.csv", help=f"{names}, auto (the best); or a table of actions")
     add_sizes(parser, integer_or_auto, " or auto")
-    parser.add_argument(
-        "-V", "--stages-per-rank", type=integer, metavar="V", help="stages on each rank, for interleaved schedules"
-    )
+    meaning = "stages on each rank, for interleaved schedules"
+    parser.add_argument("-V", "--stages-per-rank", type=integer, metavar="V", help=meaning)
 
 
 def add_sizes(parser: ScheduleParser, waves: Callable[[str], int | str] = integer, choice: str = "") -> None:
@@ -58,53 +57,28 @@ def add_sizes(parser: ScheduleParser, waves: Callable[[str], int | str] = intege
 
 def add_costs(parser: ScheduleParser) -> None:
     """Add the costs, the activation budget, and the simulation's length."""
-    parser.add_argument(
-        "--costs",
-        dest="profile",
-        metavar="PROFILE.json",
-        help="costs (in ms) and sizes that a training run has measured; other options override them",
-    )
+    meaning = "costs (in ms) and sizes that a training run has measured; other options override them"
+    parser.add_argument("--costs", dest="profile", metavar="PROFILE.json", help=meaning)
     for name, meaning in _COSTS.items():
-        per_stage = name != "message_between_nodes"
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=cost if per_stage else non_negative,
-            metavar="T[,T...]" if per_stage else "T",
-            help=f"{meaning}; a list gives one time per stage" if name == "forward" else meaning,
-        )
+        to_cost, metavar = (non_negative, "T") if name == "message_between_nodes" else (cost, "T[,T...]")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=to_cost, metavar=metavar, help=meaning)
     parser.add_argument("--ranks-per-node", type=integer, metavar="N", help="required by --message-between-nodes")
-    parser.add_argument(
-        "--activation-budget",
-        type=positive,
-        metavar="M",
-        help="the maximum of activations on a rank, in micro-batches (M_a)",
-    )
-    parser.add_argument(
-        "--steps", type=integer, default=1, metavar="N", help="consecutive steps, without a barrier (default 1)"
-    )
-    parser.add_argument("--unit", default="", metavar="U", help="the unit of time shown in images, such as ms")
+    meaning = "the maximum of activations on a rank, in micro-batches (M_a)"
+    parser.add_argument("--activation-budget", type=positive, metavar="M", help=meaning)
+    meaning = "consecutive steps, without a barrier (default 1)"
+    parser.add_argument("--steps", type=integer, default=1, metavar="N", help=meaning)
+    meaning = "the unit of time shown in images, such as ms"
+    parser.add_argument("--unit", dest="given_unit", default="", metavar="U", help=meaning)
 
 
-def add_json(parser: ScheduleParser) -> None:
-    """Add the choice of JSON output."""
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-class Options:
+class Options(Namespace):
     """The parsed options, and what they ask for: a schedule, its costs, its timeline."""
-
-    def __init__(self, parsed: Namespace) -> None:
-        self._parsed = parsed
-
-    def __getattr__(self, name: str) -> Any:
-        """An option as it was parsed."""
-        return getattr(self._parsed, name)
 
     @property
     def costs(self) -> CostModel:
         """The costs given as options; for the others, those of the profile, or defaults."""
         names = {field.name for field in fields(CostModel)}
-        given = {name: value for name, value in vars(self._parsed).items() if name in names and value is not None}
+        given = {name: value for name, value in vars(self).items() if name in names and value is not None}
         return replace(self._profile.costs.scaled(1e3) if self._profile is not None else CostModel(), **given)
 
     @cached_property
@@ -114,18 +88,18 @@ class Options:
     @property
     def unit(self) -> str:
         """The unit of time to show."""
-        unit: str = self._parsed.unit
-        return unit or ("ms" if self.profile is not None else "")
+        return str(self.given_unit) or ("ms" if self.profile is not None else "")
 
     @property
     def sizes(self) -> dict[str, Any]:
         """Ranks, micro-batches and waves, as arguments of `build` and `compare`: as given, or those of the profile."""
-        profile = self._profile
-        ranks = (profile.num_ranks if profile else DEFAULT_RANKS) if self.ranks is None else self.ranks
-        microbatches = self.microbatches
+        profile, ranks, microbatches, waves = self._profile, self.ranks, self.microbatches, self.waves
+        if ranks is None:
+            ranks = profile.num_ranks if profile else DEFAULT_RANKS
         if microbatches is None:
             microbatches = profile.num_microbatches if profile else ranks
-        waves = (profile.num_waves if profile else 1) if self.waves is None else self.waves
+        if waves is None:
+            waves = profile.num_waves if profile else 1
         check_sizes(ranks, microbatches, 2 * (max(WAVES) if waves == "auto" else waves))
         return {"num_ranks": ranks, "num_microbatches": microbatches, "num_waves": waves}
 
@@ -135,8 +109,9 @@ class Options:
         Raises:
             HanayoError: there is no such schedule, or it doesn't exist in these sizes.
         """
-        schedule = self._read() if _is_file(self.schedule) else self._build()
-        return with_loss_stage(schedule) if vars(self._parsed).get("loss_stage") else schedule
+        name = self.schedule
+        schedule = self._read() if name.endswith(".csv") or Path(name).is_file() or "/" in name else self._build()
+        return with_loss_stage(schedule) if vars(self).get("loss_stage") else schedule
 
     def _read(self) -> Schedule:
         sizes = {"ranks": self.ranks, "microbatches": self.microbatches, "waves": self.waves}
@@ -163,18 +138,10 @@ class Options:
 
 
 def check_sizes(ranks: int, microbatches: int, stages_per_rank: int) -> None:
-    """Reject a schedule that would take too long to build.
-
-    Raises:
-        HanayoError: it would have more than `MAX_ACTIONS`.
-    """
+    """Raise a HanayoError if a schedule of these sizes would take too long to build."""
     count = 3 * ranks * microbatches * stages_per_rank
     if count > MAX_ACTIONS and min(ranks, microbatches, stages_per_rank) > 0:
         raise HanayoError(
             f"{ranks} ranks, {microbatches} micro-batches and {stages_per_rank} stages per rank make up to {count:,} "
             f"actions, more than {MAX_ACTIONS:,}; ask for fewer"
         )
-
-
-def _is_file(name: str) -> bool:
-    return name.endswith(".csv") or Path(name).is_file() or "/" in name

@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 
 from lightning_hanayo.cli.schedule.argument_types import integer
-from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_json, add_schedule
+from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_schedule
 from lightning_hanayo.cli.schedule.summary import summary_dict, summary_line, title
-from lightning_hanayo.cli.schedule.terminal import print_json, print_timeline
+from lightning_hanayo.cli.schedule.terminal import print_timeline
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_timeline, save_trace
 from lightning_hanayo.plotting.image import FORMATS
@@ -21,59 +21,46 @@ def add_options(parser: ScheduleParser) -> None:
     """Add the schedule, its costs, and how to draw it."""
     add_schedule(parser)
     add_costs(parser)
-    parser.add_argument(
-        "--loss-stage",
-        action="store_true",
-        help="add a stage for head and loss on rank 0, as training does for schedules that end on another rank",
-    )
-    parser.add_argument("-o", "--output", action="append", metavar="FILE", help="a file to write; can be repeated")
-    parser.add_argument(
-        "--follow",
-        type=integer,
-        action="append",
-        metavar="M",
-        help="draw the path of micro-batch M as a line; can be repeated",
-    )
+    meaning = "add a stage for head and loss on rank 0, as training does for schedules that end on another rank"
+    parser.add_argument("--loss-stage", action="store_true", help=meaning)
+    meaning = "a file to write; can be repeated"
+    parser.add_argument("-o", "--output", action="append", default=[], metavar="FILE", help=meaning)
+    meaning = "draw the path of micro-batch M as a line; can be repeated"
+    parser.add_argument("--follow", type=integer, action="append", default=[], metavar="M", help=meaning)
     parser.add_argument("--activations", action="store_true", help="also draw each rank's activations in an image")
     parser.add_argument("--columns", type=integer, metavar="N", help="characters per line in the terminal")
-    add_json(parser)
 
 
 def run(options: Options) -> int:
     """Draw the schedule in the terminal, or write the output files."""
-    files = options.output or []
-    for path in files:
+    for path in options.output:
         check_output(path)
     schedule = options.make_schedule()
-    for microbatch in options.follow or []:
+    for microbatch in options.follow:
         if microbatch not in range(schedule.num_microbatches):
             last = schedule.num_microbatches - 1
             raise HanayoError(f"--follow: there is no micro-batch {microbatch}, micro-batches are 0 to {last}")
     if options.columns is not None and options.columns < 20:
         raise HanayoError(f"--columns: expected at least 20, got {options.columns}")
     timeline = options.simulate(schedule)
-    for path in files:
+    for path in options.output:
         _save(path, schedule, timeline, options)
     if options.json:
         spans = json.loads(timeline.to_json())["spans"]
-        print_json({**summary_dict(schedule, timeline), "files": files, "spans": spans})
+        print(json.dumps({**summary_dict(schedule, timeline), "files": options.output, "spans": spans}))
         return 0
     print(title(schedule))
     print(summary_line(schedule, timeline, options.unit))
-    if not files:
+    if not options.output:
         print()
         print_timeline(timeline, options.columns)
-    for path in files:
+    for path in options.output:
         print(f"wrote {path}")
     return 0
 
 
 def check_output(path: str) -> None:
-    """Reject an output file that can't be written, before anything is computed.
-
-    Raises:
-        HanayoError: its suffix is unknown, or its folder doesn't exist.
-    """
+    """Raise a HanayoError if an output file has an unknown suffix or its folder doesn't exist."""
     suffix, known = Path(path).suffix, [f".{suffix}" for suffix in (*FORMATS, "html", "json")]
     if suffix.lower() not in known:
         raise HanayoError(f"--output {path}: the suffix {suffix!r} is unknown; {nearest(suffix, known)}")
@@ -88,14 +75,8 @@ def _save(path: str, schedule: Schedule, timeline: Timeline, options: Options) -
         case ".json":
             save_trace(path, {title(schedule): timeline}, seconds=unit_seconds(options.unit))
         case _:
-            save_timeline(
-                path,
-                timeline,
-                title=title(schedule),
-                unit=options.unit,
-                follow=options.follow or (),
-                activations=options.activations,
-            )
+            look = {"unit": options.unit, "follow": options.follow, "activations": options.activations}
+            save_timeline(path, timeline, title=title(schedule), **look)
 
 
 def unit_seconds(unit: str) -> float:

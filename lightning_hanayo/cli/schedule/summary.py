@@ -7,12 +7,7 @@ from lightning_hanayo.schedule.passes.communication import messages_per_microbat
 
 
 def title(schedule: Schedule) -> str:
-    """The name and the sizes of a schedule.
-
-    Example:
-        >>> title(build("hanayo", num_ranks=4, num_microbatches=8))
-        'hanayo: 4 ranks, 2 stages per rank, 8 micro-batches'
-    """
+    """The name and the sizes of a schedule: "hanayo: 4 ranks, 2 stages per rank, 8 micro-batches"."""
     return f"{schedule.name}: {sizes_text(schedule)}"
 
 
@@ -63,19 +58,6 @@ def summary_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
 
 
 def backward_mode(schedule: Schedule) -> str:
-    """Whether the backward runs in one piece ("whole"), in two ("split"), both, or not at all ("none").
-
-    Example:
-        >>> backward_mode(build("1f1b", num_ranks=2, num_microbatches=2))
-        'whole'
-    """
+    """Whether the backward runs in one piece ("whole"), in two ("split"), both, or not at all ("none")."""
     kinds = {action.kind for row in schedule.actions for action in row}
-    match Kind.B in kinds, Kind.I in kinds:
-        case True, False:
-            return "whole"
-        case False, True:
-            return "split"
-        case True, True:
-            return "whole and split"
-        case _:
-            return "none"
+    return " and ".join(name for kind, name in ((Kind.B, "whole"), (Kind.I, "split")) if kind in kinds) or "none"

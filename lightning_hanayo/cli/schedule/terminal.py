@@ -1,10 +1,8 @@
 """Prints timelines and tables: in colours in a terminal, as plain text in a pipe."""
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from lightning_hanayo.plotting.palette import action_colour, legend_entries, text_colour, wave_legs
 from lightning_hanayo.schedule import Timeline, timeline_text
@@ -12,11 +10,6 @@ from lightning_hanayo.schedule.text.timeline_text import timeline_lines
 
 PIPE_COLUMNS = 120
 """characters per line of a table in a pipe"""
-
-
-def print_json(result: Any) -> None:
-    """Print one JSON value."""
-    print(json.dumps(result))
 
 
 def print_timeline(timeline: Timeline, columns: int | None) -> None:

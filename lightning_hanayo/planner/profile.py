@@ -11,7 +11,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.errors import HanayoError, nearest, writing
 from lightning_hanayo.schedule import CostModel
 
 _MEASURED = ("forward", "backward_input", "backward_weight", "message")
@@ -46,10 +46,8 @@ class Profile:
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "costs"}
         measured = {name: _to_the_nanosecond(getattr(self.costs, name)) for name in _MEASURED}
         text = ",\n ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (own | measured).items())
-        try:
+        with writing(path):
             Path(path).write_text(f'{{"unit": "s",\n {text}}}\n', encoding="utf-8")
-        except OSError as error:
-            raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Profile":

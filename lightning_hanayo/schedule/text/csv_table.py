@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.schedule.action import Action, Rows
 
 MAX_BYTES = 64 << 20
@@ -22,11 +22,8 @@ def write_rows(path: str | Path, rows: Rows) -> None:
     Raises:
         HanayoError: the file can't be written.
     """
-    try:
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows(rows)
-    except OSError as error:
-        raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
+    with writing(path), open(path, "w", newline="") as file:
+        csv.writer(file).writerows(rows)
 
 
 def read_rows(path: Path) -> Rows:

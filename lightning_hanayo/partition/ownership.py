@@ -115,6 +115,6 @@ def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers
         if parameter not in keep and not isinstance(parameter, Placeholder)
     }
     for module in model.modules():
-        module._parameters |= {n: placeholders[p] for n, p in module._parameters.items() if p in placeholders}
+        module._parameters.update({n: placeholders[p] for n, p in module._parameters.items() if p in placeholders})
     for module in buffers_of:
-        module._buffers |= {name: buffer.to("meta") for name, buffer in module._buffers.items() if buffer is not None}
+        module._buffers.update({n: b.to("meta") for n, b in module._buffers.items() if b is not None})

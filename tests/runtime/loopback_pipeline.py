@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hanayo.partition.balance import cut
+from lightning_hanayo.partition.cut import cut
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue

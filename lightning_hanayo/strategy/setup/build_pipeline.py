@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.partition.balance import cut, measure_block_times
+from lightning_hanayo.partition.cut import cut, measure_block_times
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
 from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside

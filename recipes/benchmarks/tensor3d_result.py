@@ -5,13 +5,13 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from lightning_hanayo.planner.schemes import OneD, two_d
 from lightning_hanayo.planner.volume import TransformerLayer
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.result import Summary
 from recipes.benchmarks.schemes.log import Replay, elements_of, replay
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of
 from recipes.benchmarks.tensor3d_rank import Case, Collective, Record, Steps, dry_run
+from recipes.cube.schemes import OneD, two_d
 
 BYTES = 4
 """of an element"""

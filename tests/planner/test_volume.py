@@ -12,7 +12,6 @@ import pytest
 
 from lightning_hanayo.divisibility import MeshSizes, meshes
 from lightning_hanayo.planner.meshes import best_mesh
-from lightning_hanayo.planner.schemes import OneD, TwoAndAHalfD, two_d
 from lightning_hanayo.planner.volume import Keep, LinearLayer, TransformerLayer
 
 MESHES: list[MeshSizes] = [
@@ -99,36 +98,13 @@ def layer(tokens: int, hidden: int) -> TransformerLayer:
     return TransformerLayer(tokens, hidden, hidden // 128)
 
 
-@pytest.mark.parametrize(("m", "h"), [(16384, 4096), (4096, 4096), (131072, 8192), (512, 1024)])
-def test_a_layer_on_a_cube_compared_with_one_dimension(m: int, h: int) -> None:
-    assert layer(m, h).volume((2, 2, 2)).total == 4 * m * h + 3 * h**2
-    assert OneD(8).volume(layer(m, h)) == 7 * m * h
-    assert layer(m, h).volume((4, 4, 4)).total == 1.5 * m * h + 1.125 * h**2
-    assert OneD(64).volume(layer(m, h)) == 7.875 * m * h
-
-
-def test_the_cube_of_8_wins_where_there_are_more_tokens_than_features() -> None:
-    wins = [layer(m, 4096).volume((2, 2, 2)).total < OneD(8).volume(layer(m, 4096)) for m in (2048, 4096, 8192)]
-    assert wins == [False, False, True], "equal where they are equal"
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8, 64])
 def test_special_grids_are_the_known_schemes(ranks: int) -> None:
     one = layer(2048, 1024)
     weights = 12 * one.hidden**2
-    assert one.volume((1, ranks, 1)).total == OneD(ranks).volume(one)
+    assert one.volume((1, ranks, 1)).total == 8 * (ranks - 1) / ranks * one.tokens * one.hidden, "1-D: Megatron's"
     fsdp = [one.volume((ranks, 1, 1), keep).total for keep in KEEPS]
     assert fsdp == [times * (ranks - 1) / ranks * weights for times in (2, 3)], "ZeRO-3 gathers twice, sums once"
-
-
-def test_two_and_a_half_dimensions() -> None:
-    one = layer(2048, 1024)
-    mh, hh = 2048 * 1024, 1024**2
-    assert two_d(2).volume(one) == 3 / 4 * (7 * mh + 12 * hh)
-    assert TwoAndAHalfD(2, 2).volume(one) == 3 / 4 * (7 * mh / 2 + 12 * hh) + 12 * hh / 4
-    assert (two_d(8).num_ranks, TwoAndAHalfD(4, 4).num_ranks) == (64, 64)
-    assert (TwoAndAHalfD(2, 2).weight_share, TwoAndAHalfD(2, 2).activation_share) == (1 / 4, 1 / 8)
-    assert [OneD(8, sequence_parallel=parted).activation_share for parted in (False, True)] == [1, 1 / 8]
 
 
 def test_weights_are_three_sevenths_of_a_square_layer_on_the_cube_of_2() -> None:

@@ -45,31 +45,24 @@ class Request:
                 "micro-batch's activations of a rank's whole share), or None"
             )
 
-    def stages_per_rank(self, expected: int | None, *, default: int) -> int:
-        """How many stages a rank holds. `expected`: the only number that the schedule can have, None: any.
+    def stages_per_rank(self, expected: int | None) -> int:
+        """How many stages a rank holds. `expected`: the only number that the schedule can have; None: any (default 2).
 
         Raises:
-            HanayoError: `num_stages_per_rank` is another number.
+            HanayoError: several waves or another number were asked for.
         """
+        if self.num_waves != 1 and expected != 2 * self.num_waves:
+            raise HanayoError(
+                f"schedule {self.name!r} has no waves, got num_waves={self.num_waves}; "
+                "leave it out, use num_stages_per_rank with 'interleaved', or the schedule 'hanayo'"
+            )
         asked = self.num_stages_per_rank
         if asked is not None and expected is not None and asked != expected:
             raise HanayoError(
                 f"schedule {self.name!r} has {expected} stages per rank here, got num_stages_per_rank={asked}; "
                 "leave it out, or use 'interleaved' (any number) or more num_waves (2 stages each)"
             )
-        return default if asked is None else asked
-
-    def refuse_waves(self) -> None:
-        """Reject `num_waves` above 1, for schedules whose stages aren't in waves.
-
-        Raises:
-            HanayoError: several waves were asked for.
-        """
-        if self.num_waves != 1:
-            raise HanayoError(
-                f"schedule {self.name!r} has no waves, got num_waves={self.num_waves}; "
-                "leave it out, use num_stages_per_rank with 'interleaved', or the schedule 'hanayo'"
-            )
+        return expected or asked or 2
 
 
 Builder = Callable[[Request], Schedule]

@@ -6,7 +6,6 @@ from lightning_hanayo.schedule.builders import (  # noqa: F401 - each registers 
     hanayo,
     hanayo_zb,
     interleaved,
-    interleaved_zb,
     one_f_one_b,
     v_half_v_min,
     zb_h1,

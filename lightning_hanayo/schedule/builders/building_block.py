@@ -46,8 +46,7 @@ def repeat(request: Request, block: Sequence[Cells], capacity: int, *, eager: bo
         capacity: the most M_a that a rank may hold; at least what the block holds if each W comes right after its I.
         eager: whether an I may run early while forwards are left.
     """
-    num_ranks, num_microbatches = request.num_ranks, request.num_microbatches
-    stages = 2 * num_ranks
+    num_microbatches, stages = request.num_microbatches, request.stages_per_rank(2) * request.num_ranks
     ranks = [
         _Rank(_nodes(rank, stages, cells), stages, num_microbatches, capacity, eager)
         for rank, cells in enumerate(block)
@@ -58,7 +57,9 @@ def repeat(request: Request, block: Sequence[Cells], capacity: int, *, eager: bo
         for node in ran:
             if node is not None:
                 done[node] += 1
-    return Schedule(request.name, zigzag(num_ranks, 1), tuple(tuple(rank.row) for rank in ranks), num_microbatches)
+    return Schedule(
+        request.name, zigzag(request.num_ranks, 1), tuple(tuple(rank.row) for rank in ranks), num_microbatches
+    )
 
 
 def _nodes(rank: int, stages: int, cells: Cells) -> dict[Node, int]:

@@ -30,8 +30,7 @@ from lightning_hanayo.schedule.schedule import Schedule
 @register_schedule("chimera", num_replicas=2)
 def chimera(request: Request) -> Schedule:
     """Two replicas of P stages each, for even P; any B."""
-    request.refuse_waves()
-    request.stages_per_rank(2, default=2)
+    request.stages_per_rank(2)
     num_ranks = request.num_ranks
     if num_ranks % 2:
         raise HanayoError(

@@ -13,8 +13,7 @@ from lightning_hanayo.schedule.schedule import Schedule
 @register_schedule("gpipe")
 def gpipe(request: Request) -> Schedule:
     """One stage per rank; activations grow to B M_a."""
-    request.refuse_waves()
-    request.stages_per_rank(1, default=1)
+    request.stages_per_rank(1)
     microbatches = range(request.num_microbatches)
     rows = tuple(
         tuple(Action(rank, kind, m) for kind in (Kind.F, Kind.B) for m in microbatches)

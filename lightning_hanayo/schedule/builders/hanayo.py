@@ -67,7 +67,7 @@ def budget_of(request: Request) -> float:
     Raises:
         HanayoError: it is too small for one micro-batch, or `num_stages_per_rank` isn't 2W.
     """
-    request.stages_per_rank(2 * request.num_waves, default=2 * request.num_waves)
+    request.stages_per_rank(2 * request.num_waves)
     budget = request.num_ranks if request.activation_budget is None else request.activation_budget
     if not budget >= 1:
         raise HanayoError(

@@ -14,23 +14,18 @@ from lightning_hanayo.schedule.schedule import Schedule
 @register_schedule("1f1b")
 def one_f_one_b(request: Request) -> Schedule:
     """One stage per rank; activations of at most P - rank M_a."""
-    request.refuse_waves()
-    request.stages_per_rank(1, default=1)
-    rows = tuple(_row(rank, request.num_ranks, request.num_microbatches) for rank in range(request.num_ranks))
-    return Schedule(request.name, loop(request.num_ranks), rows, request.num_microbatches)
+    request.stages_per_rank(1)
+    num_ranks, microbatches = request.num_ranks, range(request.num_microbatches)
+    rows = []
+    for rank in range(num_ranks):
+        forward, backward = ([Action(rank, kind, m) for m in microbatches] for kind in (Kind.F, Kind.B))
+        rows.append(tuple(alternate(forward, backward, num_ranks - rank)))
+    return Schedule(request.name, loop(num_ranks), tuple(rows), len(microbatches))
 
 
-def _row(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    forward = [Action(rank, Kind.F, m) for m in range(num_microbatches)]
-    backward = [Action(rank, Kind.B, m) for m in range(num_microbatches)]
-    return alternate(forward, backward, num_ranks - rank)
-
-
-def alternate(forward: list[Action], backward: list[Action], warm_up: int) -> tuple[Action, ...]:
+def alternate(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
     """`warm_up` forwards, then backward and forward in turn until both are through."""
     row = forward[:warm_up]
-    rest = forward[warm_up:]
-    for position, action in enumerate(backward):
-        row.append(action)
-        row.extend(rest[position : position + 1])
-    return tuple(row)
+    for position, action in enumerate(backward, warm_up):
+        row += [action, *forward[position : position + 1]]
+    return row

@@ -30,7 +30,7 @@ v-half, and for v-min 2 longer where 3 divides P+1. Unequal costs leave v-half's
 T_W + 2 T_I >= 2 T_F and T_W + 2 T_F >= 2 T_I; from P = 4 on they slow every period of v-min, as the authors say too.
 """
 
-from lightning_hanayo.schedule.builders.building_block import Cells, repeat
+from lightning_hanayo.schedule.builders.building_block import repeat
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
 
@@ -38,30 +38,16 @@ from lightning_hanayo.schedule.schedule import Schedule
 @register_schedule("v-half", depth="two")
 def v_half(request: Request) -> Schedule:
     """Two stages per rank, at most (P+2) // 2 M_a."""
-    request.refuse_waves()
-    request.stages_per_rank(2, default=2)
     num_ranks = request.num_ranks
-    block = [_v_half_cells(rank, num_ranks) for rank in range(num_ranks)]
+    down, back = 3 * num_ranks - 2, 3 * num_ranks + (3 if num_ranks % 2 == 0 else 0)
+    block = [(2 * rank, down - rank, back - 1 + 2 * rank, back + down - rank) for rank in range(num_ranks)]
     return repeat(request, block, (num_ranks + 2) // 2, eager=False)
 
 
 @register_schedule("v-min", depth="two")
 def v_min(request: Request) -> Schedule:
     """Two stages per rank, at most (P+4) // 3 M_a."""
-    request.refuse_waves()
-    request.stages_per_rank(2, default=2)
     num_ranks = request.num_ranks
-    block = [_v_min_cells(rank, num_ranks) for rank in range(num_ranks)]
+    down, back = 2 * num_ranks - 1, 2 * num_ranks + (2 if num_ranks % 3 == 1 else 3)
+    block = [(rank, down - rank, back + rank, back + down - rank) for rank in range(num_ranks)]
     return repeat(request, block, (num_ranks + 4) // 3, eager=True)
-
-
-def _v_half_cells(rank: int, num_ranks: int) -> Cells:
-    length = 3 * num_ranks
-    back = length + (3 if num_ranks % 2 == 0 else 0)
-    return 2 * rank, length - 2 - rank, back - 1 + 2 * rank, back + length - 2 - rank
-
-
-def _v_min_cells(rank: int, num_ranks: int) -> Cells:
-    length = 2 * num_ranks
-    back = length + (2 if num_ranks % 3 == 1 else 3)
-    return rank, length - 1 - rank, back + rank, back + length - 1 - rank

@@ -12,8 +12,7 @@ three, and it is the largest where T_W is at most T_F and T_I. With F = I = W th
 fewer micro-batches it is 2B + 2P - 1, at F = I = W = 1. The peak is min(B, P) M_a.
 """
 
-from lightning_hanayo.schedule.builders.interleaved_zb import delayed_weights_row
-from lightning_hanayo.schedule.placement import loop
+from lightning_hanayo.schedule.builders.interleaved import split_loop
 from lightning_hanayo.schedule.registry import Request, register_schedule
 from lightning_hanayo.schedule.schedule import Schedule
 
@@ -21,11 +20,4 @@ from lightning_hanayo.schedule.schedule import Schedule
 @register_schedule("zb-h1")
 def zb_h1(request: Request) -> Schedule:
     """One stage per rank."""
-    request.refuse_waves()
-    request.stages_per_rank(1, default=1)
-    num_ranks = request.num_ranks
-    cells = [[(rank, m) for m in range(request.num_microbatches)] for rank in range(num_ranks)]
-    rows = tuple(
-        delayed_weights_row(own, own, ahead=num_ranks - 1 - rank, delay=rank) for rank, own in enumerate(cells)
-    )
-    return Schedule(request.name, loop(num_ranks), rows, request.num_microbatches)
+    return split_loop(request, request.stages_per_rank(1))

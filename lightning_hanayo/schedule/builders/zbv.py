@@ -29,8 +29,7 @@ _F1, _I1, _W1 = _UP = tuple((1, kind) for kind in (Kind.F, Kind.I, Kind.W))
 @register_schedule("zbv", depth="two")
 def zbv(request: Request) -> Schedule:
     """Two stages per rank."""
-    request.refuse_waves()
-    request.stages_per_rank(2, default=2)
+    request.stages_per_rank(2)
     rows = tuple(_row(rank, request.num_ranks, request.num_microbatches) for rank in range(request.num_ranks))
     return Schedule(request.name, zigzag(request.num_ranks, 1), rows, request.num_microbatches)
 

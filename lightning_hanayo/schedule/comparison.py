@@ -1,7 +1,8 @@
 """Comparison: simulates all schedules for the same ranks, micro-batches, depth and costs, and sorts them by time."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
@@ -73,27 +74,25 @@ def compare(
         # Sizes that are wrong for all schedules raise here, outside of the `try`
         Request(name, num_ranks, num_microbatches, num_waves, None, costs, activation_budget)
         try:
-            sizes: dict[str, Any] = {
-                **sizes_for(name, num_waves),
-                "num_ranks": num_ranks,
-                "num_microbatches": num_microbatches,
-            }
-            candidates.append(_candidate(name, sizes, costs or CostModel(), activation_budget, steps))
+            sizes: dict[str, Any] = sizes_for(name, num_waves)
+            make = partial(build, name, num_ranks=num_ranks, num_microbatches=num_microbatches, **sizes)
+            candidates.append(_candidate(name, make, costs or CostModel(), activation_budget, steps))
         except HanayoError as error:
             refused[name] = str(error).partition("\n")[0]
     return Comparison(tuple(sorted(candidates, key=lambda one: (one.timeline.makespan, one.peak, one.name))), refused)
 
 
-def _candidate(name: str, sizes: dict[str, Any], costs: CostModel, budget: float | None, steps: int) -> Candidate:
+def _candidate(
+    name: str, make: Callable[..., Schedule], costs: CostModel, budget: float | None, steps: int
+) -> Candidate:
     if costs.is_per_stage:
-        costs = costs.merged(build(name, **sizes).stages_per_replica)
-    keeps_budget = True
+        costs = costs.merged(make().stages_per_replica)
     try:
-        schedule = build(name, **sizes, costs=costs, activation_budget=budget)
+        schedule, keeps_budget = make(costs=costs, activation_budget=budget), True
     except HanayoError:
         if budget is None:
             raise
-        schedule, keeps_budget = build(name, **sizes, costs=costs), False
+        schedule, keeps_budget = make(costs=costs), False
     timeline = simulate(schedule, costs, steps)
     within_budget = keeps_budget and (budget is None or max(timeline.peak_activations) <= budget)
     return Candidate(name, schedule, timeline, within_budget)

@@ -46,9 +46,6 @@ class CostModel:
 
     def __post_init__(self) -> None:
         check_numbers(self, "a cost is a finite number of at least 0, or one per stage")
-        self._check_nodes()
-
-    def _check_nodes(self) -> None:
         nodes = (self.message_between_nodes, self.ranks_per_node)
         if nodes == (None, None):
             return
@@ -97,8 +94,7 @@ class CostModel:
             case Kind.W:
                 return self._stage("backward_weight", table, action.stage)
             case Kind.B:
-                split = ("backward_input", "backward_weight")
-                return sum(self._stage(part, table, action.stage) for part in split)
+                return sum(self._stage(part, table, action.stage) for part in ("backward_input", "backward_weight"))
             case Kind.REDUCE_GRAD:
                 twins = self._stage("replica_reduce", table, action.stage) if table.replica_of else 0.0
                 return self._stage("gradient_reduce", table, action.stage) + twins

@@ -15,6 +15,7 @@ between replicas, except that the gradients of a stage and its twins are summed 
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import filterfalse
 
 from lightning_hanayo.schedule.action import Action, Kind, Rows
 from lightning_hanayo.schedule.table import Table
@@ -42,10 +43,8 @@ def waits_for(
             return _inputs(action, per_replica)
         case Kind.B | Kind.I:
             return ((Action(stage, Kind.F, microbatch),), *_inputs(action, per_replica))
-        case Kind.W:
-            return ((Action(stage, Kind.I, microbatch),),)
-        case Kind.SEND_F:
-            return ((Action(stage, Kind.F, microbatch),),)
+        case Kind.W | Kind.SEND_F:
+            return ((Action(stage, Kind.I if action.kind is Kind.W else Kind.F, microbatch),),)
         case Kind.SEND_B:
             return (_input_gradients(stage, microbatch),)
         case Kind.REDUCE_GRAD:
@@ -92,10 +91,9 @@ def _inputs(action: Action, stages_per_replica: int) -> tuple[tuple[Action, ...]
     match action.kind:
         case Kind.F:
             return ((Action(stage, Kind.RECV_F, microbatch), Action(source, Kind.F, microbatch)),)
-        case Kind.RECV_F:
-            return ((Action(source, Kind.SEND_F, microbatch),),)
-        case Kind.RECV_B:
-            return ((Action(source, Kind.SEND_B, microbatch),),)
+        case Kind.RECV_F | Kind.RECV_B:
+            send = Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B
+            return ((Action(source, send, microbatch),),)
         case _:
             return ((Action(stage, Kind.RECV_B, microbatch), *_input_gradients(source, microbatch)),)
 
@@ -113,7 +111,7 @@ def waits_in(
         action: tuple(
             held
             for one_of in waits_for(action, num_stages, num_microbatches, num_replicas)
-            if (held := next((other for other in one_of if other in present), None)) is not None
+            if (held := next(filter(present.__contains__, one_of), None))
         )
         for action in present
     }
@@ -128,9 +126,18 @@ def table_waits(table: Table, rows: Rows | None = None) -> dict[Action, tuple[Ac
 def producers(table: Table) -> dict[Action, Action]:
     """For each compute action that works on another stage's output: the action that computes this output."""
     present = {action for row in table.actions for action in row}
-    inputs = ((action, one_of) for action in present for one_of in _inputs(action, table.stages_per_replica))
-    found = ((action, next((other for other in one_of if other in present), None)) for action, one_of in inputs)
-    return {action: producer for action, producer in found if producer is not None}
+    return {
+        action: producer
+        for action in present
+        for one_of in _inputs(action, table.stages_per_replica)
+        if (producer := next(filter(present.__contains__, one_of), None))
+    }
+
+
+def last_gradients(table: Table) -> dict[int, int]:
+    """Where in its rank's row each stage makes its last weight gradient, for stages that make any."""
+    ending = (Kind.B, Kind.W)
+    return {one.stage: at for row in table.actions for at, one in enumerate(row) if one.kind in ending}
 
 
 def executable_order(rows: Rows, waits: Dependencies) -> Iterator[Action]:
@@ -149,7 +156,7 @@ def executable_order(rows: Rows, waits: Dependencies) -> Iterator[Action]:
         rank = awake.pop()
         while position[rank] < len(rows[rank]):
             action = rows[rank][position[rank]]
-            missing = next((other for other in waits[action] if other not in done), None)
+            missing = next(filterfalse(done.__contains__, waits[action]), None)
             if missing is not None and action.kind.is_compute:
                 waiting_ranks[missing].append(rank)
                 break
@@ -163,7 +170,7 @@ def executable_order(rows: Rows, waits: Dependencies) -> Iterator[Action]:
                 yield last
                 awake.extend(waiting_ranks.pop(last, ()))
                 for posted in waiting_messages.pop(last, ()):
-                    missing = next((other for other in waits[posted] if other not in done), None)
+                    missing = next(filterfalse(done.__contains__, waits[posted]), None)
                     if missing is None:
                         finished.append(posted)
                     else:

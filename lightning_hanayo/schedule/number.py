@@ -25,20 +25,16 @@ def is_size(value: object) -> bool:
 
 
 def check_numbers(model: Any, meaning: str) -> None:
-    """Require that each field of a frozen dataclass is a finite number or a tuple of such; a list becomes a tuple.
+    """Raise `HanayoError` unless each field of a frozen dataclass is a finite number or a tuple of such.
 
-    A field whose default is None may be None.
-
-    Raises:
-        HanayoError: a field has another value.
+    A list becomes a tuple. A field whose default is None may be None.
     """
     for field in fields(model):
         value = getattr(model, field.name)
         if value is None and field.default is None:
             continue
         if isinstance(value, list):
-            value = tuple(value)
-            object.__setattr__(model, field.name, value)
+            object.__setattr__(model, field.name, value := tuple(value))
         values = value if isinstance(value, tuple) else (value,)
         if not values or not all(is_number(one) and one < inf for one in values):
             raise HanayoError(f"{type(model).__name__}: {field.name}={value!r}; {meaning}")

@@ -35,9 +35,8 @@ class Request:
             sizes["num_stages_per_rank"] = self.num_stages_per_rank
         for argument, size in sizes.items():
             if not is_size(size):
-                raise HanayoError(
-                    f"schedule {self.name!r}: {argument} must be a whole number of at least 1, got {size!r}"
-                )
+                wanted = "must be a whole number of at least 1"
+                raise HanayoError(f"schedule {self.name!r}: {argument} {wanted}, got {size!r}")
         budget = self.activation_budget
         if budget is not None and (not is_number(budget) or budget == 0):
             raise HanayoError(
@@ -48,8 +47,7 @@ class Request:
     def stages_per_rank(self, expected: int | None) -> int:
         """How many stages a rank holds. `expected`: the only number that the schedule can have; None: any (default 2).
 
-        Raises:
-            HanayoError: several waves or another number were asked for.
+        Raises `HanayoError` if several waves or another number were asked for.
         """
         if self.num_waves != 1 and expected != 2 * self.num_waves:
             raise HanayoError(
@@ -111,11 +109,7 @@ def register_schedule(name: str, depth: Depth = "one", *, num_replicas: int = 1)
 
 
 def registered(name: str) -> RegisteredSchedule:
-    """The registered schedule `name`.
-
-    Raises:
-        HanayoError: there is no such schedule.
-    """
+    """The registered schedule `name`; raises `HanayoError` if there is none."""
     if name not in _SCHEDULES:
         raise HanayoError(f"there is no schedule {name!r}: {nearest(name, (*schedule_names(), 'auto'))}")
     return _SCHEDULES[name]
@@ -129,14 +123,12 @@ def schedule_names() -> tuple[str, ...]:
 def sizes_for(name: str, num_waves: int) -> dict[str, int]:
     """The arguments of `build` that give the schedule as many stages per rank as `num_waves` waves have, 2W.
 
-    None for a schedule with one stage per rank, which is compared as it is.
+    None for a schedule with one stage per rank, which is compared as it is. Raises `HanayoError` if there is no such
+    schedule, or it has two stages per rank and can't have more.
 
     Example:
         >>> sizes_for("hanayo", 2), sizes_for("interleaved", 2), sizes_for("1f1b", 2)
         ({'num_waves': 2}, {'num_stages_per_rank': 4}, {})
-
-    Raises:
-        HanayoError: there is no such schedule, or it has two stages per rank and can't have more.
     """
     match registered(name).depth:
         case "waves":

@@ -10,7 +10,7 @@ from lightning_hanayo.planner.volume import TransformerLayer
 
 @dataclass(frozen=True)
 class OneD:
-    """Megatron's pairs of a column-parallel and a row-parallel layer, behind each of which Mh is summed over P ranks."""
+    """Megatron's column-parallel and row-parallel layers; behind each such pair, Mh is summed over P ranks."""
 
     num_ranks: int
 

@@ -64,8 +64,7 @@ def hanayo(request: Request) -> Schedule:
 def budget_of(request: Request) -> float:
     """The activation budget of a wave schedule.
 
-    Raises:
-        HanayoError: it is too small for one micro-batch, or `num_stages_per_rank` isn't 2W.
+    Raises `HanayoError` if it is too small for one micro-batch, or `num_stages_per_rank` isn't 2W.
     """
     request.stages_per_rank(2 * request.num_waves)
     budget = request.num_ranks if request.activation_budget is None else request.activation_budget
@@ -128,18 +127,17 @@ def groupings(num_microbatches: int, num_ranks: int) -> list[tuple[int, ...]]:
 
 def _keys(num_ranks: int, num_waves: int, costs: CostModel, sizes: tuple[int, ...]) -> list[float]:
     """By code: the start in the paper's order of the action's group, plus a rank's work for the groups before."""
-    timelines = {
-        size: simulate(paper_order("group", num_ranks, num_waves, size), costs) for size in {*sizes, num_ranks}
-    }
+    orders = {size: paper_order("group", num_ranks, num_waves, size) for size in {*sizes, num_ranks}}
+    timelines = {size: simulate(order, costs) for size, order in orders.items()}
     work = max(timelines[num_ranks].busy) / num_ranks
     tick = 1e-6 * work or 1.0
     starts = {
         size: {(span.action.stage, span.action.kind, span.action.microbatch): span.start for span in timeline.spans}
         for size, timeline in timelines.items()
     }
-    begins = list(accumulate(sizes, initial=0))
+    begins = accumulate(sizes, initial=0)
     positions = [
-        (begin, starts[size], item) for begin, size in zip(begins, sizes, strict=False) for item in range(size)
+        (begin, starts[size], item) for size, begin in zip(sizes, begins, strict=False) for item in range(size)
     ]
     return [
         float(round((start[stage, kind, item] + begin * work) / tick))

@@ -18,9 +18,10 @@ table's own `reduction_order`, or else that in which both twins are ready:
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from lightning_hanayo.schedule.action import Action, Kind
-from lightning_hanayo.schedule.dependency import producers, source_stage
+from lightning_hanayo.schedule.dependency import last_gradients, producers, source_stage
 from lightning_hanayo.schedule.table import Table
 
 
@@ -96,24 +97,22 @@ def reduction_order(table: Table) -> tuple[int, ...]:
     """
     if table.reduction_order:
         return table.reduction_order
-    last = _last_gradients(table)
-    twins = table.replica_of or range(table.num_stages)
-    return tuple(
-        sorted(last, key=lambda stage: (max(last[stage], last[twins[stage]]), stage % table.stages_per_replica))
-    )
+    last, twins = _last_gradients(table), _twins(table)
+
+    def ready(stage: int) -> tuple[int, int]:
+        return max(last[stage], last[twins[stage]]), stage % table.stages_per_replica
+
+    return tuple(sorted(last, key=ready))
 
 
 def _last_gradients(table: Table) -> dict[int, int]:
     """Where in its rank's row each stage makes its last weight gradient; -1 where only its twin had a micro-batch."""
-    ends = (
-        (action.stage, position)
-        for row in table.actions
-        for position, action in enumerate(row)
-        if action.kind in (Kind.B, Kind.W)
-    )
-    last = dict(ends)
-    twins = table.replica_of or range(table.num_stages)
+    last, twins = last_gradients(table), _twins(table)
     return {**{twins[stage]: -1 for stage in last}, **last}
+
+
+def _twins(table: Table) -> Sequence[int]:
+    return table.replica_of or range(table.num_stages)
 
 
 def _reductions(table: Table) -> dict[tuple[int, int], list[Action]]:

@@ -7,6 +7,7 @@ Two ranks match their messages by order alone (NCCL), so a rank must receive fro
 """
 
 from collections import defaultdict
+from itertools import pairwise
 
 from lightning_hanayo.schedule.action import Action, Kind, Rows
 from lightning_hanayo.schedule.dependency import Dependencies, executable_order, table_waits, target_stage
@@ -31,19 +32,19 @@ def check_communication(table: Table, rows: Rows) -> None:
     for action, (rank, position) in found.items():
         if action.kind.is_message and expected.get(action) != rank:
             belongs = f"it belongs on rank {expected[action]}" if action in expected else "nothing needs that message"
-            reject(table.name, rows, (rank, position), f"{action} doesn't belong here: {belongs}")
+            reject(table, (rank, position), f"{action} doesn't belong here: {belongs}", rows)
     waits = table_waits(table, rows)
     for action, rank in expected.items():
         if action not in found:
             here = next(found[other] for other in waits if _computes_for(other, action))
-            reject(table.name, rows, here, f"{action} is missing on rank {rank}")
+            reject(table, here, f"{action} is missing on rank {rank}", rows)
     _check_positions(table, rows, found, waits)
     _check_pairs(table, rows, found)
     done = set(executable_order(rows, waits))
     for rank, row in enumerate(rows):
         for position, action in enumerate(row):
             if action not in done:
-                reject(table.name, rows, (rank, position), f"{action} waits for something that waits for it")
+                reject(table, (rank, position), f"{action} waits for something that waits for it", rows)
 
 
 def _positions(table: Table, rows: Rows) -> Positions:
@@ -51,7 +52,7 @@ def _positions(table: Table, rows: Rows) -> Positions:
     for rank, row in enumerate(rows):
         for position, action in enumerate(row):
             if action in found and not action.kind.is_compute:
-                reject(table.name, rows, (rank, position), f"{action} appears twice, first on rank {found[action][0]}")
+                reject(table, (rank, position), f"{action} appears twice, first on rank {found[action][0]}", rows)
             found[action] = (rank, position)
     return found
 
@@ -68,7 +69,7 @@ def _check_positions(table: Table, rows: Rows, found: Positions, waits: Dependen
         rank, position = found[action]
         for other in others:
             if found[other][0] == rank and found[other][1] > position:
-                reject(table.name, rows, (rank, position), f"{action} comes before {other}, which it needs")
+                reject(table, (rank, position), f"{action} comes before {other}, which it needs", rows)
 
 
 def _check_pairs(table: Table, rows: Rows, found: Positions) -> None:
@@ -83,9 +84,7 @@ def _check_pairs(table: Table, rows: Rows, found: Positions) -> None:
                 received[rank, found[receive][0]].append(receive)
     for (sender, rank), receives in received.items():
         positions = [found[receive][1] for receive in receives]
-        late = next((i for i in range(1, len(positions)) if positions[i] < positions[i - 1]), None)
-        if late is not None:
-            reason = (
-                f"{receives[late]} comes before {receives[late - 1]}, but rank {sender} sends them the other way round"
-            )
-            reject(table.name, rows, (rank, positions[late]), reason)
+        for late, (before, position) in enumerate(pairwise(positions), 1):
+            if position < before:
+                reason = f"{receives[late]} comes before {receives[late - 1]}, but rank {sender} sends them"
+                reject(table, (rank, position), f"{reason} the other way round", rows)

@@ -4,15 +4,14 @@
                 rank 1       1F0     1F1     1B0 ...
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.dependency import executable_order, table_waits
 from lightning_hanayo.schedule.passes.subset import AnyTable
-from lightning_hanayo.schedule.table import Table
+from lightning_hanayo.schedule.search.evaluator import Evaluator
 
 
 def with_loss_stage(schedule: AnyTable) -> AnyTable:
@@ -37,26 +36,11 @@ def with_loss_stage(schedule: AnyTable) -> AnyTable:
     trains = any(action.kind is not Kind.F for row in schedule.actions for action in row)
     kinds = (Kind.F, Kind.B) if trains else (Kind.F,)
     losses = [[Action(schedule.num_stages, kind, m) for kind in kinds] for m in range(schedule.num_microbatches)]
-    start = _starts(extended, losses)
+    rows = [*losses, *schedule.actions]  # as if each micro-batch's losses had a rank of their own
+    evaluator = Evaluator(extended, CostModel())
+    times = evaluator.run(evaluator.encode(rows), [0.0] * len(rows))
+    assert times is not None, "a valid schedule can't deadlock"
+    start = dict(zip(chain(*rows), chain(*times.starts), strict=True))
     # In a tie the loss goes first (it is first in the list, the sort is stable): what waits for it can't start earlier
-    first = sorted([*(action for row in losses for action in row), *schedule.actions[0]], key=start.__getitem__)
+    first = sorted([*chain(*losses), *schedule.actions[0]], key=start.__getitem__)
     return replace(extended, actions=(tuple(first), *schedule.actions[1:]))
-
-
-def _starts(table: Table, losses: list[list[Action]]) -> Mapping[Action, float]:
-    """When every action starts if the losses, one list per micro-batch, keep no rank busy."""
-    rows = [*table.actions, *losses]
-    waits = table_waits(table, rows)
-    costs = CostModel()
-    free = [0.0] * table.num_ranks
-    starts: dict[Action, float] = {}
-    ends: dict[Action, float] = {}
-    for action in executable_order(rows, waits):
-        ready = max((ends[other] for other in waits[action]), default=0.0)
-        if action.stage == table.num_stages - 1:
-            starts[action] = ends[action] = ready
-        else:
-            rank = table.stage_ranks[action.stage]
-            starts[action] = max(ready, free[rank])
-            free[rank] = ends[action] = starts[action] + costs.of(table, action)
-    return starts

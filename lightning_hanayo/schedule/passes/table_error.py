@@ -4,6 +4,7 @@ from typing import NoReturn
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Rows
+from lightning_hanayo.schedule.table import Table
 
 CONTEXT = 6
 """positions drawn before and after the marked one, and ranks above and below it"""
@@ -11,10 +12,10 @@ MAX_RANKS = 32
 """up to this many ranks, all are drawn"""
 
 
-def reject(name: str, rows: Rows, cell: tuple[int, int], reason: str) -> NoReturn:
-    """Raise a `HanayoError` about the action at `cell`, a rank and a position in its row, of the schedule `name`."""
-    drawing = table_text(rows, cell)
-    error = HanayoError(f"schedule {name!r}, rank {cell[0]}, position {cell[1]}: {reason}\n{drawing}")
+def reject(table: Table, cell: tuple[int, int], reason: str, rows: Rows | None = None) -> NoReturn:
+    """Raise a `HanayoError` about the action at `cell`, a rank and a position in its row. Default rows: the table's."""
+    drawing = table_text(table.actions if rows is None else rows, cell)
+    error = HanayoError(f"schedule {table.name!r}, rank {cell[0]}, position {cell[1]}: {reason}\n{drawing}")
     error.cell = cell
     raise error
 
@@ -40,8 +41,7 @@ def table_text(rows: Rows, mark: tuple[int, int]) -> str:
             (f"[{cell}]" if mark == (rank, first + position) else f" {cell} ").ljust(width + 2)
             for position, cell in enumerate(row)
         ]
-        head = f"{f'rank {rank}':<{len(f'rank {len(rows) - 1}')}}"
-        lines.append(
-            f"{head} {'...' if first else ''}{' '.join(drawn)}{'...' if last < len(rows[rank]) else ''}".rstrip()
-        )
+        head = f"rank {rank}".ljust(len(f"rank {len(rows) - 1}"))
+        before, after = "..." if first else "", "..." if last < len(rows[rank]) else ""
+        lines.append(f"{head} {before}{' '.join(drawn)}{after}".rstrip())
     return "\n".join(lines)

@@ -1,7 +1,6 @@
 """Validation: checks that a table can run: every action once, on its stage's rank, and no deadlock."""
 
 from collections import defaultdict
-from typing import NoReturn
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
@@ -61,7 +60,7 @@ def _check_cells(table: Table) -> None:
             if action in seen and reason is None:
                 reason = f"{action} appears twice on rank {rank}, at positions {seen[action][1]} and {position}"
             if reason is not None:
-                _reject(table, (rank, position), reason)
+                reject(table, (rank, position), reason)
             seen[action] = (rank, position)
     empty = [rank for rank in range(table.num_ranks) if not table.stages_of(rank)]
     if empty:
@@ -93,7 +92,7 @@ def _check_coverage(table: Table) -> None:
             kinds[action.stage, action.microbatch][action.kind] = (rank, position)
             begun = first.setdefault(action.microbatch, action)
             if begun.stage // length != action.stage // length:
-                _reject(table, (rank, position), _in_two_replicas(action, begun, length))
+                reject(table, (rank, position), _in_two_replicas(action, begun, length))
     trains = any(kind is not Kind.F for cell in kinds.values() for kind in cell)
     for stage, rank in enumerate(table.stage_ranks):
         for m in range(table.num_microbatches):
@@ -102,12 +101,12 @@ def _check_coverage(table: Table) -> None:
             found = kinds[stage, m]
             here = next(iter(found.values()), (rank, len(table.actions[rank])))
             if Kind.F not in found:
-                _reject(table, here, f"stage {stage} has no forward of micro-batch {m} (expected {stage}F{m})")
+                reject(table, here, f"stage {stage} has no forward of micro-batch {m} (expected {stage}F{m})")
             backward = found.keys() - {Kind.F}
             if trains and backward not in _WHOLE_BACKWARDS:
                 got = f"got {' and '.join(sorted(backward)) or 'none'}"
                 wanted = f"expected {stage}B{m}, or {stage}I{m} and {stage}W{m}"
-                _reject(table, here, f"stage {stage} has no whole backward of micro-batch {m}: {wanted}, {got}")
+                reject(table, here, f"stage {stage} has no whole backward of micro-batch {m}: {wanted}, {got}")
 
 
 def _in_two_replicas(action: Action, begun: Action, length: int) -> str:
@@ -131,7 +130,7 @@ def _check_order(table: Table) -> None:
     }
     if stuck:
         story, rank = _cycle(table, waits, done, stuck)
-        _reject(table, (rank, stuck[rank]), f"these wait for each other and can never run: {story}")
+        reject(table, (rank, stuck[rank]), f"these wait for each other and can never run: {story}")
 
 
 def _cycle(table: Table, waits: Dependencies, done: set[Action], stuck: dict[int, int]) -> tuple[str, int]:
@@ -148,10 +147,6 @@ def _cycle(table: Table, waits: Dependencies, done: set[Action], stuck: dict[int
         rank = owner
     ranks = list(steps)
     return "; ".join(steps[one] for one in ranks[ranks.index(rank) :]), rank
-
-
-def _reject(table: Table, cell: tuple[int, int], reason: str) -> NoReturn:
-    reject(table.name, table.actions, cell, reason)
 
 
 def _span(count: int) -> str:

@@ -46,17 +46,13 @@ class Search:
         if steady:
             self.actions_left //= 4  # the builder's own plans are hardly ever improved
 
-    @property
-    def can_improve(self) -> bool:
-        """Whether a better order is possible, and some effort is left to look for it."""
-        return self._can_improve(until=0)
-
-    def _can_improve(self, until: float) -> bool:
+    def can_improve(self, until: float = 0) -> bool:
+        """Whether a better order is possible, and more than `until` actions of the effort are left to look for it."""
         return not self.best or (self.actions_left > until and self.score > self._bounds)
 
     def try_plans(self, plans: Iterator[tuple[list[list[int]], FillPolicy]], until: float = 0) -> None:
         """Run plan after plan, while more than `until` actions of the effort are left."""
-        while self._can_improve(until) and (one := next(plans, None)) is not None:
+        while self.can_improve(until) and (one := next(plans, None)) is not None:
             self.run(*one)
 
     def try_order(self, rows: list[list[int]]) -> None:
@@ -104,19 +100,13 @@ class Search:
 
     def improve(self) -> None:
         """Change the best order a little and run it again, while effort is left; keep what is no worse."""
-        if not self.can_improve or self.score[0] <= self._enough:
+        if not self.can_improve() or self.score[0] <= self._enough:
             return
         random = Random(0)
-        policies = [
-            FillPolicy(),
-            FillPolicy(reach=1),
-            FillPolicy(2, 0.5, True),
-            FillPolicy(4),
-            FillPolicy(reach=2, tolerance=0.5),
-        ]
+        policies = [FillPolicy(*one) for one in ((), (1,), (2, 0.5, True), (4,), (2, 0.5))]
         rows, time = self.best, self.score[0]
         keys = self._starts(rows)
-        while self.can_improve:
+        while self.can_improve():
             changed = _changed(keys, self.problem, random)
             (found, _), found_rows = self.run(self.problem.rows(changed), random.choice(policies))
             if found <= time * (1 + 1e-9):

@@ -9,6 +9,8 @@ from lightning_hanayo.schedule.simulation.timeline import Curve, Timeline
 
 Bytes = float | tuple[float, ...]
 
+_STANDING = ("weights", "gradients", "optimizer")
+
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
@@ -61,19 +63,16 @@ class MemoryModel:
 
     def peaks(self, timeline: Timeline) -> tuple[RankMemory, ...]:
         """The most that each rank holds at once."""
-        return tuple(
-            RankMemory(
-                self._sum("weights", timeline, rank),
-                self._sum("gradients", timeline, rank),
-                self._sum("optimizer", timeline, rank),
-                max(held for _, held in timeline.held(rank, self._of_stages("activation", timeline))),
-            )
-            for rank in range(timeline.num_ranks)
-        )
+        peaks = []
+        for rank in range(timeline.num_ranks):
+            weights, gradients, optimizer = (self._sum(name, timeline, rank) for name in _STANDING)
+            held = timeline.held(rank, self._of_stages("activation", timeline))
+            peaks.append(RankMemory(weights, gradients, optimizer, max(amount for _, amount in held)))
+        return tuple(peaks)
 
     def curve(self, timeline: Timeline, rank: int) -> Curve:
         """The bytes that a rank holds: (time, bytes from then on), from the begin of the timeline."""
-        standing = sum(self._sum(name, timeline, rank) for name in ("weights", "gradients", "optimizer"))
+        standing = sum(self._sum(name, timeline, rank) for name in _STANDING)
         activations = timeline.held(rank, self._of_stages("activation", timeline))
         return tuple((time, standing + held) for time, held in activations)
 

@@ -6,6 +6,7 @@ from itertools import repeat
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.dependency import last_gradients
 from lightning_hanayo.schedule.number import is_size
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.search.evaluator import ActionTimes, Evaluator
@@ -70,7 +71,7 @@ class _Reductions:
 
     def __init__(self, schedule: Table, costs: CostModel) -> None:
         self._rank_of = schedule.stage_ranks
-        self._lasts = _last_weight_gradients(schedule)
+        self._lasts = last_gradients(schedule)
         twins = schedule.replica_of or range(schedule.num_stages)
         groups = [tuple({stage, twin}) for stage, twin in enumerate(twins) if stage <= twin]
         self._groups = [
@@ -83,23 +84,11 @@ class _Reductions:
     def after(self, times: ActionTimes) -> Iterator[Span]:
         """The reductions of a step whose compute ran at `times`: by the time they are ready, one at a time per rank."""
         free = [0.0] * len(times.last)
-        ends = {stage: times.ends[rank][position] for stage, (rank, position) in self._lasts.items()}
-        ready = [
-            (max(ends[stage] for stage in stages if stage in ends), stages, takes) for stages, takes in self._groups
-        ]
+        ends = {stage: times.ends[self._rank_of[stage]][position] for stage, position in self._lasts.items()}
+        ready = [(max(ends[one] for one in stages if one in ends), stages, takes) for stages, takes in self._groups]
         for time, stages, takes in sorted(ready):
             start = max([time, *(free[self._rank_of[stage]] for stage in stages)])
             for stage in stages:
                 rank = self._rank_of[stage]
                 free[rank] = start + takes
                 yield Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, free[rank])
-
-
-def _last_weight_gradients(schedule: Table) -> dict[int, tuple[int, int]]:
-    """The rank and position of each stage's last `B` or `W`."""
-    return {
-        action.stage: (rank, position)
-        for rank, row in enumerate(schedule.actions)
-        for position, action in enumerate(row)
-        if action.kind is Kind.B or action.kind is Kind.W
-    }

@@ -12,16 +12,13 @@ MAX_BYTES = 64 << 20
 MAX_CELLS = 600_000
 """the largest file that is read: the check of such a table takes half a minute, with communication a third of that"""
 _LONGEST_CELL = 64
+_SMALLER = "that is no schedule, or it is too large: write it without communication, or for fewer micro-batches"
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def write_rows(path: str | Path, rows: Rows) -> None:
-    """Write one line per rank.
-
-    Raises:
-        HanayoError: the file can't be written.
-    """
+    """Write one line per rank. Raises `HanayoError` if the file can't be written."""
     with writing(path), open(path, "w", newline="") as file:
         csv.writer(file).writerows(rows)
 
@@ -29,8 +26,7 @@ def write_rows(path: str | Path, rows: Rows) -> None:
 def read_rows(path: Path) -> Rows:
     """All actions in the file, communication too, one row per line.
 
-    Raises:
-        HanayoError: the file can't be read, is too large, or has a cell that is no action.
+    Raises `HanayoError` if the file can't be read, is too large, or has a cell that is no action.
     """
     return [_row(path, rank, cells) for rank, cells in enumerate(_cells(path))]
 
@@ -66,9 +62,6 @@ def _cells(path: Path) -> list[list[str]]:
         raise HanayoError(f"the schedule table {path} can't be read: {why}") from None
     except (OSError, csv.Error) as error:
         raise HanayoError(f"the schedule table {path} can't be read: {error}") from None
-
-
-_SMALLER = "that is no schedule, or it is too large: write it without communication, or for fewer micro-batches"
 
 
 def _row(path: Path, rank: int, cells: Sequence[str]) -> tuple[Action, ...]:

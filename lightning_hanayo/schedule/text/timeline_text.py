@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil
+from operator import itemgetter
 
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.simulation.simulate import simulate
@@ -63,7 +65,9 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
         return
     margin = len(f"rank {timeline.num_ranks - 1}") + 2
     longest = max(len(_label(span)) for span in compute)
-    scale = min((longest + 1) / _shortest(compute), MAX_COLUMNS / timeline.makespan)
+    lengths = [span.end - span.start for span in compute]
+    shortest = min(length for length in lengths if length >= SHORT * max(lengths))  # its label should fit
+    scale = min((longest + 1) / shortest, MAX_COLUMNS / timeline.makespan)
     if columns is not None and not wrap:
         scale = min(scale, max(1, columns - margin) / timeline.makespan)
     width = max(1, round(timeline.makespan * scale))
@@ -80,13 +84,6 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
             yield Line(f"{f'rank {rank}':<{margin}}", tuple(_pieces(cells)))
 
 
-def _shortest(spans: Sequence[Span]) -> float:
-    """The length of the shortest action whose label should fit."""
-    lengths = [span.end - span.start for span in spans]
-    longest = max(lengths)
-    return min(length for length in lengths if length >= SHORT * longest)
-
-
 _Cell = tuple[str, Span | None]
 
 
@@ -100,14 +97,8 @@ def _row(spans: Sequence[Span], begin: float, scale: float, width: int) -> list[
 
 
 def _pieces(cells: Sequence[_Cell]) -> Iterator[Piece]:
-    text, span = "", None
-    for character, owner in cells:
-        if owner is not span and text:
-            yield Piece(text, span)
-            text = ""
-        text, span = text + character, owner
-    if text:
-        yield Piece(text, span)
+    for span, run in groupby(cells, key=itemgetter(1)):
+        yield Piece("".join(character for character, _ in run), span)
 
 
 def _label(span: Span) -> str:

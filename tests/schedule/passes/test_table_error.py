@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule import build
+from lightning_hanayo.schedule import Schedule, build
 from lightning_hanayo.schedule.passes.table_error import reject, table_text
 from tests.schedule.samples import row
 
@@ -25,5 +25,5 @@ def test_only_the_cells_around_the_mark_are_drawn() -> None:
 
 def test_the_error_has_the_cell() -> None:
     with pytest.raises(HanayoError, match="schedule 'mine', rank 0, position 1: it is wrong") as caught:
-        reject("mine", [row("0F0 0B0")], (0, 1), "it is wrong")
+        reject(Schedule("mine", (0,), (row("0F0 0B0"),), 1), (0, 1), "it is wrong")
     assert caught.value.cell == (0, 1)

@@ -11,24 +11,15 @@ from lightning_hanayo.errors import HanayoError
 class Kind(StrEnum):
     """What an action does. The values are the middle part of a cell in torch's CSV tables."""
 
-    F = "F"
-    """forward of one stage"""
-    B = "B"
-    """full backward: input and weight gradient in one piece"""
-    I = "I"  # noqa: E741 - the papers' name
-    """input gradient only"""
-    W = "W"
-    """weight gradient only"""
-    SEND_F = "SEND_F"
-    """the stage sends its output to the next stage"""
-    RECV_F = "RECV_F"
-    """the stage receives its input from the previous stage"""
-    SEND_B = "SEND_B"
-    """the stage sends its input's gradient to the previous stage"""
-    RECV_B = "RECV_B"
-    """the stage receives its output's gradient from the next stage"""
-    REDUCE_GRAD = "REDUCE_GRAD"
-    """the stage's weight gradients are summed over the data axis"""
+    F = "F"  # forward of one stage
+    B = "B"  # full backward: input and weight gradient in one piece
+    I = "I"  # noqa: E741 - the papers' name; input gradient only
+    W = "W"  # weight gradient only
+    SEND_F = "SEND_F"  # the stage sends its output to the next stage
+    RECV_F = "RECV_F"  # the stage receives its input from the previous stage
+    SEND_B = "SEND_B"  # the stage sends its input's gradient to the previous stage
+    RECV_B = "RECV_B"  # the stage receives its output's gradient from the next stage
+    REDUCE_GRAD = "REDUCE_GRAD"  # the stage's weight gradients are summed over the data axis
 
     __hash__ = str.__hash__  # Enum's own hash is a Python call, and actions are hashed very often
 

@@ -54,33 +54,29 @@ def build(
         'hanayo-zb'
     """
     waves = WAVES if num_waves == "auto" else (num_waves,)
-    request = Request(
-        name, num_ranks, num_microbatches, waves[0], num_stages_per_rank, costs, activation_budget, steady
-    )
+    sizes = (num_ranks, num_microbatches, waves[0], num_stages_per_rank)
+    request = Request(name, *sizes, costs, activation_budget, steady)
     if name != AUTO and len(waves) == 1:
         return _build(request)
-    if name == AUTO and request.activation_budget is None:
-        request = replace(request, activation_budget=float(num_ranks))
-    names = [one for one in schedule_names() if registered(one).num_replicas == 1] if name == AUTO else [name]
-    return _fastest(request, product(names, waves))
+    if name != AUTO:
+        return _fastest(request, product([name], waves))
+    budget = float(num_ranks) if activation_budget is None else activation_budget
+    names = [one for one in schedule_names() if registered(one).num_replicas == 1]
+    return _fastest(replace(request, activation_budget=budget), product(names, waves))
 
 
 def _build(request: Request) -> Schedule:
     schedule = registered(request.name).build(request)
     validate(schedule)
     if request.activation_budget is not None:
-        _check_budget(schedule, request.activation_budget)
+        peaks = simulate(schedule).peak_activations
+        if (most := max(peaks)) > request.activation_budget + 1e-9:
+            raise HanayoError(
+                f"schedule {schedule.name!r} holds {most:g} M_a of activations on rank {peaks.index(most)}, more than "
+                f"activation_budget={request.activation_budget:g}; allow {most:g}, or use a schedule that keeps to a "
+                "budget ('hanayo')"
+            )
     return schedule
-
-
-def _check_budget(schedule: Schedule, budget: float) -> None:
-    peak = simulate(schedule).peak_activations
-    worst = max(range(schedule.num_ranks), key=peak.__getitem__)
-    if peak[worst] > budget + 1e-9:
-        raise HanayoError(
-            f"schedule {schedule.name!r} holds {peak[worst]:g} M_a of activations on rank {worst}, more than "
-            f"activation_budget={budget:g}; allow {max(peak):g}, or use a schedule that keeps to a budget ('hanayo')"
-        )
 
 
 def _fastest(request: Request, choices: Iterable[tuple[str, int]]) -> Schedule:

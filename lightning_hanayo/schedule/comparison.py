@@ -52,9 +52,7 @@ def compare(
     """All registered schedules (or `names`) for these sizes, each with 2W stages per rank (as W waves have) if it can.
 
     Args:
-        num_ranks: P.
-        num_microbatches: B.
-        num_waves: W.
+        num_ranks, num_microbatches, num_waves: P, B and W.
         costs: what all are simulated with, and those that choose their order optimize for. Per-stage costs are those of
             the schedule with the most stages; a schedule with larger stages gets the sum of several of them.
         activation_budget: in M_a; schedules that can keep to it do, the others are marked.

@@ -14,7 +14,7 @@ between replicas, except that the gradients of a stage and its twins are summed 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import filterfalse
 
 from lightning_hanayo.schedule.action import Action, Kind, Rows
@@ -70,12 +70,7 @@ def source_stage(action: Action, stages_per_replica: int) -> int | None:
 
 
 def target_stage(action: Action, stages_per_replica: int) -> int | None:
-    """The stage that works on what `action` makes or sends. None: no other stage does.
-
-    Example:
-        >>> [target_stage(Action.parse(cell), 4) for cell in ("1F0", "1B0", "1SEND_B0", "1W0", "3F0")]
-        [2, 0, 0, None, None]
-    """
+    """The stage that works on what `action` makes or sends. None: no other stage does."""
     if action.kind in (Kind.F, Kind.SEND_F):
         return action.stage + 1 if (action.stage + 1) % stages_per_replica else None
     if action.kind in (Kind.B, Kind.I, Kind.SEND_B):
@@ -148,30 +143,19 @@ def executable_order(rows: Rows, waits: Dependencies) -> Iterator[Action]:
     by the action it waits for.
     """
     done: set[Action] = set()
-    position = [0] * len(rows)
-    waiting_ranks: dict[Action, list[int]] = defaultdict(list)
-    waiting_messages: dict[Action, list[Action]] = defaultdict(list)
-    awake = list(range(len(rows)))[::-1]
+    waiting: dict[Action, list[tuple[Sequence[Action], int]]] = defaultdict(list)
+    awake: list[tuple[Sequence[Action], int]] = [(row, 0) for row in reversed(rows)]
     while awake:
-        rank = awake.pop()
-        while position[rank] < len(rows[rank]):
-            action = rows[rank][position[rank]]
+        row, start = awake.pop()
+        for position in range(start, len(row)):
+            action = row[position]
             missing = next(filterfalse(done.__contains__, waits[action]), None)
-            if missing is not None and action.kind.is_compute:
-                waiting_ranks[missing].append(rank)
+            if missing is None:
+                done.add(action)
+                yield action
+                awake += waiting.pop(action, ())
+            elif action.kind.is_compute:
+                waiting[missing].append((row, position))
                 break
-            position[rank] += 1
-            finished = [action] if missing is None else []
-            if missing is not None:
-                waiting_messages[missing].append(action)
-            while finished:
-                last = finished.pop()
-                done.add(last)
-                yield last
-                awake.extend(waiting_ranks.pop(last, ()))
-                for posted in waiting_messages.pop(last, ()):
-                    missing = next(filterfalse(done.__contains__, waits[posted]), None)
-                    if missing is None:
-                        finished.append(posted)
-                    else:
-                        waiting_messages[missing].append(posted)
+            else:  # it waits alone, and its rank goes on
+                waiting[missing].append(((action,), 0))

@@ -30,11 +30,9 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise HanayoError(f"a schedule's name is text, got {self.name!r}; {nearest('', schedule_names())}")
-        sizes = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches, "num_waves": self.num_waves}
-        if self.num_stages_per_rank is not None:
-            sizes["num_stages_per_rank"] = self.num_stages_per_rank
-        for argument, size in sizes.items():
-            if not is_size(size):
+        for argument in ("num_ranks", "num_microbatches", "num_waves", "num_stages_per_rank"):
+            size = getattr(self, argument)
+            if not (is_size(size) or (size is None and argument == "num_stages_per_rank")):
                 wanted = "must be a whole number of at least 1"
                 raise HanayoError(f"schedule {self.name!r}: {argument} {wanted}, got {size!r}")
         budget = self.activation_budget

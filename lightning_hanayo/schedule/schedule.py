@@ -70,8 +70,7 @@ class Schedule(Table):
 def check_csv(path: str | Path) -> Schedule:
     """The schedule in the file. Its communication, if it has any, must be complete too.
 
-    Raises:
-        HanayoError: the file holds no valid schedule, or a message is missing, superfluous or misplaced.
+    Raises `HanayoError` if the file holds no valid schedule, or a message is missing, superfluous or misplaced.
     """
     schedule = Schedule.from_csv(path)
     try:
@@ -87,9 +86,7 @@ Found = Sequence[tuple[Action, int]]
 
 def _stage_ranks(path: Path, found: Found) -> tuple[int, ...]:
     """The rank of each stage: the first that has an action of it (validation rejects a second)."""
-    ranks: dict[int, int] = {}
-    for action, rank in found:
-        ranks.setdefault(action.stage, rank)
+    ranks = {action.stage: rank for action, rank in reversed(found)}
     missing = next((stage for stage, held in enumerate(sorted(ranks)) if stage != held), None)
     if missing is not None:
         raise HanayoError(f"{path} has stages up to {max(ranks)} but no action of stage {missing}")

@@ -8,6 +8,5 @@ from lightning_hanayo.schedule.builders import (  # noqa: F401 - each registers 
     interleaved,
     one_f_one_b,
     v_half_v_min,
-    zb_h1,
     zbv,
 )

@@ -38,33 +38,24 @@ Cells = tuple[int, int, int, int]
 
 
 def repeat(request: Request, block: Sequence[Cells], capacity: int, *, eager: bool) -> Schedule:
-    """The block, repeated for all micro-batches and compacted.
+    """The block (each rank's cells), repeated for all micro-batches and compacted.
 
-    Args:
-        request: the sizes.
-        block: each rank's cells; a stage's cell comes after the cells of what it waits for.
-        capacity: the most M_a that a rank may hold; at least what the block holds if each W comes right after its I.
-        eager: whether an I may run early while forwards are left.
+    A rank holds at most `capacity` M_a; the block must fit if each W comes right after its I. If `eager`, an I may run
+    early while forwards are left.
     """
     num_microbatches, stages = request.num_microbatches, request.stages_per_rank(2) * request.num_ranks
-    ranks = [
-        _Rank(_nodes(rank, stages, cells), stages, num_microbatches, capacity, eager)
-        for rank, cells in enumerate(block)
-    ]
+    ranks = []
+    for rank, cells in enumerate(block):
+        nodes = (rank, Kind.F), (stages - 1 - rank, Kind.F), (stages - 1 - rank, Kind.I), (rank, Kind.I)
+        ranks.append(_Rank(dict(zip(nodes, cells, strict=True)), stages, num_microbatches, capacity, eager))
     done = dict.fromkeys((node for rank in ranks for node in rank.cells), 0)
     while any(len(rank.row) < 6 * num_microbatches for rank in ranks):
-        ran = [rank.step(done) for rank in ranks]
-        for node in ran:
+        for node in [rank.step(done) for rank in ranks]:
             if node is not None:
                 done[node] += 1
     return Schedule(
         request.name, zigzag(request.num_ranks, 1), tuple(tuple(rank.row) for rank in ranks), num_microbatches
     )
-
-
-def _nodes(rank: int, stages: int, cells: Cells) -> dict[Node, int]:
-    down, up = rank, stages - 1 - rank
-    return dict(zip(((down, Kind.F), (up, Kind.F), (up, Kind.I), (down, Kind.I)), cells, strict=True))
 
 
 class _Rank:

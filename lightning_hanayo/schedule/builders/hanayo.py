@@ -49,7 +49,8 @@ def hanayo(request: Request) -> Schedule:
         return paper
     evaluator = Evaluator(paper, costs)
     best, makespan = (evaluator.encode(paper.actions), timeline.makespan) if fits else ([], inf)
-    enough = CLOSE * (_paper_idle(request, costs) + max(timeline.busy))
+    group = simulate(paper_order("group", request.num_ranks, request.num_waves, request.num_ranks), costs)
+    enough = CLOSE * (group.makespan - max(group.busy) + max(timeline.busy))
     budgets = dict.fromkeys((min(budget, request.num_ranks), budget))  # more than P only if P isn't enough
     for candidate in (found for limit in budgets for found in wave_orders(paper, request.num_waves, costs, limit)):
         rows = evaluator.fused(candidate)
@@ -76,12 +77,6 @@ def budget_of(request: Request) -> float:
     return budget
 
 
-def _paper_idle(request: Request, costs: CostModel) -> float:
-    """How long the busiest rank idles in one group of P."""
-    group = simulate(paper_order("group", request.num_ranks, request.num_waves, request.num_ranks), costs)
-    return group.makespan - max(group.busy)
-
-
 def wave_orders(shape: Schedule, num_waves: int, costs: CostModel, budget: float) -> Iterator[list[list[int]]]:
     """Candidate orders of forwards and whole backwards, as codes of F and I, to be simulated under `costs`.
 
@@ -92,8 +87,7 @@ def wave_orders(shape: Schedule, num_waves: int, costs: CostModel, budget: float
     even = evened(costs, num_ranks)
     groups = groupings(num_microbatches, num_ranks)
     tries = [(even, sizes, True) for sizes in groups] + [(even, groups[0], False)]
-    if costs != even:
-        tries.append((costs, groups[0], True))
+    tries += [(costs, groups[0], True)] if costs != even else []
     for assumed, sizes, forwards_first in tries:
         problem = SchedulingProblem.of(shape, assumed, budget, split=False)
         keys = _keys(num_ranks, num_waves, assumed, sizes)

@@ -1,4 +1,4 @@
-"""interleaved and interleaved-zb: V stages per rank in a loop, with whole or split backwards, for any B.
+"""interleaved, interleaved-zb and zb-h1: stages in a loop over the ranks, with whole or split backwards, for any B.
 
 Micro-batches run in groups of G: a rank runs its first stage for the whole group, then its second, and so on. G is P
 where P divides B. Where torch.distributed.pipelining has an order for these sizes, this is the same one.
@@ -18,6 +18,17 @@ follows each I:
 Where G is P, with F = I = W, its makespan is B (T_F + T_B) + (P-1) T_F/V, the least that a loop of V stages per rank
 can take, and no rank holds more than P M_a. Other B >= P that torch accepts idle no longer, in groups of more than P,
 and hold ((V-1) G + P)/V M_a.
+
+zb-h1 is interleaved-zb with one stage per rank: 1f1b with the backward split, in its memory (arXiv 2401.10241, section
+2.1). The later ranks send input gradients without a pause, and run their delayed weight gradients when 1f1b would idle:
+
+    P = 3     rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 ...
+              rank 1      F0 F1 .  I0 F2 I1 W0 F3 I2 W1 ...
+              rank 2         F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 ...
+
+For B >= P the makespan is B (T_F + T_I + T_W) + (P-1) max(T_F, T_I, T_F + T_I - T_W); the paper prints the last of the
+three, and it is the largest where T_W is at most T_F and T_I. With F = I = W that is a third of 1f1b's idle time. For
+fewer micro-batches it is 2B + 2P - 1, at F = I = W = 1. The peak is min(B, P) M_a.
 """
 
 from lightning_hanayo.schedule.action import Action, Kind
@@ -30,29 +41,39 @@ from lightning_hanayo.schedule.schedule import Schedule
 @register_schedule("interleaved", depth="stages")
 def interleaved(request: Request) -> Schedule:
     """V stages per rank (default 2), whole backwards."""
-    num_ranks, size = request.num_ranks, group_size(request.num_ranks, request.num_microbatches)
-    stages_per_rank = request.stages_per_rank(None)
-    rows = []
-    for rank in range(num_ranks):
-        forward, backward = _orders(rank, request, stages_per_rank, Kind.B)
-        rows.append(alternate(forward, backward, 2 * (num_ranks - 1 - rank) + (stages_per_rank - 1) * size + 1))
-    return _schedule(request, stages_per_rank, rows)
+    return _interleave(request, request.stages_per_rank(None), split=False)
 
 
 @register_schedule("interleaved-zb", depth="stages")
 def interleaved_zb(request: Request) -> Schedule:
     """V stages per rank (default 2), split backwards."""
-    return split_loop(request, request.stages_per_rank(None))
+    return _interleave(request, request.stages_per_rank(None), split=True)
 
 
-def split_loop(request: Request, stages_per_rank: int) -> Schedule:
-    """The order of interleaved-zb; with one stage per rank it is zb-h1."""
-    num_ranks, size = request.num_ranks, group_size(request.num_ranks, request.num_microbatches)
+@register_schedule("zb-h1")
+def zb_h1(request: Request) -> Schedule:
+    """One stage per rank, split backwards."""
+    return _interleave(request, request.stages_per_rank(1), split=True)
+
+
+def _interleave(request: Request, stages_per_rank: int, *, split: bool) -> Schedule:
+    """The order for whole groups, without the micro-batches beyond the last one. Leaving them out can't deadlock."""
+    num_ranks, microbatches = request.num_ranks, range(request.num_microbatches)
+    size = group_size(num_ranks, len(microbatches))
+    groups = [range(start, start + size) for start in microbatches[::size]]
     rows = []
     for rank in range(num_ranks):
-        forward, backward = _orders(rank, request, stages_per_rank, Kind.I)
-        rows.append(_delayed_weights_row(forward, backward, (stages_per_rank - 1) * size + num_ranks - 1 - rank, rank))
-    return _schedule(request, stages_per_rank, rows)
+        stages = range(rank, stages_per_rank * num_ranks, num_ranks)
+        forward = [Action(stage, Kind.F, m) for group in groups for stage in stages for m in group]
+        kind = Kind.I if split else Kind.B
+        backward = [Action(stage, kind, m) for group in groups for stage in stages[::-1] for m in group]
+        ahead = (stages_per_rank - 1) * size + num_ranks - 1 - rank
+        if split:
+            whole = _delayed_weights_row(forward, backward, ahead, delay=rank)
+        else:
+            whole = alternate(forward, backward, warm_up=ahead + num_ranks - rank)
+        rows.append(tuple(action for action in whole if action.microbatch in microbatches))
+    return Schedule(request.name, loop(num_ranks, stages_per_rank), tuple(rows), len(microbatches))
 
 
 def group_size(num_ranks: int, num_microbatches: int) -> int:
@@ -66,17 +87,6 @@ def group_size(num_ranks: int, num_microbatches: int) -> int:
     return num_ranks if num_microbatches % count else num_microbatches // count
 
 
-def _orders(rank: int, request: Request, stages_per_rank: int, backward: Kind) -> tuple[list[Action], list[Action]]:
-    """The rank's forwards and backwards in whole groups."""
-    size = group_size(request.num_ranks, request.num_microbatches)
-    groups = [range(start, start + size) for start in range(0, request.num_microbatches, size)]
-    stages = range(rank, stages_per_rank * request.num_ranks, request.num_ranks)
-    return (
-        [Action(stage, Kind.F, m) for group in groups for stage in stages for m in group],
-        [Action(stage, backward, m) for group in groups for stage in stages[::-1] for m in group],
-    )
-
-
 def _delayed_weights_row(forward: list[Action], backward: list[Action], ahead: int, delay: int) -> list[Action]:
     """`ahead` forwards; then F, I and the W that is `delay` places behind take turns until all have run."""
     row = forward[:ahead]
@@ -85,10 +95,3 @@ def _delayed_weights_row(forward: list[Action], backward: list[Action], ahead: i
         row += forward[turn + ahead : turn + ahead + 1] + backward[turn : turn + 1]
         row += weights[max(0, turn - delay) : max(0, turn - delay + 1)]
     return row
-
-
-def _schedule(request: Request, stages_per_rank: int, rows: list[list[Action]]) -> Schedule:
-    """The schedule without the micro-batches beyond the last one. Leaving them out can't deadlock."""
-    microbatches = range(request.num_microbatches)
-    kept = tuple(tuple(action for action in row if action.microbatch in microbatches) for row in rows)
-    return Schedule(request.name, loop(request.num_ranks, stages_per_rank), kept, request.num_microbatches)

@@ -22,17 +22,16 @@ Positions = dict[Action, tuple[int, int]]
 def check_communication(table: Table, rows: Rows) -> None:
     """Accept `rows`: the compute actions of the valid `table` with all of its communication, or with none.
 
-    Raises:
-        HanayoError: a message is missing, superfluous or misplaced; the error draws the table and marks the action.
+    Raises `HanayoError` if a message is missing, superfluous or misplaced; it draws the table and marks the action.
     """
     found = _positions(table, rows)
     if not any(action.kind.is_message for action in found):
         return
     expected = {a: rank for rank, row in enumerate(complete(table)) for a in row if a.kind.is_message}
-    for action, (rank, position) in found.items():
-        if action.kind.is_message and expected.get(action) != rank:
+    for action, cell in found.items():
+        if action.kind.is_message and expected.get(action) != cell[0]:
             belongs = f"it belongs on rank {expected[action]}" if action in expected else "nothing needs that message"
-            reject(table, (rank, position), f"{action} doesn't belong here: {belongs}", rows)
+            reject(table, cell, f"{action} doesn't belong here: {belongs}", rows)
     waits = table_waits(table, rows)
     for action, rank in expected.items():
         if action not in found:
@@ -41,10 +40,9 @@ def check_communication(table: Table, rows: Rows) -> None:
     _check_positions(table, rows, found, waits)
     _check_pairs(table, rows, found)
     done = set(executable_order(rows, waits))
-    for rank, row in enumerate(rows):
-        for position, action in enumerate(row):
-            if action not in done:
-                reject(table, (rank, position), f"{action} waits for something that waits for it", rows)
+    for action, cell in found.items():
+        if action not in done:
+            reject(table, cell, f"{action} waits for something that waits for it", rows)
 
 
 def _positions(table: Table, rows: Rows) -> Positions:
@@ -75,13 +73,11 @@ def _check_positions(table: Table, rows: Rows, found: Positions, waits: Dependen
 def _check_pairs(table: Table, rows: Rows, found: Positions) -> None:
     """A rank must receive from each other rank in the order of that one's sends."""
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, row in enumerate(rows):
-        for action in row:
-            target = target_stage(action, table.stages_per_replica)
-            if action.kind.is_message and target is not None:
-                kind = Kind.RECV_F if action.kind.is_forward else Kind.RECV_B
-                receive = Action(target, kind, action.microbatch)
-                received[rank, found[receive][0]].append(receive)
+    for action, (rank, _) in found.items():
+        target = target_stage(action, table.stages_per_replica)
+        if action.kind.is_message and target is not None:
+            receive = Action(target, Kind.RECV_F if action.kind.is_forward else Kind.RECV_B, action.microbatch)
+            received[rank, found[receive][0]].append(receive)
     for (sender, rank), receives in received.items():
         positions = [found[receive][1] for receive in receives]
         for late, (before, position) in enumerate(pairwise(positions), 1):

@@ -29,25 +29,19 @@ def validate(schedule: Table) -> None:
 
 def _check_shape(table: Table) -> None:
     if not table.actions or not table.stage_ranks:
-        raise HanayoError(
-            f"schedule {table.name!r} has {table.num_ranks} ranks and {table.num_stages} stages; "
-            "expected at least one of each"
-        )
+        sizes = f"{table.num_ranks} ranks and {table.num_stages} stages"
+        raise HanayoError(f"schedule {table.name!r} has {sizes}; expected at least one of each")
     if table.num_microbatches < 1:
         raise HanayoError(f"schedule {table.name!r}: num_microbatches={table.num_microbatches}, expected at least 1")
     for stage, rank in enumerate(table.stage_ranks):
         if rank not in range(table.num_ranks):
-            raise HanayoError(
-                f"schedule {table.name!r}: stage {stage} is on rank {rank}, but there are rows for "
-                f"{table.num_ranks} ranks (0 to {table.num_ranks - 1})"
-            )
+            rows = f"but there are rows for {table.num_ranks} ranks ({_span(table.num_ranks)})"
+            raise HanayoError(f"schedule {table.name!r}: stage {stage} is on rank {rank}, {rows}")
     half = table.stages_per_replica
     twins = tuple((stage + half) % table.num_stages for stage in range(table.num_stages))
     if table.replica_of not in ((), twins):
-        raise HanayoError(
-            f"schedule {table.name!r}: replica_of={table.replica_of}, expected () or, for {table.num_stages} "
-            f"stages in two equal replicas, {twins}"
-        )
+        expected = f"() or, for {table.num_stages} stages in two equal replicas, {twins}"
+        raise HanayoError(f"schedule {table.name!r}: replica_of={table.replica_of}, expected {expected}")
     if table.replica_of and table.loss_stage:
         raise HanayoError(f"schedule {table.name!r}: two replicas end in two losses; one loss stage can't hold them")
 
@@ -92,7 +86,12 @@ def _check_coverage(table: Table) -> None:
             kinds[action.stage, action.microbatch][action.kind] = (rank, position)
             begun = first.setdefault(action.microbatch, action)
             if begun.stage // length != action.stage // length:
-                reject(table, (rank, position), _in_two_replicas(action, begun, length))
+                reason = (
+                    f"{action}: micro-batch {action.microbatch} also visits stage {begun.stage} of the other replica "
+                    f"(at {begun}); stages {_span(length)} are one copy of the model, {length} to {2 * length - 1} the "
+                    "other, and a micro-batch visits one of them"
+                )
+                reject(table, (rank, position), reason)
     trains = any(kind is not Kind.F for cell in kinds.values() for kind in cell)
     for stage, rank in enumerate(table.stage_ranks):
         for m in range(table.num_microbatches):
@@ -109,28 +108,19 @@ def _check_coverage(table: Table) -> None:
                 reject(table, here, f"stage {stage} has no whole backward of micro-batch {m}: {wanted}, {got}")
 
 
-def _in_two_replicas(action: Action, begun: Action, length: int) -> str:
-    return (
-        f"{action}: micro-batch {action.microbatch} also visits stage {begun.stage} of the other replica (at {begun}); "
-        f"stages {_span(length)} are one copy of the model, {length} to {2 * length - 1} the other, and a micro-batch "
-        "visits one of them"
-    )
-
-
 def _check_order(table: Table) -> None:
     evaluator = Evaluator(table, CostModel())
     if evaluator.run(evaluator.encode(table.actions)) is not None:
         return
     waits = table_waits(table)
     done = set(executable_order(table.actions, waits))
-    stuck = {
-        rank: position
-        for rank, row in enumerate(table.actions)
-        if (position := next((position for position, action in enumerate(row) if action not in done), None)) is not None
-    }
-    if stuck:
-        story, rank = _cycle(table, waits, done, stuck)
-        reject(table, (rank, stuck[rank]), f"these wait for each other and can never run: {story}")
+    stuck: dict[int, int] = {}
+    for rank, row in enumerate(table.actions):
+        stopped = next((position for position, action in enumerate(row) if action not in done), len(row))
+        if stopped < len(row):
+            stuck[rank] = stopped
+    story, rank = _cycle(table, waits, done, stuck)
+    reject(table, (rank, stuck[rank]), f"these wait for each other and can never run: {story}")
 
 
 def _cycle(table: Table, waits: Dependencies, done: set[Action], stuck: dict[int, int]) -> tuple[str, int]:

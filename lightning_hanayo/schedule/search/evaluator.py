@@ -66,8 +66,7 @@ class Evaluator:
 
     def encode(self, rows: Iterable[Iterable[Action]]) -> list[list[int]]:
         """The codes of a table's actions."""
-        code = self.code
-        return [[code(action) for action in row] for row in rows]
+        return [list(map(self.code, row)) for row in rows]
 
     def decode(self, rows: CodeRows) -> tuple[tuple[Action, ...], ...]:
         """The actions of a table's codes."""
@@ -86,11 +85,8 @@ class Evaluator:
     def run(self, rows: CodeRows, begin: Sequence[float] | None = None) -> ActionTimes | None:
         """Start each action as soon as its rank is free and what it waits for has arrived. None: the ranks deadlock.
 
-        Args:
-            rows: the table; only dependencies are checked.
-            begin: when each rank may start, at least 0; default 0.
-
-        Linear: a rank that waits is woken by what it waits for.
+        `begin`: when each rank may start, at least 0 (default 0). Linear: a rank that waits is woken by what it waits
+        for. Of the table only dependencies are checked.
         """
         nodes, num_microbatches = self._nodes, self._num_microbatches
         done = [-1.0] * (3 * self._num_stages * num_microbatches)

@@ -31,13 +31,7 @@ class FillPolicy:
 
 
 class ListScheduler:
-    """One run of the ranks along a plan.
-
-    Args:
-        problem: sizes, costs and capacity.
-        plan: for each rank the codes of its F and I in the planned order; it may contain its W too.
-        policy: how gaps are filled.
-    """
+    """One run of the ranks along `plan`: for each rank the codes of its F and I, and maybe W, in the planned order."""
 
     def __init__(self, problem: SchedulingProblem, plan: CodeRows, policy: FillPolicy) -> None:
         self._problem, self._plan, self._policy = problem, plan, policy
@@ -52,13 +46,11 @@ class ListScheduler:
         self._tick = 1e-9 * sum(map(sum, problem.times))
         self._reach = policy.reach
         ranks = range(problem.num_ranks)
-        self._next = [0 for _ in ranks]
-        self._free = [0.0 for _ in ranks]
+        self._next, self._free = [0 for _ in ranks], [0.0 for _ in ranks]
         self._ready: list[list[int]] = [[] for _ in ranks]
         self._weights: list[list[tuple[int, int]]] = [[] for _ in ranks]
-        self._budgets = [
-            Budget(problem.capacity, problem.stage_ranks.count(r), problem.num_microbatches) for r in ranks
-        ]
+        stages = map(problem.stage_ranks.count, ranks)
+        self._budgets = [Budget(problem.capacity, held, problem.num_microbatches) for held in stages]
         self._events: list[tuple[float, int]] = []
         self.rows: list[list[int]] = [[] for _ in ranks]
         """the codes in the order in which each rank ran them"""

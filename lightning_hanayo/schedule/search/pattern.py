@@ -58,10 +58,10 @@ class Pattern:
         forward = walk(stages, 0, pauses.down, pauses.up)
         turned = forward[stages[-1]] + 1 + pauses.turn
         backward = walk(stages[::-1], turned, pauses.back_down, pauses.back_up)
-        self.forward = [forward[stage] for stage in stages]
-        self.backward = [backward[stage] for stage in stages]
         weights = {stage: place(stage, backward[stage] + 1 + pauses.weights) for stage in stages[::-1]}
-        self.weights = [weights[stage] for stage in stages]
+        self.forward, self.backward, self.weights = (
+            [cells[stage] for stage in stages] for cells in (forward, backward, weights)
+        )
 
     @property
     def cells(self) -> tuple[tuple[int, ...], ...]:
@@ -86,9 +86,5 @@ class Pattern:
     def keys(self, num_microbatches: int, weights: bool) -> list[float]:
         """By code: the cell of each F and I, and of each W if `weights`."""
         cells_of_kinds = [self.forward, self.backward, self.weights][: 3 if weights else 2]
-        return [
-            float(cell + microbatch * self.period)
-            for cells in cells_of_kinds
-            for cell in cells
-            for microbatch in range(num_microbatches)
-        ]
+        starts = [microbatch * self.period for microbatch in range(num_microbatches)]
+        return [float(cell + start) for cells in cells_of_kinds for cell in cells for start in starts]

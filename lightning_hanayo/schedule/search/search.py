@@ -26,11 +26,8 @@ Score = tuple[float, float]
 class Search:
     """The best order found so far, and the effort that is left to find a better one.
 
-    Args:
-        problem: sizes, costs and capacity.
-        evaluator: for the same placement and costs.
-        steady: compare orders by the time that each of many steps adds if they follow each other without a barrier, and
-            then by the time of one step alone; else the other way round.
+    `steady`: compare orders by the time that each of many steps adds if they follow each other without a barrier, and
+    then by the time of one step alone; else the other way round.
     """
 
     def __init__(self, problem: SchedulingProblem, evaluator: Evaluator, *, steady: bool = False) -> None:
@@ -58,11 +55,9 @@ class Search:
     def try_order(self, rows: list[list[int]]) -> None:
         """Keep an order that another builder made, unchanged, if it fits the capacity and is the best so far."""
         kind = self.problem.num_actions // 3
-        for row in rows:
-            held = accumulate((code < kind) - (code >= 2 * kind) for code in row)
-            if max(held) > self.problem.capacity:
-                return
-        self._keep(rows, self.evaluator.makespan(rows))
+        held = (accumulate((code < kind) - (code >= 2 * kind) for code in row) for row in rows)
+        if max(map(max, held)) <= self.problem.capacity:
+            self._keep(rows, self.evaluator.makespan(rows))
 
     def _score(self, makespan: float, following: float) -> Score:
         return (following, makespan) if self.steady else (makespan, following)
@@ -82,8 +77,7 @@ class Search:
     def _following(self, rows: list[list[int]]) -> float:
         """By how much a second step ends later, if each rank begins it as soon as its own first step is done."""
         first = self._times(rows)
-        second = self._times(rows, first.last)
-        return _rounded(second.makespan - first.makespan)
+        return _rounded(self._times(rows, first.last).makespan - first.makespan)
 
     def _times(self, rows: list[list[int]], begin: list[float] | None = None) -> ActionTimes:
         times = self.evaluator.run(rows, begin)
@@ -150,14 +144,10 @@ def _changed(keys: list[float], problem: SchedulingProblem, random: Random) -> l
         first = random.randrange(num_microbatches)
         some = range(first, min(num_microbatches, first + 1 + int(random.expovariate(0.3))))
         leg = stage - stage % num_ranks
+        one_stage, one_leg, all_stages = range(stage, stage + 1), range(leg, leg + num_ranks), range(num_stages)
+        only = range(first, first + 1)
         stages, microbatches = random.choice(
-            (
-                ([stage], range(first, first + 1)),
-                ([stage], some),
-                (range(num_stages), range(first, first + 1)),
-                (range(leg, leg + num_ranks), some),
-                (range(num_stages), some),
-            )
+            ((one_stage, only), (one_stage, some), (all_stages, only), (one_leg, some), (all_stages, some))
         )
         for one in stages:
             for microbatch in microbatches:

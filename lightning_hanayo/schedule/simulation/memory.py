@@ -25,12 +25,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """All of it at the peak."""
-        return self.standing + self.activations
-
-    @property
-    def standing(self) -> float:
-        """The part that is held all the time: weights, gradients and optimizer state."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)

@@ -73,13 +73,11 @@ class _Reductions:
         self._rank_of = schedule.stage_ranks
         self._lasts = last_gradients(schedule)
         twins = schedule.replica_of or range(schedule.num_stages)
-        groups = [tuple({stage, twin}) for stage, twin in enumerate(twins) if stage <= twin]
-        self._groups = [
-            (stages, takes)
-            for stages in groups
-            if any(stage in self._lasts for stage in stages)
-            if (takes := max(costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)) for stage in stages)) > 0
-        ]
+        self._groups: list[tuple[tuple[int, ...], float]] = []
+        for stages in (tuple({stage, twin}) for stage, twin in enumerate(twins) if stage <= twin):
+            takes = max(costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)) for stage in stages)
+            if takes > 0 and not self._lasts.keys().isdisjoint(stages):
+                self._groups.append((stages, takes))
 
     def after(self, times: ActionTimes) -> Iterator[Span]:
         """The reductions of a step whose compute ran at `times`: by the time they are ready, one at a time per rank."""

@@ -43,10 +43,8 @@ class Timeline:
 
     def __post_init__(self) -> None:
         if self.num_steps < 1 or len(self.spans) % self.num_steps:
-            raise HanayoError(
-                f"this is no timeline: {len(self.spans)} spans and num_steps={self.num_steps}; expected at least one "
-                "step, and as many spans in each"
-            )
+            got = f"{len(self.spans)} spans and num_steps={self.num_steps}"
+            raise HanayoError(f"this is no timeline: {got}; expected at least one step, and as many spans in each")
 
     @classmethod
     def of(cls, schedule: Table, spans: Iterable[Span], num_steps: int = 1) -> "Timeline":
@@ -124,13 +122,12 @@ class Timeline:
 
     def held(self, rank: int, sizes: Sequence[float]) -> Curve:
         """The amount that a rank holds if an activation of stage s takes `sizes[s]` of any unit."""
-        changes = [
-            (span.start, sizes[span.action.stage])
-            if span.action.kind is Kind.F
-            else (span.end, -sizes[span.action.stage])
-            for span in self._rows[rank]
-            if span.action.kind in _CHANGES
-        ]
+        changes = []
+        for span in self._rows[rank]:
+            if span.action.kind is Kind.F:
+                changes.append((span.start, sizes[span.action.stage]))
+            elif span.action.kind in (Kind.B, Kind.W):
+                changes.append((span.end, -sizes[span.action.stage]))
         now = 0.0
         curve = [(self.begin, now)]
         for time, size in sorted(changes):  # at equal times, frees come first
@@ -145,11 +142,9 @@ class Timeline:
         """`shares`, or equal parts for all stages of a rank if it is empty."""
         if self.shares:
             return self.shares
-        ranks = list(self.rank_of.values())
-        return tuple(
-            1 / ranks.count(self.rank_of[stage]) if stage in self.rank_of else 0.0
-            for stage in range(max(self.rank_of, default=-1) + 1)
-        )
+        ranks, rank_of = list(self.rank_of.values()), self.rank_of
+        stages = range(max(rank_of, default=-1) + 1)
+        return tuple(1 / ranks.count(rank_of[stage]) if stage in rank_of else 0.0 for stage in stages)
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
@@ -165,20 +160,9 @@ class Timeline:
 
     def to_json(self) -> str:
         """The timeline as JSON text. The derived figures are included for readers without this package."""
-        return json.dumps(
-            {
-                "makespan": self.makespan,
-                "bubble_ratio": self.bubble_ratio,
-                "peak_activations": self.peak_activations,
-                "num_steps": self.num_steps,
-                "step_times": self.step_times,
-                "shares": self.shares,
-                "spans": [
-                    {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end}
-                    for span in self.spans
-                ],
-            }
-        )
+        figures = ("makespan", "bubble_ratio", "peak_activations", "num_steps", "step_times", "shares")
+        spans = [{"rank": s.rank, "action": str(s.action), "start": s.start, "end": s.end} for s in self.spans]
+        return json.dumps({name: getattr(self, name) for name in figures} | {"spans": spans})
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
@@ -201,9 +185,6 @@ class Timeline:
                 f'this is no timeline: {error!r}; expected {{"spans": [{{"rank": 0, "action": "0F0", "start": 0.0, '
                 '"end": 1.0}, ...]}}'
             ) from None
-
-
-_CHANGES = frozenset({Kind.F, Kind.B, Kind.W})
 
 
 def _idle(busy: tuple[float, ...], time: float) -> float:

@@ -36,12 +36,8 @@ def locate_error(path: Path, error: HanayoError, *, compute_only: bool) -> Hanay
     if error.cell is None:
         return HanayoError(f"{path}: {error}")
     rank, position = error.cell
-    columns = [
-        column
-        for column, cell in enumerate(_cells(path)[rank])
-        for action in _actions(cell.strip())
-        if action.kind.is_compute or not compute_only
-    ]
+    found = ((column, action) for column, cell in enumerate(_cells(path)[rank]) for action in _actions(cell.strip()))
+    columns = [column for column, action in found if action.kind.is_compute or not compute_only]
     where = f"cell {columns[position] + 1}" if position < len(columns) else "behind its last cell"
     return HanayoError(f"{path}, row {rank + 1}, {where}: {error}")
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import ceil
 from operator import itemgetter
 
 from lightning_hanayo.schedule.cost import CostModel
@@ -72,16 +71,13 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
         scale = min(scale, max(1, columns - margin) / timeline.makespan)
     width = max(1, round(timeline.makespan * scale))
     band = width if columns is None or not wrap else max(longest + 1, columns - margin)
-    rows = [
-        _row([span for span in compute if span.rank == rank], timeline.begin, scale, width)
-        for rank in range(timeline.num_ranks)
-    ]
-    for number in range(ceil(width / band)):
-        if number:
+    spans = ([span for span in compute if span.rank == rank] for rank in range(timeline.num_ranks))
+    rows = [_row(own, timeline.begin, scale, width) for own in spans]
+    for start in range(0, width, band):
+        if start:
             yield Line("", ())
         for rank, row in enumerate(rows):
-            cells = row[number * band : (number + 1) * band]
-            yield Line(f"{f'rank {rank}':<{margin}}", tuple(_pieces(cells)))
+            yield Line(f"rank {rank}".ljust(margin), tuple(_pieces(row[start : start + band])))
 
 
 _Cell = tuple[str, Span | None]

@@ -77,8 +77,7 @@ def _weights_by_stage(rows: list[list[int]], problem: SchedulingProblem) -> list
     """
     microbatches, kind = problem.num_microbatches, problem.num_stages * problem.num_microbatches
     for rank, row in enumerate(rows):
-        stages = [stage for stage, home in enumerate(problem.stage_ranks) if home == rank]
-        if len({problem.times[2][stage] for stage in stages}) > 1:
+        if len({time for home, time in zip(problem.stage_ranks, problem.times[2], strict=True) if home == rank}) > 1:
             continue
         waiting: list[tuple[int, int, int]] = []
         for place, code in enumerate(row):

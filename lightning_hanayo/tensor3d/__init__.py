@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
+    from lightning_hanayo.tensor3d.convert.specs.blocks import register_block
     from lightning_hanayo.tensor3d.convert.specs.layers import elementwise, register_layer
-    from lightning_hanayo.tensor3d.convert.specs.registry import register_block
     from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGroup
     from lightning_hanayo.tensor3d.layers.attention import MultiheadAttention3D
     from lightning_hanayo.tensor3d.layers.dropout import Dropout3D
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "convert.parallelize": ("plan_parallelize",),
     "convert.specs.layers": ("elementwise", "register_layer"),
-    "convert.specs.registry": ("register_block",),
+    "convert.specs.blocks": ("register_block",),
     "convert.specs.spec": ("BlockSpec", "ProjectionGroup"),
     "layers.attention": ("MultiheadAttention3D",),
     "layers.dropout": ("Dropout3D",),
@@ -47,32 +47,11 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "BATCH",
-    "SEQUENCE",
-    "SEQUENCE_FIRST",
-    "BlockSpec",
-    "Dropout3D",
-    "Embedding3D",
-    "FeedForward3D",
-    "Head3D",
-    "LayerNorm3D",
-    "Linear3D",
-    "Mesh",
-    "MultiheadAttention3D",
-    "ParallelStyle",
-    "ProjectionGroup",
-    "RMSNorm3D",
-    "ShardedModule",
-    "StageContext",
-    "SwiGLU3D",
-    "all_reduce_partial_gradients",
-    "cross_entropy3d",
-    "elementwise",
-    "parallelize_rms_norm",
-    "plan_parallelize",
-    "register_block",
-    "register_layer",
-]
+    "BATCH", "SEQUENCE", "SEQUENCE_FIRST", "BlockSpec", "Dropout3D", "Embedding3D", "FeedForward3D", "Head3D",
+    "LayerNorm3D", "Linear3D", "Mesh", "MultiheadAttention3D", "ParallelStyle", "ProjectionGroup", "RMSNorm3D",
+    "ShardedModule", "StageContext", "SwiGLU3D", "all_reduce_partial_gradients", "cross_entropy3d", "elementwise",
+    "parallelize_rms_norm", "plan_parallelize", "register_block", "register_layer",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -14,6 +14,7 @@ and before `local_shard`, all ranks compute the same, so gradients are equal and
 The argument `size` is the true length of the dimension: parts of unequal length were padded to one length.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
 def start_all_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Pending:
     """Start to gather the parts of dimension `dim` along `axis`."""
     if axis.size == 1:
-        return Pending(None, lambda: x)
+        return Pending.done(x)
     pending, dim = axis.all_gather(x), dim % x.dim()
     return Pending(None, lambda: _joined(pending.wait(), dim, size))
 
@@ -35,7 +36,7 @@ def start_all_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = Non
 def start_reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
     """Start to sum over `axis`. Each rank gets its part of dimension `dim`, which is padded to equal parts."""
     if axis.size == 1:
-        return Pending(None, lambda: x)
+        return Pending.done(x)
     return axis.reduce_scatter(split_dim(x, axis.size, dim))
 
 
@@ -61,97 +62,60 @@ def _joined(parts: Tensor, dim: int, size: int | None) -> Tensor:
     return whole
 
 
+Start = Callable[[Tensor], Pending]
+"""starts a collective"""
+
+
+class _Collective(torch.autograd.Function):
+    """Runs one collective, and on the gradient another one. Neither may hold the input, which would stay in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Start, start_backward: Start) -> Tensor:
+        ctx.start_backward = start_backward
+        return start(x).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.start_backward(gradient).wait(), None, None
+
+
+def _run(x: Tensor, axis: MeshAxis, start: Start, start_backward: Start) -> Tensor:
+    return x if axis.size == 1 else _Collective.apply(x, start, start_backward)
+
+
 def all_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Tensor:
     """Gather dimension `dim` for ranks that compute different things with it."""
-    return x if axis.size == 1 else _AllGather.apply(x, axis, dim, size)
+    return _run(x, axis, lambda x: start_all_gather(x, axis, dim, size), lambda dy: start_reduce_scatter(dy, axis, dim))
 
 
 def reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Sum over `axis`, and return this rank's part of dimension `dim` of the sum."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+    size = x.shape[dim]
+    return _run(x, axis, lambda x: start_reduce_scatter(x, axis, dim), lambda dy: start_all_gather(dy, axis, dim, size))
 
 
 def all_to_all(parts: Tensor, axis: MeshAxis) -> Tensor:
     """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
-    received: Tensor = parts if axis.size == 1 else _AllToAll.apply(parts, axis)
-    return received
+    return _run(parts, axis, axis.all_to_all, axis.all_to_all)
 
 
 def local_shard(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Return this rank's part of dimension `dim` of a tensor that is the same on all ranks."""
-    return x if axis.size == 1 else _LocalShard.apply(x, axis, dim)
+    size = x.shape[dim]
+    return _run(x, axis, lambda x: _own_part(x, axis, dim), lambda dy: start_all_gather(dy, axis, dim, size))
 
 
 def all_gather_replicated(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Tensor:
     """Gather dimension `dim` for ranks that all compute the same with it."""
-    return x if axis.size == 1 else _AllGatherReplicated.apply(x, axis, dim, size)
+    return _run(x, axis, lambda x: start_all_gather(x, axis, dim, size), lambda dy: _own_part(dy, axis, dim))
 
 
 def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
     """Sum over `axis` for ranks that all compute the same with the sum."""
-    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+    contiguous = torch.contiguous_format
+    return _run(x, axis, lambda x: axis.all_reduce(x.clone(memory_format=contiguous)), lambda dy: Pending.done(dy))
 
 
-def _own_part(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    return split_dim(x, axis.size, dim)[axis.rank].clone()
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int, size: int | None) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return start_all_gather(x, axis, dim, size).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return start_reduce_scatter(gradient, ctx.axis, ctx.dim).wait(), None, None, None
-
-
-class _AllGatherReplicated(_AllGather):
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _own_part(gradient, ctx.axis, ctx.dim), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.size = axis, dim, x.shape[dim]
-        return start_reduce_scatter(x, axis, dim).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return start_all_gather(gradient, ctx.axis, ctx.dim, ctx.size).wait(), None, None
-
-
-class _LocalShard(_ReduceScatter):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.size = axis, dim, x.shape[dim]
-        return _own_part(x, axis, dim)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, axis: MeshAxis) -> Tensor:
-        ctx.axis = axis
-        return axis.all_to_all(parts).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.all_to_all(gradient).wait(), None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
-        return axis.all_reduce(x.clone(memory_format=torch.contiguous_format)).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None
+def _own_part(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
+    return Pending.done(split_dim(x, axis.size, dim)[axis.rank].clone())

@@ -40,6 +40,11 @@ class Pending:
     work: "Waitable | None"
     finish: Callable[[], Tensor]
 
+    @staticmethod
+    def done(result: Tensor) -> "Pending":
+        """Returns one that needs no communication."""
+        return Pending(None, lambda: result)
+
     def wait(self) -> Tensor:
         """Block until the collective has ended, and return its result."""
         if self.work is not None:
@@ -89,7 +94,7 @@ class MeshAxis:
     def all_gather(self, tensor: Tensor) -> Pending:
         """[...] on each rank to [size, ...] on all of them."""
         if self.size == 1:
-            return Pending(None, lambda: tensor.unsqueeze(0))
+            return Pending.done(tensor.unsqueeze(0))
         whole, own = tensor.new_empty(self.size, *tensor.shape), tensor.contiguous()
         if self._native is not None:
             return Pending(self._native._allgather_base(whole.view(-1), own.view(-1)), lambda: whole)
@@ -101,7 +106,7 @@ class MeshAxis:
         gloo's own reduce-scatter sends everything twice, so over gloo an all-to-all brings each rank the parts to sum.
         """
         if self.size == 1:
-            return Pending(None, lambda: parts.squeeze(0))
+            return Pending.done(parts.squeeze(0))
         if self._native is not None:
             own, options = parts.new_empty(parts.shape[1:]), dist.ReduceScatterOptions()
             return Pending(self._native._reduce_scatter_base(own.view(-1), parts.reshape(-1), options), lambda: own)
@@ -111,7 +116,7 @@ class MeshAxis:
     def all_to_all(self, parts: Tensor) -> Pending:
         """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
         if self.size == 1:
-            return Pending(None, lambda: parts)
+            return Pending.done(parts)
         out, received = parts.contiguous(), torch.empty_like(parts, memory_format=torch.contiguous_format)
         if self._native is not None:
             return Pending(self._native.alltoall_base(received, out, [], []), lambda: received)
@@ -128,9 +133,7 @@ class MeshAxis:
         into[self.rank] = out[self.rank]
         if not into.numel():
             return Transfers([])
-        steps = range(
-            1, self.size
-        )  # each rank begins with its neighbour, so that no rank is the first peer of all others
+        steps = range(1, self.size)  # from its neighbour on, so that no rank is the first peer of all others
         sources, targets = ([(self.rank + sign * step) % self.size for step in steps] for sign in (-1, 1))
         works = [self.group.recv([into[peer]], peer, 0) for peer in sources]
         works += [self.group.send([out[peer]], peer, 0) for peer in targets]
@@ -139,13 +142,13 @@ class MeshAxis:
     def all_reduce(self, tensor: Tensor) -> Pending:
         """The sum over all ranks. `tensor` is overwritten."""
         if self.group is None:
-            return Pending(None, lambda: tensor)
+            return Pending.done(tensor)
         return Pending(self.group.allreduce([tensor]), lambda: tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         """The elementwise maximum over all ranks. `tensor` is overwritten."""
         if self.group is None:
-            return Pending(None, lambda: tensor)
+            return Pending.done(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return Pending(self.group.allreduce([tensor], options), lambda: tensor)
@@ -184,16 +187,12 @@ class Mesh:
     @staticmethod
     def of(sizes: MeshSizes, rank: int, make_group: MakeGroup, axis: type[MeshAxis] = MeshAxis) -> "Mesh":
         """Returns the mesh as its rank `rank` sees it. All ranks call it, and make their groups in the same order."""
-        place = Topology(cube=sizes).coordinates(rank)[2:]
-        coordinates = place[0], place[1], place[2]
-        axes = {}
+        x, y, z = Topology(cube=sizes).coordinates(rank)[2:]
+        mesh = Mesh(sizes, (x, y, z), {})
         for names in AXIS_NAMES:
-            size, index = 1, 0
-            for name in names:
-                along = sizes["xyz".index(name)]
-                size, index = size * along, index * along + coordinates["xyz".index(name)]
-            axes[names] = axis(make_group(names) if size > 1 else None, size, index)
-        return Mesh(sizes, coordinates, axes)
+            group = make_group(names) if mesh.size(names) > 1 else None
+            mesh._axes[names] = axis(group, mesh.size(names), mesh.index(names))
+        return mesh
 
     @staticmethod
     def create(sizes: MeshSizes, axis: type[MeshAxis] = MeshAxis) -> "Mesh":
@@ -241,6 +240,5 @@ class Mesh:
         coordinates = self.coordinates if coordinates is None else coordinates
         index = 0
         for name in names:
-            i = "xyz".index(name)
-            index = index * self.sizes[i] + coordinates[i]
+            index = index * self.size(name) + coordinates["xyz".index(name)]
         return index

@@ -55,6 +55,16 @@ class ParallelStyle:
         """The axis that the weight's in-features are sharded over."""
         return self.reduce_scatter.axis
 
+    @property
+    def between_axes(self) -> str:
+        """The axes that the output's features are sharded over: a bias's, and the heads of q, k and v."""
+        return self.all_gather.axis + (self.reduce_scatter.axis if self.reduce_scatter.dim == -1 else "")
+
+    @property
+    def replicated_axes(self) -> str:
+        """The other axes, over which a bias's gradient is a partial sum."""
+        return "".join(axis for axis in "xyz" if axis not in self.between_axes)
+
 
 SEQUENCE = ParallelStyle(AxisCollective("y", 1, is_sequence=True), AxisCollective("z", -1))
 """column-parallel; the residual stream is sharded over batch, sequence and features"""

@@ -217,11 +217,11 @@ class _Product(torch.autograd.Function):
 
 
 def _all_gather(collective: BoundCollective | None, x: Tensor) -> Pending:
-    return Pending(None, lambda: x) if collective is None else collective.start_all_gather(x)
+    return Pending.done(x) if collective is None else collective.start_all_gather(x)
 
 
 def _reduce_scatter(collective: BoundCollective | None, x: Tensor) -> Pending:
-    return Pending(None, lambda: x) if collective is None else collective.start_reduce_scatter(x)
+    return Pending.done(x) if collective is None else collective.start_reduce_scatter(x)
 
 
 def _saved(ctx: Any, needs_matrix: bool) -> tuple[SavedInput, Pending]:
@@ -229,12 +229,12 @@ def _saved(ctx: Any, needs_matrix: bool) -> tuple[SavedInput, Pending]:
     args: ProductArgs = ctx.args
     if args.keep == "gathered":
         matrix, *gathered = ctx.saved_tensors
-        return SavedInput(gathered, None), Pending(None, lambda: matrix)
+        return SavedInput(gathered, None), Pending.done(matrix)
     x = ctx.shared_input
     if x is None:
         x = SavedInput(args.split(ctx.saved_tensors[0]), args.all_gather)
     if not needs_matrix:
-        return x, Pending(None, lambda: args.weight.parameter)
+        return x, Pending.done(args.weight.parameter)
     return x, Pending(None, cache(args.weight.start_all_gather(ctx.dtype).wait))
 
 

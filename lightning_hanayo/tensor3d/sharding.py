@@ -6,10 +6,10 @@ W [8, 4] of a column-parallel layer on the mesh (2, 2, 1), sharded over ("yx", "
 A fused q, k, v with 2 heads over y has order = q0 k0 v0 q1 k1 v1, so that rank y finds the rows of its heads together.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,13 @@ class DimShard:
         """Returns the entries that the rank at `coordinates` holds, [local size]."""
         start, stop = self.span(mesh, coordinates)
         return self.entries[start:stop]
+
+
+@lru_cache
+def fused_order(sizes: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    """Returns the entries of fused parts of these sizes in an order that keeps each rank's together."""
+    parts = [(sum(sizes[:i]), size // num_ranks) for i, size in enumerate(sizes)]
+    return tuple(start + rank * n + j for rank in range(num_ranks) for start, n in parts for j in range(n))
 
 
 @dataclass(frozen=True)
@@ -109,10 +116,12 @@ class Shard:
 class ShardedModule(nn.Module):
     """A module of whose own parameters each rank of the mesh holds a shard, or a replica with a partial gradient."""
 
+    _shards: dict[str, Shard]
+
     @property
-    @abstractmethod
     def shards(self) -> dict[str, Shard]:
         """How each of its own parameters is sharded, by name."""
+        return self._shards
 
 
 @lru_cache
@@ -121,12 +130,12 @@ def sharded_class(sharded: type[ShardedModule], original: type[nn.Module]) -> ty
     return type(f"{original.__name__}3D", (sharded, original), {"__doc__": f"A 3-D parallel {original.__name__}."})
 
 
-def shard_parameters(module: nn.Module, shards: dict[str, Shard], mesh: Mesh) -> None:
-    """Replace the values of the parameters named by this rank's shards. The parameter objects stay."""
-    for name, shard in shards.items():
-        parameter = module._parameters.get(name)
-        if parameter is not None:
-            parameter.data = shard.of(parameter.data, mesh)
+def shard_parameters(module: Any, shards: dict[str, Shard], mesh: Mesh) -> None:
+    """Keep this rank's shards of those parameters that the module has. The parameter objects stay."""
+    module._shards = {name: shard for name, shard in shards.items() if module._parameters.get(name) is not None}
+    for name, shard in module._shards.items():
+        parameter = module._parameters[name]
+        parameter.data = shard.of(parameter.data, mesh)
 
 
 def all_reduce_partial_gradients(model: nn.Module, mesh: Mesh) -> None:

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from torch import nn
+
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
 from lightning_hanayo.tensor3d.product import BoundCollective, Keep
-from lightning_hanayo.tensor3d.weight import PendingGradients, PrefetchOrder
+from lightning_hanayo.tensor3d.weight import PendingGradients, PrefetchOrder, ShardedWeight
 from lightning_hanayo.weight_gradients import WeightGradients
 
 
@@ -53,6 +55,10 @@ class StageContext:
         """Returns the collective over this mesh's ranks, for sequences of the length that the stage runs now."""
         size = self.sequence_length if collective.is_sequence else None
         return BoundCollective(self.mesh.axis(collective.axis), collective.dim, size)
+
+    def weight(self, module: nn.Module, shape: tuple[int, int], *, axis: str = "x", **part: Any) -> ShardedWeight:
+        """Returns a module's weight, gathered along `axis`; `part` says where it is in the module's parameters."""
+        return ShardedWeight(module, self.mesh.axis(axis), shape, self.pending_gradients, self.queue, **part)
 
     def begin_batch(self) -> None:
         """A batch begins: drop what a failure in the batch before may have left."""

@@ -6,8 +6,8 @@ gathered    [N/y, K/z]        what one rank multiplies with
 Parts that don't divide are padded with zeros before the collective. What is stored has no padding.
 """
 
-from copy import copy, deepcopy
-from typing import Any, Protocol, TypeVar
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,15 @@ from lightning_hanayo.weight_gradients import WeightGradients
 
 
 class ShardedWeight:
-    """The weight of one layer.
+    """The weight of one layer: its module's parameter `name`, or those `rows` of it that hold this weight.
 
     Args:
-        module: has this rank's shard as its parameter `name`.
-        axis: the ranks that gather the weight: those along x.
+        module: has this rank's shard.
+        axis: the ranks that gather the weight.
         shape: of the gathered weight, [N/y, K/z], rounded up.
-        transposed: whether the parameter is [K/z, N/(y x)].
         pending_gradients: takes gradients whose reduce-scatter is under way while a backward runs.
         queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.
-        name: the parameter's name.
-        rows: the part of the parameter that is meant, where it holds several weights; None: all of it.
+        transposed: whether the parameter is [K/z, N/(y x)].
     """
 
     def __init__(
@@ -36,10 +34,10 @@ class ShardedWeight:
         module: nn.Module,
         axis: MeshAxis,
         shape: tuple[int, int],
-        *,
-        transposed: bool,
         pending_gradients: "PendingGradients",
         queue: WeightGradients | None = None,
+        *,
+        transposed: bool = False,
         name: str = "weight",
         rows: slice | None = None,
     ) -> None:
@@ -111,22 +109,6 @@ class ShardedWeight:
             whole[self._rows] = gradient[:, : stored.shape[1]]
             return whole
         return gradient[: stored.shape[0], : stored.shape[1]].to(stored.dtype).contiguous()
-
-
-class HasWeight(Protocol):
-    """Holds a `ShardedWeight`."""
-
-    weight: Any
-
-
-Holder = TypeVar("Holder", bound=HasWeight)
-
-
-def copy_with_own_weight(holder: Holder, memo: Any) -> Holder:
-    """Returns a copy for a deep copy of the layer. It shares everything but the weight, which belongs to the copy."""
-    twin = copy(holder)
-    twin.weight = deepcopy(holder.weight, memo)
-    return twin
 
 
 class PrefetchOrder:

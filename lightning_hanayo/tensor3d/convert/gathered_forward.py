@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.tensor3d.convert.specs.spec import attribute
 from lightning_hanayo.tensor3d.layers.dropout import rank_random_stream
-from lightning_hanayo.tensor3d.layers.shared_input import SharedInput
+from lightning_hanayo.tensor3d.layers.linear import SharedInput
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 _ATTRIBUTE = "_gathered_forward"
@@ -41,9 +41,6 @@ class GatheredForward:
     input: str
     index: int
     dropout: str | None
-
-    def __deepcopy__(self, memo: Any) -> "GatheredForward":
-        return self
 
     def gather_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments, with the input gathered."""

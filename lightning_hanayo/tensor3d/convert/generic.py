@@ -1,17 +1,37 @@
-"""Converts a block whose class isn't registered: each linear layer by itself, and its dropouts' random streams."""
+"""Converts a block whose class isn't registered: each linear layer by itself, and its dropouts' random streams.
+
+The code of the block isn't parallelized: each rank passes its own tokens to a linear layer, and gets them back, whole.
+
+own tokens [m, K]  --all-to-all over z-->  [z, m, K/z]  --product-->  [y, m, N/y]  --all-to-all over y-->  [m, N]
+
+The product all-gathers over y on dim 1 and reduce-scatters over z on dim 0, so that tokens return to the rank they
+belong to. With both on one dimension they would return with y and z exchanged. Ranks may have different numbers of
+tokens: all pad theirs to the largest. Where tokens are few compared with features, only the weight is communicated:
+
+own tokens [m, K]  --product with the whole W, of which each rank stores [N/(x y z), K]-->  own tokens [m, N]
+"""
 
 from collections.abc import Iterator
+from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.linear_modules import is_linear
+from lightning_hanayo.linear_modules import as_autocast, is_linear
+from lightning_hanayo.tensor3d.collectives import all_to_all, padded, split_dim
 from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners, reason_ineligible
-from lightning_hanayo.tensor3d.convert.generic_linear import Communicated, cheapest, parallelize_generic_linear
 from lightning_hanayo.tensor3d.convert.report import NOT_CONVERTED, ReportRow, describe
 from lightning_hanayo.tensor3d.layers.dropout import parallelize_dropout
-from lightning_hanayo.tensor3d.layers.linear import features
+from lightning_hanayo.tensor3d.layers.linear import LinearSharding, attach_sharding, features
+from lightning_hanayo.tensor3d.parallel_style import EXCHANGED_TOKENS
+from lightning_hanayo.tensor3d.product import ProductArgs, product
+from lightning_hanayo.tensor3d.sharding import DimShard, Shard
 from lightning_hanayo.tensor3d.stage_context import StageContext
+
+Communicated = Literal["activations", "weight"]
+"""what ranks send each other: activations, and parts of the weight; or the weight alone"""
 
 _OUTCOMES: dict[Communicated, str] = {
     "activations": "3-D, activations exchanged around it",
@@ -60,3 +80,70 @@ class GenericBlock:
         for module in self.block.modules():
             if type(module) is nn.Dropout:
                 parallelize_dropout(module, context)
+
+
+class _ExchangedActivations(LinearSharding):
+    """A layer whose activations are exchanged before and after its product."""
+
+    def __init__(self, context: StageContext, sizes: tuple[int, int]) -> None:
+        super().__init__(context, EXCHANGED_TOKENS, sizes)
+
+    @override
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        own = as_autocast(x).flatten(0, -2)
+        (y_axis, z_axis), out = (self.context.mesh.axis(name) for name in "yz"), self.matrix.shape[0]
+        most = self._most_tokens(own)
+        columns = all_to_all(split_dim(padded(own, 0, most), z_axis.size, 1), z_axis)
+        y = super().forward(columns, None if bias is None else padded(bias, 0, self.gathered_shape[0]))
+        tokens = all_to_all(y[0].unflatten(0, (y_axis.size, most)), y_axis).movedim(0, 1).flatten(1)
+        return tokens[: own.shape[0], :out].reshape(*x.shape[:-1], out)
+
+    def _most_tokens(self, own: Tensor) -> int:
+        """Returns the largest number of tokens that a rank has.
+
+        Ranks ask each other each time: the numbers may differ for reasons that only the surrounding code knows.
+        """
+        plane, count = self.context.mesh.axis("yz"), torch.tensor([own.shape[0]], device=own.device)
+        return int(plane.all_reduce_max(count).wait())
+
+
+class _GatheredWeight(LinearSharding):
+    """A layer whose weight is sharded over all ranks by its out-features, and gathered whole for each call."""
+
+    weight_axis = "xyz"
+
+    def __init__(self, context: StageContext, sizes: tuple[int, int]) -> None:
+        super().__init__(context, EXCHANGED_TOKENS, sizes)
+        out, in_ = self.gathered_shape = sizes
+        self.matrix = Shard((DimShard(out, "xyz", as_one=True), DimShard(in_)))
+        self.vector = Shard((DimShard(out),), "xyz")
+
+    @override
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.weight is not None
+        prefetch = self.context.prefetch_order.record(self.weight)
+        y = product(x, ProductArgs(self.weight, None, None, self.context.keep, prefetch=prefetch))
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+def parallelize_generic_linear(
+    module: nn.Module, context: StageContext, communicated: Communicated = "activations"
+) -> None:
+    """Parallelize an `nn.Linear` or a `Conv1D` in place, for code that knows nothing of the mesh.
+
+    All ranks of the mesh call it in the same order, each with tokens of its own, or with none.
+    """
+    sharding = _ExchangedActivations if communicated == "activations" else _GatheredWeight
+    attach_sharding(module, sharding(context, features(module)))
+
+
+def cheapest(sizes: tuple[int, int], tokens: int, mesh: MeshSizes) -> Communicated:
+    """Returns what to communicate, by the elements that each rank receives in a forward and a backward.
+
+    M tokens [M, K] times W [N, K], P = x y z ranks:
+    activations    2 [(y-1) M K + (x-1) K N + (z-1) M N + (1 - 1/z) M K + (1 - 1/y) M N] / P
+    weight         2 (P-1) K N / P
+    """
+    (n, k), (x, y, z) = sizes, mesh
+    activations = (y - 1 / z) * tokens * k + (x - 1) * k * n + (z - 1 / y) * tokens * n
+    return "weight" if (x * y * z - 1) * k * n <= activations else "activations"

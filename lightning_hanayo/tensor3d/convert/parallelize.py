@@ -16,7 +16,7 @@ from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners
 from lightning_hanayo.tensor3d.convert.generic import GenericBlock
 from lightning_hanayo.tensor3d.convert.registered import RegisteredBlock, SpecMismatch
 from lightning_hanayo.tensor3d.convert.report import ConversionReport, short_class_name
-from lightning_hanayo.tensor3d.convert.specs.registry import block_spec
+from lightning_hanayo.tensor3d.convert.specs.blocks import block_spec
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 DEFAULT_TOKENS = 2048

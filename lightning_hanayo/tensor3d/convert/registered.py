@@ -1,7 +1,6 @@
 """Converts a block whose class is registered: checks it against its spec, and parallelizes it with its own code."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -17,17 +16,11 @@ from lightning_hanayo.tensor3d.convert.eligibility import (
 from lightning_hanayo.tensor3d.convert.gathered_forward import wrap_forward
 from lightning_hanayo.tensor3d.convert.report import ReportRow, describe, short_class_name
 from lightning_hanayo.tensor3d.convert.specs.layers import LayerSpec, elementwise, is_elementwise_function, layer_spec
-from lightning_hanayo.tensor3d.convert.specs.spec import (
-    BlockSpec,
-    ProjectionGroup,
-    attribute,
-    joined,
-    set_attribute,
-)
-from lightning_hanayo.tensor3d.layers.linear import features, parallelize_linear
-from lightning_hanayo.tensor3d.layers.shared_input import SharedInput
+from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGroup, attribute, joined, set_attribute
+from lightning_hanayo.tensor3d.layers.linear import SharedInput, features, parallelize_linear
+from lightning_hanayo.tensor3d.layers.norm import replicate_norm
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, sharded_class
+from lightning_hanayo.tensor3d.sharding import fused_order
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -189,44 +182,20 @@ class RegisteredBlock:
         return is_own or cls in _CONTAINERS or cls in self.spec.containers
 
 
-class _ReplicatedNorm(ShardedModule):
-    """A norm of each head's features. Ranks hold the same values, and each sums the gradient over its own heads."""
-
-    @property
-    def shards(self) -> dict[str, Shard]:
-        return {
-            name: Shard(tuple(map(DimShard, parameter.shape)), "xyz")
-            for name, parameter in self._parameters.items()
-            if parameter is not None
-        }
-
-
 def _parallelize_group(module: Any, group: ProjectionGroup, context: StageContext, style: ParallelStyle) -> None:
     shared_input = SharedInput(context, style.all_gather) if group.input is not None else None
     ranks = context.mesh.size("yz")
     for path in group.column_parallel:
         layer = module.get_submodule(path)
-        order = fused_order(features(layer)[0], group.num_fused, ranks) if group.num_fused > 1 and ranks > 1 else None
+        sizes = (features(layer)[0] // group.num_fused,) * group.num_fused
+        order = fused_order(sizes, ranks) if group.num_fused > 1 and ranks > 1 else None
         parallelize_linear(layer, context, style, order=order, shared_input=shared_input)
     for path in group.replicated_norms:
-        norm = module.get_submodule(path)
-        norm.__class__ = sharded_class(_ReplicatedNorm, type(norm))  # type: ignore[arg-type]  # its forward stays: only `shards` is added
+        replicate_norm(module.get_submodule(path), context)
     for name in group.sharded_counts:
         set_attribute(module, name, attribute(module, name) // ranks)
     if shared_input is not None or group.dropout is not None:
         wrap_forward(module, context, shared_input, group.input, group.dropout)
-
-
-@lru_cache
-def fused_order(size: int, num_fused: int, ranks: int) -> tuple[int, ...]:
-    """Returns the out-features of fused projections in an order that keeps each rank's together: q0 k0 v0 q1 k1 v1."""
-    one, part = size // num_fused, size // num_fused // ranks
-    return tuple(
-        projection * one + rank * part + i
-        for rank in range(ranks)
-        for projection in range(num_fused)
-        for i in range(part)
-    )
 
 
 def _head_size(module: nn.Module, group: ProjectionGroup) -> int:

@@ -20,7 +20,7 @@ from lightning_hanayo.tensor3d.layers.dropout import rank_random_stream
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
 from lightning_hanayo.tensor3d.layers.linear import parallelize_linear
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, SEQUENCE_FIRST, ParallelStyle
-from lightning_hanayo.tensor3d.sharding import Shard, ShardedModule, shard_parameters
+from lightning_hanayo.tensor3d.sharding import ShardedModule, shard_parameters
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 
@@ -67,12 +67,6 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
         self._kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         super().__init__(embed_dim, num_heads, *args, **kwargs)
         parallelize_attention(self, context, style)
-
-    @property
-    def shards(self) -> dict[str, Shard]:
-        """How each parameter is sharded. out_proj is a sharded module itself."""
-        shards = self.projections.shards
-        return {name: shard for name, shard in shards.items() if self._parameters.get(name) is not None}
 
     def _reset_parameters(self) -> None:
         """Called while the layer is constructed, before it is sharded: k and v of fewer heads get smaller."""
@@ -179,7 +173,7 @@ def parallelize_attention(
     if not isinstance(module, MultiheadAttention3D):
         module.__class__ = MultiheadAttention3D
     module.projections = projections  # type: ignore[assignment]
-    shard_parameters(module, projections.shards, context.mesh)
+    shard_parameters(module, projections.shards, context.mesh)  # out_proj is a sharded module itself
     parallelize_linear(module.out_proj, context, style.row_parallel())
 
 

@@ -18,9 +18,8 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor3d.collectives import reduce_scatter
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule
+from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from lightning_hanayo.tensor3d.weight import ShardedWeight, copy_with_own_weight
 
 
 class _TableShard:
@@ -32,21 +31,7 @@ class _TableShard:
         mesh = context.mesh
         self.num_rows = -(-module.num_embeddings // mesh.size(style.all_gather.axis))
         self.first = self.num_rows * mesh.index(style.all_gather.axis)
-        self.shard = Shard(
-            (DimShard(module.num_embeddings, style.out_axes), DimShard(module.embedding_dim, style.in_axes))
-        )
-        shape = self.num_rows, module.embedding_dim // mesh.size(style.in_axes)
-        self.weight = ShardedWeight(
-            module,
-            mesh.axis("x"),
-            shape,
-            transposed=False,
-            pending_gradients=context.pending_gradients,
-            queue=context.queue,
-        )
-
-    def __deepcopy__(self, memo: Any) -> "_TableShard":
-        return copy_with_own_weight(self, memo)
+        self.weight = context.weight(module, (self.num_rows, module.embedding_dim // mesh.size(style.in_axes)))
 
     def rows_of(self, ids: Tensor, ignored: int | None = None) -> Tensor:
         """Returns the row of each id; `num_rows` for ids that another rank holds, and for the id `ignored`."""
@@ -81,11 +66,6 @@ class Embedding3D(ShardedModule, nn.Embedding):
     def __init__(self, *args: Any, context: StageContext, style: ParallelStyle = SEQUENCE, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         parallelize_embedding(self, context, style)
-
-    @property
-    def shards(self) -> dict[str, Shard]:
-        """How the table is sharded. Its gradient is no partial sum."""
-        return {"weight": self.table.shard}
 
     def reset_parameters(self) -> None:
         """Called while the layer is constructed, before it is sharded."""
@@ -138,7 +118,6 @@ def parallelize_embedding(module: nn.Embedding, context: StageContext, style: Pa
     check_divisibility([required], context.mesh.sizes)
     if not isinstance(module, Embedding3D):
         module.__class__ = Embedding3D
-    table, parameter = _TableShard(module, context, style), module._parameters["weight"]
-    assert parameter is not None
-    module.table = table  # type: ignore[assignment]
-    parameter.data = table.shard.of(parameter.data, context.mesh)
+    module.table = _TableShard(module, context, style)  # type: ignore[assignment]
+    dims = DimShard(module.num_embeddings, style.out_axes), DimShard(module.embedding_dim, style.in_axes)
+    shard_parameters(module, {"weight": Shard(dims)}, context.mesh)

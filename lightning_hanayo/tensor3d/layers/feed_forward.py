@@ -13,8 +13,7 @@ from torch.nn.functional import silu
 
 from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.tensor3d.layers.dropout import Dropout3D
-from lightning_hanayo.tensor3d.layers.linear import Linear3D
-from lightning_hanayo.tensor3d.layers.shared_input import SharedInput
+from lightning_hanayo.tensor3d.layers.linear import Linear3D, SharedInput
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor3d.stage_context import StageContext
 

@@ -1,4 +1,7 @@
-"""The 3-D parallel linear layer, in place of `nn.Linear` and of Hugging Face's `Conv1D`."""
+"""The 3-D parallel linear layer, in place of `nn.Linear` and of Hugging Face's `Conv1D`.
+
+Several layers that read one input gather it once:    x [batch/x, seq/y, K/z]  -->  [batch/x, seq, K/z]  -->  q, k, v
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,13 +10,60 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
+from lightning_hanayo.tensor3d.collectives import all_gather
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
-from lightning_hanayo.tensor3d.layers.shared_input import SharedInput
-from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor3d.product import ProductArgs, product
+from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, AxisCollective, ParallelStyle
+from lightning_hanayo.tensor3d.product import ProductArgs, SharedSavedInput, product
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from lightning_hanayo.tensor3d.weight import ShardedWeight, copy_with_own_weight
+from lightning_hanayo.tensor3d.weight import ShardedWeight
+
+
+class SharedInput:
+    """The gathered input of one module's linear layers.
+
+    Args:
+        context: of the stage.
+        collective: the all-gather, a style's `all_gather`.
+    """
+
+    def __init__(self, context: StageContext, collective: AxisCollective) -> None:
+        self._context = context
+        self._collective = collective
+        self._last: tuple[Tensor, SharedSavedInput] | None = None
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[.., n, ..] to the whole, without what pads its parts."""
+        collective = self._context.bind(self._collective)
+        gathered = all_gather(x, collective.axis, collective.dim, collective.size)
+        self._last = None
+        if self._context.keep == "shards" and gathered is not x:
+            self._last = gathered, SharedSavedInput(x.detach(), collective)
+        return gathered
+
+    def saved(self, x: Tensor) -> SharedSavedInput | None:
+        """Returns what the backward gathers `x` from again, if `x` is the tensor that was gathered last."""
+        return self._last[1] if self._last is not None and self._last[0] is x else None
+
+    def clear(self) -> None:
+        """The module's forward has ended: keep nothing alive for it."""
+        self._last = None
+
+
+def linear3d(
+    x: Tensor, weight: ShardedWeight, context: StageContext, style: ParallelStyle, shared_input: SharedInput | None
+) -> Tensor:
+    """x W^T, where `shared_input` has gathered x already, or the product gathers it if None."""
+    args = ProductArgs(
+        weight,
+        context.bind(style.all_gather) if shared_input is None else None,
+        context.bind(style.reduce_scatter),
+        context.keep,
+        shared_input.saved(x) if shared_input is not None else None,
+        context.prefetch_order.record(weight),
+        context.num_pieces,
+    )
+    return product(x, args)
 
 
 class LinearSharding:
@@ -42,46 +92,21 @@ class LinearSharding:
         self.style = style
         self.shared_input = shared_input
         self.weight: ShardedWeight | None = None
-        self.shards: dict[str, Shard] = {}
-        out, in_ = sizes
-        mesh = context.mesh
+        (out, in_), mesh = sizes, context.mesh
         self.gathered_shape = -(-out // mesh.size(style.all_gather.axis)), -(-in_ // mesh.size(style.in_axes))
         self.matrix = Shard((DimShard(out, style.out_axes, order), DimShard(in_, style.in_axes)))
-        scatters_features = style.reduce_scatter.dim == -1
-        axes = style.all_gather.axis + (style.reduce_scatter.axis if scatters_features else "")
-        self.vector = Shard((DimShard(out, axes, order),), "".join(axis for axis in "xyz" if axis not in axes))
-
-    def __deepcopy__(self, memo: Any) -> "LinearSharding":
-        return copy_with_own_weight(self, memo)
+        self.vector = Shard((DimShard(out, style.between_axes, order),), style.replicated_axes)
 
     def attach(self, module: nn.Module, *, transposed: bool) -> None:
         """Shard the module's parameters, and compute with its weight from now on."""
-        shards = {"weight": Shard(self.matrix.dims[::-1]) if transposed else self.matrix, "bias": self.vector}
-        self.shards = {name: shard for name, shard in shards.items() if module._parameters.get(name) is not None}
-        shard_parameters(module, self.shards, self.context.mesh)
-        self.weight = ShardedWeight(
-            module,
-            self.context.mesh.axis(self.weight_axis),
-            self.gathered_shape,
-            transposed=transposed,
-            pending_gradients=self.context.pending_gradients,
-            queue=self.context.queue,
-        )
+        matrix = Shard(self.matrix.dims[::-1]) if transposed else self.matrix
+        shard_parameters(module, {"weight": matrix, "bias": self.vector}, self.context.mesh)
+        self.weight = self.context.weight(module, self.gathered_shape, axis=self.weight_axis, transposed=transposed)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The forward of the layer that this is attached to."""
         assert self.weight is not None
-        context, style, shared_input = self.context, self.style, self.shared_input
-        args = ProductArgs(
-            self.weight,
-            context.bind(style.all_gather) if shared_input is None else None,
-            context.bind(style.reduce_scatter),
-            context.keep,
-            shared_input.saved(x) if shared_input is not None else None,
-            context.prefetch_order.record(self.weight),
-            context.num_pieces,
-        )
-        y = product(x, args)
+        y = linear3d(x, self.weight, self.context, self.style, self.shared_input)
         return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -90,11 +115,6 @@ class ShardedLinear(ShardedModule):
 
     sharding: LinearSharding
     weight = property(guarded_weight)
-
-    @property
-    def shards(self) -> dict[str, Shard]:
-        """How each parameter is sharded."""
-        return self.sharding.shards
 
     def forward(self, x: Tensor) -> Tensor:
         """Called by all ranks of the mesh, in the same order."""

@@ -104,17 +104,11 @@ class ShardedNorm(ShardedModule):
     """What all 3-D norms have in common. Arguments are those of the norm; gradients are partial sums over x and y."""
 
     context: StageContext
-    norm_shards: dict[str, Shard]
     eps: Any
 
     def __init__(self, *args: Any, context: StageContext, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         parallelize_norm(self, context)
-
-    @property
-    def shards(self) -> dict[str, Shard]:
-        """How each parameter is sharded."""
-        return self.norm_shards
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h/z] to the same. Called by all ranks of z."""
@@ -204,7 +198,16 @@ def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | 
 
 def _attach(module: Any, context: StageContext, size: int) -> None:
     check_divisibility([Divisibility(type(module).__name__, "features", size, "z")], context.mesh.sizes)
-    names = [name for name in ("weight", "bias") if module._parameters.get(name) is not None]
     module.context = context
-    module.norm_shards = {name: Shard((DimShard(size, "z"),), "xy") for name in names}
-    shard_parameters(module, module.norm_shards, context.mesh)
+    shard_parameters(module, dict.fromkeys(("weight", "bias"), Shard((DimShard(size, "z"),), "xy")), context.mesh)
+
+
+class _ReplicatedNorm(ShardedModule):
+    """A norm that stays as it is; only its `shards` are added."""
+
+
+def replicate_norm(module: Any, context: StageContext) -> None:
+    """Keep a norm of each head's features whole on all ranks. Each sums the gradient over its own heads."""
+    shards = {name: Shard(tuple(map(DimShard, p.shape)), "xyz") for name, p in module.named_parameters(recurse=False)}
+    module.__class__ = sharded_class(_ReplicatedNorm, type(module))  # type: ignore[arg-type]
+    shard_parameters(module, shards, context.mesh)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_hanayo.tensor3d.convert.specs import huggingface
+from lightning_hanayo.tensor3d.convert.specs.blocks import RMS_NORMS
 from lightning_hanayo.tensor3d.convert.specs.spec import class_name
 from lightning_hanayo.tensor3d.layers.attention import parallelize_attention
 from lightning_hanayo.tensor3d.layers.dropout import parallelize_dropout
@@ -109,6 +109,6 @@ _LAYERS: dict[str, LayerSpec] = {
     class_name(nn.RMSNorm): LayerSpec(parallelize_norm, _layer_norm_sizes, _layer_norm_ineligible),
     class_name(nn.Dropout): LayerSpec(parallelize_dropout),
     class_name(nn.MultiheadAttention): LayerSpec(parallelize_attention, _attention_sizes, _attention_ineligible),
-    **{name: LayerSpec(parallelize_rms_norm, _rms_norm_sizes) for name in huggingface.RMS_NORMS},
+    **{name: LayerSpec(parallelize_rms_norm, _rms_norm_sizes) for name in RMS_NORMS},
     **{class_name(activation): LayerSpec(elementwise) for activation in _ACTIVATIONS},
 }

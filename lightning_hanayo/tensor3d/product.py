@@ -35,13 +35,7 @@ Keep = Literal["gathered", "shards"]
 
 @dataclass(frozen=True)
 class BoundCollective:
-    """A collective of the input or the output over the ranks of `axis`.
-
-    Args:
-        axis: the ranks.
-        dim: the dimension that is gathered or scattered.
-        size: its true length when gathered; None where its parts aren't padded.
-    """
+    """A collective of an input's or output's dimension `dim`, whose true length is `size` if its parts are padded."""
 
     axis: MeshAxis
     dim: int
@@ -57,12 +51,7 @@ class BoundCollective:
 
 
 class SavedInput:
-    """A product's input as it is saved for the backward: gathered, in pieces, or as shards that are gathered again.
-
-    Args:
-        saved: the gathered pieces, or the shards.
-        collective: gathers the shards; None for what is gathered.
-    """
+    """A product's input as it is saved for the backward: gathered, in pieces, or shards that `collective` gathers."""
 
     def __init__(self, saved: Sequence[Tensor], collective: BoundCollective | None) -> None:
         self.saved = saved

@@ -16,6 +16,12 @@ from torch.nn.functional import pad
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
 from lightning_hanayo.weight_gradients import WeightGradients
 
+_MAX_PREFETCHED = 2
+"""weights that are gathered before their products need them"""
+
+_MAX_PENDING = 2
+"""gradients under way: each holds the memory of the whole gradient until its sum has arrived"""
+
 
 class ShardedWeight:
     """The weight of one layer: its module's parameter `name`, or those `rows` of it that hold this weight.
@@ -85,20 +91,17 @@ class ShardedWeight:
 
     def start_reduce_scatter(self, gradient: Tensor) -> Pending:
         """Start to sum [N/y, K/z], which is partial over x. The result is this parameter's gradient."""
-        rows, columns = self._shape
-        if missing := -rows % self._axis.size:
+        if missing := -self._shape[0] % self._axis.size:
             gradient = pad(gradient, (0, 0, 0, missing))
         pending = self._axis.reduce_scatter(gradient.unflatten(0, (self._axis.size, -1)))
         return Pending(None, lambda: self._as_stored(pending.wait()))
 
     def _start(self, dtype: torch.dtype) -> Pending:
-        stored = self.parameter.detach()
-        stored = stored if self._rows is None else stored[self._rows]
+        stored = self.parameter.detach() if self._rows is None else self.parameter.detach()[self._rows]
         rows = (stored.t() if self._transposed else stored).to(dtype)
         per_rank = -(-self._shape[0] // self._axis.size)
-        if missing := (self._shape[1] - rows.shape[1], per_rank - rows.shape[0]):
-            rows = pad(rows, (0, missing[0], 0, missing[1])) if any(missing) else rows
-        pending = self._axis.all_gather(rows)
+        missing = 0, self._shape[1] - rows.shape[1], 0, per_rank - rows.shape[0]
+        pending = self._axis.all_gather(pad(rows, missing) if any(missing) else rows)
         return Pending(None, lambda: pending.wait().flatten(0, 1)[: self._shape[0]])
 
     def _as_stored(self, gradient: Tensor) -> Tensor:
@@ -116,13 +119,9 @@ class PrefetchOrder:
 
     forward      block 0: a b     block 1: c d         b is followed by c
     backward     block 1: c d     block 0: a b         blocks that are recomputed: d is followed by a
-
-    Args:
-        depth: how many weights may be prefetched at a time.
     """
 
-    def __init__(self, depth: int = 2) -> None:
-        self._depth = depth
+    def __init__(self) -> None:
         self._forward: dict[ShardedWeight, ShardedWeight] = {}
         self._recomputation: dict[ShardedWeight, ShardedWeight] = {}
         self._following = self._forward
@@ -144,7 +143,7 @@ class PrefetchOrder:
         self._last = weight
         expected: list[ShardedWeight] = []
         following = self._following.get(weight)
-        while len(expected) < self._depth and following is not None:
+        while len(expected) < _MAX_PREFETCHED and following is not None:
             expected.append(following)
             following = self._following.get(following)
         for other in self._prefetched:
@@ -161,13 +160,9 @@ class PrefetchOrder:
 
 
 class PendingGradients:
-    """Weight gradients whose reduce-scatter over x is under way, while the backward goes on.
+    """Weight gradients whose reduce-scatter over x is under way, while the backward goes on."""
 
-    At most `depth` of them: each holds the memory of the whole gradient until its sum has arrived.
-    """
-
-    def __init__(self, depth: int = 2) -> None:
-        self._depth = depth
+    def __init__(self) -> None:
         self._pending: list[tuple[Tensor, Pending]] = []
         self._has_callback = False
 
@@ -178,7 +173,7 @@ class PendingGradients:
             engine.queue_callback(self.finish)
             self._has_callback = True
         self._pending.append((parameter, gradient))
-        while len(self._pending) > self._depth:
+        while len(self._pending) > _MAX_PENDING:
             self._finish_first()
 
     def finish(self) -> None:

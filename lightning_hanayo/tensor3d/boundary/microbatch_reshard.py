@@ -16,9 +16,7 @@ AllGatherObject = Callable[[Any], list[Any]]
 class MicrobatchReshard:
     """One rank's. Call `begin` with the shares of a batch, then convert the tensors of its micro-batches.
 
-    Args:
-        reshard: how tensors are resharded.
-        all_gather_object: over the ranks of this rank's (y, z) plane.
+    `all_gather_object` gathers over the ranks of this rank's (y, z) plane.
     """
 
     def __init__(self, reshard: Reshard, all_gather_object: AllGatherObject) -> None:

@@ -14,6 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.tensor3d.collectives import padded, split_dim
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard
 
@@ -51,7 +52,7 @@ class OutsideParameters:
         """Before a batch: whole values, and no gradients. Earlier batches' gradients are kept for `reduce_scatter`."""
         self._old_gradients = {parameter: parameter.grad for parameter in self.parameters}
         for parameters in _by_dtype(self.parameters):
-            parts = [self._padded(parameter, parameter.data) for parameter in parameters]
+            parts = [padded(p.data, 0, -(-self.shards[p].shape[0] // self._axis.size)) for p in parameters]
             gathered = self._axis.all_gather(torch.cat([part.reshape(-1) for part in parts])).wait()
             columns = gathered.split([part.numel() for part in parts], 1)
             for parameter, part, column in zip(parameters, parts, columns, strict=True):
@@ -92,9 +93,7 @@ class OutsideParameters:
         size, gradients = self._axis.size, []
         for parameter in parameters:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradient = gradient * self._factors.get(parameter, 1.0)
-            missing = gradient.new_zeros(-len(gradient) % size, *gradient.shape[1:])
-            gradients.append(torch.cat([gradient, missing]).reshape(size, -1))
+            gradients.append(split_dim(gradient * self._factors.get(parameter, 1.0), size, 0).flatten(1))
             parameter.grad = None
         summed = self._axis.reduce_scatter(torch.cat(gradients, 1)).wait()
         return list(summed.split([gradient.shape[1] for gradient in gradients]))
@@ -108,10 +107,6 @@ class OutsideParameters:
         else:
             gradient = total.view(-1, *part.shape[1:])[: len(part)]
             parameter.grad = gradient if old is None else old.add_(gradient)
-
-    def _padded(self, parameter: Tensor, part: Tensor) -> Tensor:
-        rows = -(-self.shards[parameter].shape[0] // self._axis.size)
-        return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
 
 
 def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

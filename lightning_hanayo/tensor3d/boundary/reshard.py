@@ -37,14 +37,13 @@ class StreamDims:
 class Reshard(ABC):
     """How one rank's tensors are resharded. All ranks of the cube call its methods together, in the main thread.
 
-    Args:
-        mesh: the cube.
-        stream_dims: of the residual stream; None: the blocks are generic and keep the layout outside.
+    Without `stream_dims` the blocks are generic and keep the layout outside.
     """
 
     def __init__(self, mesh: Mesh, stream_dims: StreamDims | None) -> None:
         self.mesh = mesh
         self.stream_dims = stream_dims
+        self._plane = mesh.axis("yz")
 
     @abstractmethod
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
@@ -61,10 +60,6 @@ class Reshard(ABC):
 
 class SharedReshard(Reshard):
     """For ranks each of which works on its own share outside."""
-
-    def __init__(self, mesh: Mesh, stream_dims: StreamDims | None) -> None:
-        super().__init__(mesh, stream_dims)
-        self._plane = mesh.axis("yz")
 
     @override
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:

@@ -15,13 +15,7 @@ from lightning_hanayo.tensor3d.mesh import Mesh
 
 @dataclass(frozen=True)
 class Share:
-    """Samples `start` to `stop` of a micro-batch.
-
-    Args:
-        start: the first sample.
-        stop: one behind the last sample.
-        is_padding: whether it is a padding sample, which doesn't count.
-    """
+    """Samples `start` to `stop`, which isn't one of them, of a micro-batch. A padding sample doesn't count."""
 
     start: int
     stop: int

@@ -10,12 +10,7 @@ from lightning_hanayo.linear_modules import has_gradient_hooks
 
 
 class ParameterOwners:
-    """How many modules hold each parameter.
-
-    Args:
-        blocks: of the whole stack.
-        outside: parameters that are used outside the stack too.
-    """
+    """How many modules of a stack's blocks hold each parameter. Those that are used `outside` too count once more."""
 
     def __init__(self, blocks: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> None:
         modules = {module: None for block in blocks for module in block.modules()}

@@ -5,14 +5,12 @@ forward(module, x, ...)    x [batch/x, seq/y, h/z]  --all-gather-->  [batch/x, s
 What the forward draws itself, as an attention its dropout, comes from this rank's own random stream.
 """
 
-from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.linear_modules import as_autocast
@@ -58,7 +56,8 @@ class GatheredForward:
         """Returns the context from which the forward draws its random numbers."""
         if self.dropout is None or not module.training or not attribute(module, self.dropout):
             return nullcontext()
-        return rank_random_stream(self.context, _device(args, kwargs))
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return rank_random_stream(self.context, device)
 
 
 def wrap_forward(
@@ -81,8 +80,3 @@ def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     finally:
         if wrapper.shared_input is not None:
             wrapper.shared_input.clear()
-
-
-def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
-    tensors: Iterator[Tensor] = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return next(tensors).device

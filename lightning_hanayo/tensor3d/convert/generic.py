@@ -24,8 +24,8 @@ from lightning_hanayo.tensor3d.collectives import all_to_all, padded, split_dim
 from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners, reason_ineligible
 from lightning_hanayo.tensor3d.convert.report import NOT_CONVERTED, ReportRow, describe
 from lightning_hanayo.tensor3d.layers.dropout import parallelize_dropout
-from lightning_hanayo.tensor3d.layers.linear import LinearSharding, attach_sharding, features
-from lightning_hanayo.tensor3d.parallel_style import EXCHANGED_TOKENS
+from lightning_hanayo.tensor3d.layers.linear import LinearSharding, features
+from lightning_hanayo.tensor3d.parallel_style import EXCHANGED_TOKENS, ParallelStyle
 from lightning_hanayo.tensor3d.product import ProductArgs, product
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard
 from lightning_hanayo.tensor3d.stage_context import StageContext
@@ -40,15 +40,7 @@ _OUTCOMES: dict[Communicated, str] = {
 
 
 class GenericBlock:
-    """One block.
-
-    Args:
-        block: of any class.
-        number: the block's, in the stack.
-        owners: of all parameters of the stack.
-        sizes: the mesh's.
-        tokens: an estimate of the tokens of a micro-batch.
-    """
+    """Block `number` of a stack, on a mesh of these `sizes`. `tokens` estimates how many a micro-batch has."""
 
     def __init__(self, block: nn.Module, number: int, owners: ParameterOwners, sizes: MeshSizes, tokens: int) -> None:
         self.block = block
@@ -85,26 +77,17 @@ class GenericBlock:
 class _ExchangedActivations(LinearSharding):
     """A layer whose activations are exchanged before and after its product."""
 
-    def __init__(self, context: StageContext, sizes: tuple[int, int]) -> None:
-        super().__init__(context, EXCHANGED_TOKENS, sizes)
-
     @override
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         own = as_autocast(x).flatten(0, -2)
         (y_axis, z_axis), out = (self.context.mesh.axis(name) for name in "yz"), self.matrix.shape[0]
-        most = self._most_tokens(own)
+        # Ranks ask each other each time: the numbers may differ for reasons that only the surrounding code knows.
+        count = torch.tensor([own.shape[0]], device=own.device)
+        most = int(self.context.mesh.axis("yz").all_reduce_max(count).wait())
         columns = all_to_all(split_dim(padded(own, 0, most), z_axis.size, 1), z_axis)
         y = super().forward(columns, None if bias is None else padded(bias, 0, self.gathered_shape[0]))
         tokens = all_to_all(y[0].unflatten(0, (y_axis.size, most)), y_axis).movedim(0, 1).flatten(1)
         return tokens[: own.shape[0], :out].reshape(*x.shape[:-1], out)
-
-    def _most_tokens(self, own: Tensor) -> int:
-        """Returns the largest number of tokens that a rank has.
-
-        Ranks ask each other each time: the numbers may differ for reasons that only the surrounding code knows.
-        """
-        plane, count = self.context.mesh.axis("yz"), torch.tensor([own.shape[0]], device=own.device)
-        return int(plane.all_reduce_max(count).wait())
 
 
 class _GatheredWeight(LinearSharding):
@@ -112,8 +95,8 @@ class _GatheredWeight(LinearSharding):
 
     weight_axis = "xyz"
 
-    def __init__(self, context: StageContext, sizes: tuple[int, int]) -> None:
-        super().__init__(context, EXCHANGED_TOKENS, sizes)
+    def __init__(self, context: StageContext, style: ParallelStyle, sizes: tuple[int, int]) -> None:
+        super().__init__(context, style, sizes)
         out, in_ = self.gathered_shape = sizes
         self.matrix = Shard((DimShard(out, "xyz", as_one=True), DimShard(in_)))
         self.vector = Shard((DimShard(out),), "xyz")
@@ -126,15 +109,13 @@ class _GatheredWeight(LinearSharding):
         return y if bias is None else y + bias.to(y.dtype)
 
 
-def parallelize_generic_linear(
-    module: nn.Module, context: StageContext, communicated: Communicated = "activations"
-) -> None:
+def parallelize_generic_linear(module: nn.Module, context: StageContext, communicated: Communicated) -> None:
     """Parallelize an `nn.Linear` or a `Conv1D` in place, for code that knows nothing of the mesh.
 
     All ranks of the mesh call it in the same order, each with tokens of its own, or with none.
     """
     sharding = _ExchangedActivations if communicated == "activations" else _GatheredWeight
-    attach_sharding(module, sharding(context, features(module)))
+    sharding(context, EXCHANGED_TOKENS, features(module)).attach(module)
 
 
 def cheapest(sizes: tuple[int, int], tokens: int, mesh: MeshSizes) -> Communicated:

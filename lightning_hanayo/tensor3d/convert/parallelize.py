@@ -7,7 +7,6 @@ Users register their own blocks with `register_block` and `register_layer`.
 """
 
 from collections.abc import Collection, Sequence
-from itertools import chain
 
 from torch import Tensor, nn
 
@@ -24,12 +23,7 @@ DEFAULT_TOKENS = 2048
 
 
 class ParallelizePlan:
-    """What becomes of a stack. Made by `plan_parallelize`, alike on all ranks.
-
-    Args:
-        blocks: what is done to each block.
-        report: of all.
-    """
+    """What becomes of a stack. Made by `plan_parallelize`, alike on all ranks."""
 
     def __init__(self, blocks: Sequence[RegisteredBlock] | Sequence[GenericBlock], report: ConversionReport) -> None:
         self._blocks = {block.block: block for block in blocks}
@@ -38,7 +32,7 @@ class ParallelizePlan:
         registered = first if isinstance(first, RegisteredBlock) else None
         self.is_registered = registered is not None
         """whether the blocks are registered, and parallelized whole"""
-        self.streams = registered.streams if registered is not None else ()
+        self.streams = () if registered is None else registered.spec.streams
         """the names of the block forward's arguments that carry residual streams"""
         self.batch_dim, self.sequence_dim = (0, 1) if registered is None or registered.batch_first else (1, 0)
 
@@ -74,17 +68,16 @@ def plan_parallelize(
         HanayoError: the blocks are registered, but their heads or features don't divide over the mesh.
     """
     owners = ParameterOwners(blocks, outside)
+    found: list[RegisteredBlock] | list[GenericBlock]
     try:
-        registered = _all_registered(blocks, name, owners)
+        found = _all_registered(blocks, name, owners)
+        check_divisibility([one for block in found for one in block.divisibility()], sizes)
+        headline = f"{name}: {len(found)} registered blocks, parallelized whole over the mesh {sizes}"
     except SpecMismatch as reason:
-        generic = [GenericBlock(block, i, owners, sizes, tokens or DEFAULT_TOKENS) for i, block in enumerate(blocks)]
-        rows = tuple(chain.from_iterable(block.report_rows() for block in generic))
-        headline = f"{name}: {len(generic)} generic blocks, whose linear layers are converted one by one, as {reason}"
-        return ParallelizePlan(generic, ConversionReport(name, headline, rows))
-    check_divisibility([one for block in registered for one in block.divisibility()], sizes)
-    rows = tuple(chain.from_iterable(block.report_rows() for block in registered))
-    headline = f"{name}: {len(registered)} registered blocks, parallelized whole over the mesh {sizes}"
-    return ParallelizePlan(registered, ConversionReport(name, headline, rows))
+        found = [GenericBlock(block, i, owners, sizes, tokens or DEFAULT_TOKENS) for i, block in enumerate(blocks)]
+        headline = f"{name}: {len(found)} generic blocks, whose linear layers are converted one by one, as {reason}"
+    rows = tuple(row for block in found for row in block.report_rows())
+    return ParallelizePlan(found, ConversionReport(name, headline, rows))
 
 
 def _all_registered(blocks: Sequence[nn.Module], name: str, owners: ParameterOwners) -> list[RegisteredBlock]:
@@ -100,6 +93,6 @@ def _all_registered(blocks: Sequence[nn.Module], name: str, owners: ParameterOwn
             raise SpecMismatch(f"{name}.{i} is a {short_class_name(type(block))}, which isn't registered")
         found.append(RegisteredBlock(block, spec, i, f"{name}.{i}"))
         found[-1].check(owners)
-        if (found[-1].streams, found[-1].batch_first) != (found[0].streams, found[0].batch_first):
+        if (spec.streams, found[-1].batch_first) != (found[0].spec.streams, found[0].batch_first):
             raise SpecMismatch(f"{name}.{i} has other residual streams, or dimensions in another order, than {name}.0")
     return found

@@ -34,14 +34,7 @@ class SpecMismatch(Exception):
 
 
 class RegisteredBlock:
-    """One block.
-
-    Args:
-        block: of the class that `spec` describes.
-        spec: its description.
-        number: the block's, in the stack.
-        name: its qualified name, for messages.
-    """
+    """Block `number` of a stack, of the class that `spec` describes. Messages call it `name`."""
 
     def __init__(self, block: nn.Module, spec: BlockSpec, number: int, name: str) -> None:
         self.block = block
@@ -50,13 +43,8 @@ class RegisteredBlock:
         self.name = name
 
     @property
-    def streams(self) -> tuple[str, ...]:
-        """The forward's arguments that carry residual streams."""
-        return self.spec.streams
-
-    @property
     def batch_first(self) -> bool:
-        """Whether they are [batch, seq, h]."""
+        """Whether the residual streams are [batch, seq, h]."""
         return self.spec.batch_first is None or self.spec.batch_first(self.block)
 
     def check(self, owners: ParameterOwners) -> None:
@@ -154,13 +142,10 @@ class RegisteredBlock:
             shown = getattr(function, "__qualname__", short_class_name(type(function)))
             raise SpecMismatch(f"{self._named(path)} is {shown}, which isn't known to compute each entry by itself")
 
-    def _layers(self) -> Iterator[_Layer]:
+    def _layers(self, path: str = "") -> Iterator[_Layer]:
         """Yields what is neither a linear layer of the spec nor made of other modules."""
-        yield from self._layers_of(
-            self.block, "", {*self._column_parallel(), *self._replicated_norms(), *self.spec.row_parallel}
-        )
-
-    def _layers_of(self, module: nn.Module, path: str, in_spec: set[str]) -> Iterator[_Layer]:
+        in_spec = {*self._column_parallel(), *self._replicated_norms(), *self.spec.row_parallel}
+        module = self.block.get_submodule(path)
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 raise SpecMismatch(f"{self._named(joined(path, name))} is a parameter that isn't a layer's")
@@ -171,7 +156,7 @@ class RegisteredBlock:
             if (spec := layer_spec(child)) is not None:
                 yield child_path, child, spec
             elif self._is_container(child):
-                yield from self._layers_of(child, child_path, in_spec)
+                yield from self._layers(child_path)
             else:
                 shown = short_class_name(type(child))
                 raise SpecMismatch(f"{self._named(child_path)} is a {shown}, which isn't a registered layer")

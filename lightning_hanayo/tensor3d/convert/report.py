@@ -4,7 +4,6 @@ model.layers.0..11.mlp.up_proj      nn.Linear 768->3072     3-D, column-parallel
 model.layers.0..11.norm             nn.LayerNorm            not converted           no linear layer
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -16,15 +15,7 @@ NOT_CONVERTED = "not converted"
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One module.
-
-    Args:
-        block: its block's number in the stack.
-        path: in the block.
-        layer: its class, with its size.
-        outcome: what became of it.
-        reason: why it couldn't be converted.
-    """
+    """What became of one module of block number `block`, and the reason why it couldn't be converted."""
 
     block: int
     path: str
@@ -35,13 +26,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The report of all blocks. As text, rows that are equal in several blocks are one line.
-
-    Args:
-        stack: its qualified name.
-        headline: what holds for all of it.
-        rows: block by block.
-    """
+    """The report of all blocks of a stack. As text, rows that are equal in several blocks are one line."""
 
     stack: str
     headline: str
@@ -57,19 +42,16 @@ class ConversionReport:
         return tuple(row for row in self.rows if row.outcome == NOT_CONVERTED)
 
     def __str__(self) -> str:
+        blocks: dict[ReportRow, list[int]] = {}
+        for row in self.rows:
+            blocks.setdefault(replace(row, block=0), []).append(row.block)
         lines = [
-            (joined(self.stack, blocks, row.path), row.layer, row.outcome, row.reason) for blocks, row in self._folded()
+            (joined(self.stack, _ranges(numbers), row.path), row.layer, row.outcome, row.reason)
+            for row, numbers in blocks.items()
         ]
         widths = [max((len(line[i]) for line in lines), default=0) for i in range(4)]
         table = ("   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
         return "\n".join([self.headline, *(f"  {line.rstrip()}" for line in table)])
-
-    def _folded(self) -> Iterator[tuple[str, ReportRow]]:
-        blocks: dict[ReportRow, list[int]] = {}
-        for row in self.rows:
-            blocks.setdefault(replace(row, block=0), []).append(row.block)
-        for row, numbers in blocks.items():
-            yield _ranges(numbers), row
 
 
 def describe(module: nn.Module) -> str:

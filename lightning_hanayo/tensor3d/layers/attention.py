@@ -106,14 +106,8 @@ class MultiheadAttention3D(ShardedModule, nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise HanayoError("is_causal is a hint about attn_mask: give that as well, as to nn.MultiheadAttention")
         own = self.projections
-        q, k, v = (
-            self._split_heads(x, count)
-            for x, count in zip(
-                own.project((query, key, value), self._parameters["in_proj_bias"]),
-                (own.num_heads, own.num_kv_heads, own.num_kv_heads),
-                strict=True,
-            )
-        )
+        q, *kv = own.project((query, key, value), self._parameters["in_proj_bias"])
+        q, (k, v) = self._split_heads(q, own.num_heads), (self._split_heads(x, own.num_kv_heads) for x in kv)
         is_causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if is_causal else own.mask(attn_mask, key_padding_mask, q.dtype)
         p = self.dropout if self.training else 0.0

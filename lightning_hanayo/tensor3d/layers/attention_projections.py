@@ -23,14 +23,7 @@ SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class AttentionProjections:
-    """The three projections of one attention.
-
-    Args:
-        module: an `nn.MultiheadAttention` that isn't sharded yet.
-        context: of the stage.
-        style: of q, k and v; out_proj is its row-parallel counterpart.
-        num_kv_heads: of the whole attention.
-    """
+    """The three projections of one `nn.MultiheadAttention`, which isn't sharded yet. `style` is that of all three."""
 
     def __init__(self, module: Any, context: StageContext, style: ParallelStyle, num_kv_heads: int) -> None:
         self.context = context

@@ -19,14 +19,6 @@ _ALLOWED = frozenset((*_SIZE_METHODS, *_TYPE_METHODS, "__get__", "__repr__", "__
 class GuardedWeight(Tensor):
     """An alias of a shard that refuses every computation."""
 
-    @staticmethod
-    def of(shard: Tensor) -> "GuardedWeight":
-        """Returns an alias of `shard`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            alias: GuardedWeight = shard.detach().as_subclass(GuardedWeight)
-            alias.requires_grad_(shard.requires_grad)
-            return alias
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -51,4 +43,7 @@ def guarded_weight(module: Any, name: str = "weight") -> GuardedWeight:
     parameter = module._parameters.get(name)
     if parameter is None:
         raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
-    return GuardedWeight.of(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        alias: GuardedWeight = parameter.detach().as_subclass(GuardedWeight)
+        alias.requires_grad_(parameter.requires_grad)
+        return alias

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from lightning_hanayo.tensor3d.layers.linear import Linear3D, LinearSharding, attach_sharding
+from lightning_hanayo.tensor3d.layers.linear import Linear3D, LinearSharding
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor3d.sharding import DimShard
 from lightning_hanayo.tensor3d.stage_context import StageContext
@@ -53,4 +53,4 @@ class Head3D(Linear3D):
 def parallelize_head(module: nn.Linear, context: StageContext, style: ParallelStyle = SEQUENCE) -> None:
     """Parallelize an `nn.Linear` in place. Its weight may be sharded already, as an embedding's."""
     module.__class__ = Head3D
-    attach_sharding(module, LinearSharding(context, style, (module.out_features, module.in_features)))
+    LinearSharding(context, style, (module.out_features, module.in_features)).attach(module)

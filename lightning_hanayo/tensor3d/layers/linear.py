@@ -20,12 +20,7 @@ from lightning_hanayo.tensor3d.weight import ShardedWeight
 
 
 class SharedInput:
-    """The gathered input of one module's linear layers.
-
-    Args:
-        context: of the stage.
-        collective: the all-gather, a style's `all_gather`.
-    """
+    """The input of several linear layers of one module, gathered once by `collective`, a style's `all_gather`."""
 
     def __init__(self, context: StageContext, collective: AxisCollective) -> None:
         self._context = context
@@ -97,8 +92,15 @@ class LinearSharding:
         self.matrix = Shard((DimShard(out, style.out_axes, order), DimShard(in_, style.in_axes)))
         self.vector = Shard((DimShard(out, style.between_axes, order),), style.replicated_axes)
 
-    def attach(self, module: nn.Module, *, transposed: bool) -> None:
-        """Shard the module's parameters, and compute with its weight from now on."""
+    def attach(self, module: nn.Module) -> None:
+        """Shard the layer's parameters, and make it compute with this.
+
+        Its class is replaced, not the layer: blocks, ties and state dicts refer to this object and its parameters.
+        """
+        transposed = not isinstance(module, nn.Linear)
+        if not isinstance(module, ShardedLinear):
+            module.__class__ = Linear3D if type(module) is nn.Linear else sharded_class(ShardedLinear, type(module))  # type: ignore[arg-type]
+        module.sharding = self  # type: ignore[assignment]
         matrix = Shard(self.matrix.dims[::-1]) if transposed else self.matrix
         shard_parameters(module, {"weight": matrix, "bias": self.vector}, self.context.mesh)
         self.weight = self.context.weight(module, self.gathered_shape, axis=self.weight_axis, transposed=transposed)
@@ -191,7 +193,7 @@ def parallelize_linear(
         Divisibility(name, "in-features", in_, style.in_axes),
     ]
     check_divisibility(required, context.mesh.sizes)
-    attach_sharding(module, sharding)
+    sharding.attach(module)
 
 
 def features(module: nn.Module) -> tuple[int, int]:
@@ -200,14 +202,3 @@ def features(module: nn.Module) -> tuple[int, int]:
     assert weight is not None
     out, in_ = weight.shape if isinstance(module, nn.Linear) else reversed(weight.shape)
     return out, in_
-
-
-def attach_sharding(module: nn.Module, sharding: LinearSharding) -> None:
-    """Make the layer compute as `sharding` says.
-
-    The layer's class is replaced, not the layer: blocks, ties and state dicts refer to this object and its parameters.
-    """
-    if not isinstance(module, ShardedLinear):
-        module.__class__ = Linear3D if type(module) is nn.Linear else sharded_class(ShardedLinear, type(module))  # type: ignore[arg-type]
-    module.sharding = sharding  # type: ignore[assignment]
-    sharding.attach(module, transposed=not isinstance(module, nn.Linear))

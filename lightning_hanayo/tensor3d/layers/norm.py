@@ -27,11 +27,9 @@ class _Normalization:
     """How a norm computes one output.
 
     Args:
-        axis: the axis that the features are sharded along.
         eps: added to the variance; None: the machine epsilon of the dtype.
         centered: whether the mean is subtracted.
         compute: the dtype of all arithmetic.
-        out: the dtype of the result.
         rounded: the dtype to which values are rounded before they are scaled by the weight; None: they aren't.
     """
 

@@ -138,7 +138,7 @@ def own_tokens_return(sizes: Sizes) -> tuple[bool, bool]:
         own = torch.full((3, 4), float(ranks.index("xyz")), dtype=torch.float64)
         layer: Any = nn.Linear(4, 4, bias=False, dtype=torch.float64)
         nn.init.eye_(layer.weight)
-        parallelize_generic_linear(layer, StageContext(ranks))
+        parallelize_generic_linear(layer, StageContext(ranks), "activations")
         return torch.equal(layer(own), own), torch.equal(on_one_dimension(layer, own, ranks), own)
 
 

@@ -25,13 +25,7 @@ LayerSizes = tuple[tuple[str, int, str], ...]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One class of layers.
-
-    Args:
-        parallelize: does it, in place.
-        sizes: of a layer, what must divide over the mesh.
-        reason_ineligible: why a layer can't be parallelized; None if it can.
-    """
+    """How one class of layers is parallelized, and what must hold for a layer: None is no reason."""
 
     parallelize: ParallelizeLayer
     sizes: Callable[[Any], LayerSizes] = lambda module: ()

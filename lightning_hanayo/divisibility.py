@@ -1,6 +1,6 @@
 """Checks that a model's sizes divide over the axes of a 3-D mesh, and finds the meshes for which they do."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log, prod
 
@@ -50,19 +50,17 @@ def meshes(num_ranks: int) -> tuple[MeshSizes, ...]:
     return tuple((x, y, num_ranks // (x * y)) for x in divisors for y in divisors if num_ranks % (x * y) == 0)
 
 
-def meshes_that_fit(num_ranks: int, required: Iterable[Divisibility]) -> tuple[MeshSizes, ...]:
+def meshes_that_fit(num_ranks: int, required: Sequence[Divisibility]) -> tuple[MeshSizes, ...]:
     """Returns the meshes of so many ranks over which all required sizes divide."""
-    required = tuple(required)
     return tuple(mesh for mesh in meshes(num_ranks) if all(one.holds(mesh) for one in required))
 
 
-def check_divisibility(required: Iterable[Divisibility], mesh: MeshSizes) -> None:
+def check_divisibility(required: Sequence[Divisibility], mesh: MeshSizes) -> None:
     """Check that all required sizes divide over a mesh of these sizes.
 
     Raises:
         HanayoError: one doesn't. The message names the layer, the size, the axes, and the nearest meshes that fit.
     """
-    required = tuple(required)
     wrong = [one for one in required if not one.holds(mesh)]
     if not wrong:
         return

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGroup
     from lightning_hanayo.tensor3d.layers.attention import MultiheadAttention3D
     from lightning_hanayo.tensor3d.layers.dropout import Dropout3D
-    from lightning_hanayo.tensor3d.layers.embedding import Embedding3D
+    from lightning_hanayo.tensor3d.layers.embedding import Embedding3D, Head3D
     from lightning_hanayo.tensor3d.layers.feed_forward import FeedForward3D, SwiGLU3D
-    from lightning_hanayo.tensor3d.layers.head import Head3D
     from lightning_hanayo.tensor3d.layers.linear import Linear3D
     from lightning_hanayo.tensor3d.layers.loss import cross_entropy3d
     from lightning_hanayo.tensor3d.layers.norm import LayerNorm3D, RMSNorm3D, parallelize_rms_norm
@@ -33,9 +32,8 @@ _MODULES = {
     "convert.specs.spec": ("BlockSpec", "ProjectionGroup"),
     "layers.attention": ("MultiheadAttention3D",),
     "layers.dropout": ("Dropout3D",),
-    "layers.embedding": ("Embedding3D",),
+    "layers.embedding": ("Embedding3D", "Head3D"),
     "layers.feed_forward": ("FeedForward3D", "SwiGLU3D"),
-    "layers.head": ("Head3D",),
     "layers.linear": ("Linear3D",),
     "layers.loss": ("cross_entropy3d",),
     "layers.norm": ("LayerNorm3D", "RMSNorm3D", "parallelize_rms_norm"),

@@ -219,9 +219,7 @@ def _saved(ctx: Any, needs_matrix: bool) -> tuple[SavedInput, Pending]:
     if args.keep == "gathered":
         matrix, *gathered = ctx.saved_tensors
         return SavedInput(gathered, None), Pending.done(matrix)
-    x = ctx.shared_input
-    if x is None:
-        x = SavedInput(args.split(ctx.saved_tensors[0]), args.all_gather)
+    x = ctx.shared_input or SavedInput(args.split(ctx.saved_tensors[0]), args.all_gather)
     if not needs_matrix:
         return x, Pending.done(args.weight.parameter)
     return x, Pending(None, cache(args.weight.start_all_gather(ctx.dtype).wait))

@@ -53,9 +53,8 @@ class MicrobatchReshard:
             UnsupportedError: y doesn't divide another one's length.
         """
         dims = self._reshard.stream_dims
-        for i, tensor in enumerate(tensors if dims is not None else ()):
-            assert dims is not None
-            length = tensor.shape[dims.sequence_dim]
+        lengths = [] if dims is None else [tensor.shape[dims.sequence_dim] for tensor in tensors]
+        for i, length in enumerate(lengths):
             if i == 0:
                 self._lengths[microbatch] = length
             elif length % self._reshard.mesh.size("y"):

@@ -102,11 +102,10 @@ class OutsideParameters:
         part, old = self._local[parameter], self._old_gradients[parameter]
         parameter.grad = None
         parameter.data = part
-        if total is None:
-            parameter.grad = old
-        else:
+        if total is not None:
             gradient = total.view(-1, *part.shape[1:])[: len(part)]
-            parameter.grad = gradient if old is None else old.add_(gradient)
+            old = gradient if old is None else old.add_(gradient)
+        parameter.grad = old
 
 
 def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

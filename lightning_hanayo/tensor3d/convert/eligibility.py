@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,8 +30,7 @@ def reason_ineligible(module: nn.Module, owners: ParameterOwners) -> str | None:
         return "its weight is computed from other parameters"
     if name := owners.shared_parameter(module):
         return f"its {name} is another module's too"
-    parameters: list[Any] = [parameter for parameter in module._parameters.values() if parameter is not None]
-    if any(map(has_gradient_hooks, parameters)):
+    if any(has_gradient_hooks(parameter) for parameter in module._parameters.values() if parameter is not None):
         return "its parameters have hooks, which would see a part of each"
     if any(name not in ("weight", "bias") for name in module._parameters):
         return "it has parameters besides weight and bias"

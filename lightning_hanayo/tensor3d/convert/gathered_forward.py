@@ -26,12 +26,8 @@ _ATTRIBUTE = "_gathered_forward"
 class GatheredForward:
     """What happens before and after a module's own forward.
 
-    Args:
-        context: of the stage.
-        shared_input: gathers the input; None: the module's linear layers do.
-        input: the name of its argument.
-        index: its position among the arguments.
-        dropout: the attribute with the probability of what the forward drops; None: it drops nothing itself.
+    `shared_input` gathers the argument `input`, which may be given at position `index`. None: linear layers gather it.
+    `dropout` is the attribute with the probability of what the forward drops. None: it drops nothing itself.
     """
 
     context: StageContext

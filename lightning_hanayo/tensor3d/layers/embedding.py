@@ -1,10 +1,11 @@
-"""The 3-D parallel embedding, in place of `nn.Embedding`.
+"""The 3-D parallel embedding, in place of `nn.Embedding`, and the language-model head, which may share its table.
 
 ids [batch/x, seq]  --lookup-->                  [batch/x, seq, H/z], zero where another rank of y holds the row
                     --reduce-scatter along y-->  [batch/x, seq/y, H/z]
 
-The table [V, H] is stored as [V/(y x), H/z] and gathered along x, exactly as the weight of a head, which may be the
-same parameter.
+x [batch/x, seq/y, H/z]  --head-->               logits [batch/x, seq, V/(y z)]
+
+The table [V, H] is stored as [V/(y x), H/z] and gathered along x.
 """
 
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor3d.collectives import reduce_scatter
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
+from lightning_hanayo.tensor3d.layers.linear import Linear3D, LinearSharding
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters
 from lightning_hanayo.tensor3d.stage_context import StageContext
@@ -121,3 +124,46 @@ def parallelize_embedding(module: nn.Embedding, context: StageContext, style: Pa
     module.table = _TableShard(module, context, style)  # type: ignore[assignment]
     dims = DimShard(module.num_embeddings, style.out_axes), DimShard(module.embedding_dim, style.in_axes)
     shard_parameters(module, {"weight": Shard(dims)}, context.mesh)
+
+
+class Head3D(Linear3D):
+    """A `Linear3D` to a vocabulary of any size. Its weight may be an `Embedding3D`'s parameter.
+
+    Its logits stay sharded for `cross_entropy3d`. If the vocabulary doesn't divide, the last parts hold fewer logits,
+    followed by zeros.
+
+    Example:
+        >>> head = Head3D(768, 50257, bias=False, context=context)
+        >>> loss = cross_entropy3d(head(x), labels, head.vocabulary, context.mesh)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        context: StageContext,
+        style: ParallelStyle = SEQUENCE,
+        **factory: Any,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, **factory)
+        parallelize_head(self, context, style)
+
+    @property
+    def vocabulary(self) -> DimShard:
+        """How the logits are sharded."""
+        return self.sharding.vector.dims[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Called by all ranks of the mesh, in the same order."""
+        logits, bias = self.sharding.forward(x, None), self._parameters["bias"]
+        if bias is None:
+            return logits
+        return logits + pad(bias, (0, logits.shape[-1] - bias.shape[0])).to(logits.dtype)
+
+
+def parallelize_head(module: nn.Linear, context: StageContext, style: ParallelStyle = SEQUENCE) -> None:
+    """Parallelize an `nn.Linear` in place. Its weight may be sharded already, as an embedding's."""
+    module.__class__ = Head3D
+    LinearSharding(context, style, (module.out_features, module.in_features)).attach(module)

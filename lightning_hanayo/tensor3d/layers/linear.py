@@ -64,12 +64,8 @@ def linear3d(
 class LinearSharding:
     """How one linear layer's parameters are sharded, and how it computes with them.
 
-    Args:
-        context: of the stage.
-        style: which axes its collectives run along.
-        sizes: out- and in-features of the whole layer.
-        order: its out-features in the order in which they are sharded; None: as they are.
-        shared_input: what has gathered its input; None: the layer gathers it itself.
+    `sizes` are the whole layer's out- and in-features; `order`, if given, is the order in which out-features are
+    sharded. The layer gathers its input itself, unless it has a `shared_input`.
     """
 
     weight_axis = "x"

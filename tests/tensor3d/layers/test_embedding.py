@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor3d.layers.embedding import Embedding3D, parallelize_embedding
-from lightning_hanayo.tensor3d.layers.head import Head3D, parallelize_head
+from lightning_hanayo.tensor3d.layers.embedding import Embedding3D, Head3D, parallelize_embedding, parallelize_head
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, SEQUENCE_FIRST, ParallelStyle
 from lightning_hanayo.tensor3d.stage_context import StageContext

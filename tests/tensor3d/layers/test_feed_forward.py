@@ -1,5 +1,6 @@
 """3-D feed-forward networks equal those of torch's layers in both styles, in whichever order their layers are made."""
 
+from copy import deepcopy
 from itertools import product
 from math import prod
 
@@ -135,3 +136,11 @@ def test_dropout_is_applied_in_training_only() -> None:
 @pytest.mark.parametrize("meshes", [[(2, 2, 2)], [(1, 2, 2), (2, 1, 2), (4, 1, 1)]], ids=["8 ranks", "4 ranks"])
 def test_equals_torchs_layers(pool: Pool, meshes: list[Sizes]) -> None:
     assert too_large(pool.run(prod(meshes[0]), feed_forwards, meshes)) == []
+
+
+def test_the_layers_of_a_deep_copy_share_the_copys_input() -> None:
+    layer = SwiGLU3D(4, 8, context=StageContext(Mesh.single(), "shards"))
+    twin = deepcopy(layer)
+    assert twin._shared_input is not layer._shared_input
+    assert twin.gate.sharding.shared_input is twin.up.sharding.shared_input is twin._shared_input
+    assert twin.up.sharding.weight is not None and twin.up.sharding.weight.parameter is twin.up._parameters["weight"]

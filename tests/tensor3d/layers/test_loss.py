@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.tensor3d.layers.head import Head3D
+from lightning_hanayo.tensor3d.layers.embedding import Head3D
 from lightning_hanayo.tensor3d.layers.loss import cross_entropy3d
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE

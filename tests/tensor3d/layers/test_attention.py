@@ -166,6 +166,7 @@ def drops(ranks: Mesh) -> None:
     before = torch.get_rng_state()
     module.eval()(x, x, x)
     assert torch.equal(torch.get_rng_state(), before)
+    module.projections.context.begin_batch()  # waits for prefetched weights: their buffers must not be freed in flight
 
 
 def pads(ranks: Mesh) -> None:

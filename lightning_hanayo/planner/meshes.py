@@ -1,7 +1,7 @@
 """Ranks the meshes of so many ranks by what they communicate for a Transformer layer."""
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes, meshes_that_fit
-from lightning_hanayo.planner.volume import Keep, TransformerLayer
+from lightning_hanayo.planner.communication_volume import Keep, TransformerLayer
 
 
 def divisibility_of(layer: TransformerLayer, name: str = "layer") -> tuple[Divisibility, ...]:

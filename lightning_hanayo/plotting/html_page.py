@@ -17,8 +17,8 @@ from typing import Any
 
 from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.plotting import palette
-from lightning_hanayo.plotting.messages import idle_before, timeline_messages
 from lightning_hanayo.plotting.timeline_axes import summary
+from lightning_hanayo.plotting.timeline_messages import idle_before, timeline_messages
 from lightning_hanayo.schedule import Span, Timeline
 from lightning_hanayo.schedule.action import COMPUTE
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
-from lightning_hanayo.schedule.number import check_numbers
+from lightning_hanayo.schedule.number_checks import check_numbers
 from lightning_hanayo.schedule.table import Table
 
 Cost = float | tuple[float, ...]

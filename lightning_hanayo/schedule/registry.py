@@ -6,7 +6,7 @@ from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.number import is_number, is_size
+from lightning_hanayo.schedule.number_checks import is_number, is_size
 from lightning_hanayo.schedule.schedule import Schedule
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject, MicrobatchReshard
-from lightning_hanayo.tensor3d.boundary.shares import Share, block_shares, shares
+from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares, shares
 from lightning_hanayo.tensor3d.mesh import Mesh
 
 

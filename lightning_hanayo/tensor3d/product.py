@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
 from lightning_hanayo.tensor3d.collectives import start_all_gather, start_reduce_scatter
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
-from lightning_hanayo.tensor3d.weight import ShardedWeight
+from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
 
 Keep = Literal["gathered", "shards"]
 """what a product saves for its backward"""

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
 from lightning_hanayo.tensor3d.product import BoundCollective, Keep
-from lightning_hanayo.tensor3d.weight import PendingGradients, PrefetchOrder, ShardedWeight
+from lightning_hanayo.tensor3d.sharded_weight import PendingGradients, PrefetchOrder, ShardedWeight
 from lightning_hanayo.weight_gradients import WeightGradients
 
 

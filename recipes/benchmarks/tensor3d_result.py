@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from lightning_hanayo.planner.volume import TransformerLayer
+from lightning_hanayo.planner.communication_volume import TransformerLayer
 from recipes.benchmarks.cluster import Link
 from recipes.benchmarks.result import Summary
 from recipes.benchmarks.schemes.log import Replay, elements_of, replay

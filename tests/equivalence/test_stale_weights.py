@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hanayo.tensor3d.weight import PrefetchOrder, ShardedWeight
+from lightning_hanayo.tensor3d.sharded_weight import PrefetchOrder, ShardedWeight
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule.number import check_numbers
+from lightning_hanayo.schedule.number_checks import check_numbers
 from lightning_hanayo.schedule.simulation.timeline import Curve, Timeline
 
 Bytes = float | tuple[float, ...]

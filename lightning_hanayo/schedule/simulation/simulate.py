@@ -7,7 +7,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import last_gradients
-from lightning_hanayo.schedule.number import is_size
+from lightning_hanayo.schedule.number_checks import is_size
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.search.evaluator import ActionTimes, Evaluator
 from lightning_hanayo.schedule.simulation.timeline import Span, Timeline

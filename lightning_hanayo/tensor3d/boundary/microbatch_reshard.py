@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, Reshard
-from lightning_hanayo.tensor3d.boundary.shares import Share, block_shares
+from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares
 
 AllGatherObject = Callable[[Any], list[Any]]
 """called by all ranks of a group, each with a picklable object; returns the objects of all, in rank order"""

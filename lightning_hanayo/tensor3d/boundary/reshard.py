@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.tensor3d.boundary.shares import Share, block_shares
+from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares
 from lightning_hanayo.tensor3d.collectives import (
     all_gather,
     all_gather_replicated,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import MeshSizes, check_divisibility
 from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners
-from lightning_hanayo.tensor3d.convert.generic import GenericBlock
-from lightning_hanayo.tensor3d.convert.registered import RegisteredBlock, SpecMismatch
+from lightning_hanayo.tensor3d.convert.generic_block import GenericBlock
+from lightning_hanayo.tensor3d.convert.registered_block import RegisteredBlock, SpecMismatch
 from lightning_hanayo.tensor3d.convert.report import ConversionReport, short_class_name
 from lightning_hanayo.tensor3d.convert.specs.blocks import block_spec
 from lightning_hanayo.tensor3d.stage_context import StageContext

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.tensor3d.layers.linear import SharedInput, linear3d
 from lightning_hanayo.tensor3d.parallel_style import ParallelStyle
+from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, fused_order
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from lightning_hanayo.tensor3d.weight import ShardedWeight
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 

@@ -14,9 +14,9 @@ from lightning_hanayo.tensor3d.collectives import all_gather
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, AxisCollective, ParallelStyle
 from lightning_hanayo.tensor3d.product import ProductArgs, SharedSavedInput, product
+from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
 from lightning_hanayo.tensor3d.stage_context import StageContext
-from lightning_hanayo.tensor3d.weight import ShardedWeight
 
 
 class SharedInput:

@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 from transformers.pytorch_utils import Conv1D
 
 from lightning_hanayo.tensor3d.collectives import all_to_all, split_dim
-from lightning_hanayo.tensor3d.convert.generic import Communicated, cheapest, parallelize_generic_linear
+from lightning_hanayo.tensor3d.convert.generic_block import Communicated, cheapest, parallelize_generic_linear
 from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
 from lightning_hanayo.tensor3d.layers.linear import LinearSharding
 from lightning_hanayo.tensor3d.mesh import Mesh

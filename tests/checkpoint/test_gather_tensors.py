@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from lightning_hanayo.checkpoint.gather_tensors import gather
-from lightning_hanayo.runtime.comm.loopback import Hub
 from tests.harness.limits import real_seconds
+from tests.harness.loopback import Hub
 
 
 def gathered(trees: list[Any]) -> list[Any]:

@@ -20,8 +20,8 @@ from lightning_hanayo.checkpoint.state_dict import (
     load_optimizer_state,
 )
 from lightning_hanayo.partition.ownership import replace_with_placeholders
-from lightning_hanayo.runtime.comm.loopback import Hub
 from tests.harness.limits import real_seconds
+from tests.harness.loopback import Hub
 
 
 class Model(nn.Module):

@@ -15,7 +15,6 @@ from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradie
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.capture.user_step import UserStep
-from lightning_hanayo.runtime.comm.loopback import Hub
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
@@ -24,6 +23,7 @@ from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
 from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage
 from lightning_hanayo.schedule import Schedule, forward_only, with_loss_stage
 from tests.harness.limits import real_seconds
+from tests.harness.loopback import Hub
 
 
 def run_in_threads(functions: Sequence[Callable[[], None]]) -> None:

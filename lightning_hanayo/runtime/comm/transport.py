@@ -1,6 +1,6 @@
 """The transport: the abstract interface that moves flat buffers from one pipeline rank to another.
 
-`ProcessGroupTransport` uses gloo and NCCL; with `LoopbackTransport` all ranks are threads of one process.
+`ProcessGroupTransport` uses gloo and NCCL. In tests all ranks may be threads of one process, without a network.
 """
 
 from abc import ABC, abstractmethod

@@ -12,7 +12,8 @@ from dataclasses import replace
 from itertools import accumulate
 from math import inf
 
-from lightning_hanayo.runtime.profiling.message_timing import BatchTrace, MessageTiming, message_timings
+from lightning_hanayo.runtime.profiling.measurement import MessageTiming, message_timings
+from lightning_hanayo.runtime.profiling.trace import BatchTrace
 from lightning_hanayo.schedule import Schedule
 
 

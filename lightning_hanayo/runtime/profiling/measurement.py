@@ -1,20 +1,70 @@
 """Computes a timeline from all ranks' traces, and the costs that a simulation needs to predict it."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, median
 
-from lightning_hanayo.runtime.profiling.message_timing import BatchTrace, message_timings
+from lightning_hanayo.runtime.profiling.trace import BatchTrace, Event
 from lightning_hanayo.schedule import CostModel, Kind, Schedule, Span, Timeline
+from lightning_hanayo.schedule.dependency import producers
 
 MIN_WAIT = 5e-5
 """seconds: with shorter waits, the delay of a message does not tell how long the message took"""
 
 
+@dataclass(frozen=True, slots=True)
+class MessageTiming:
+    """The two events of a message: `sent` made it, `received` waited for it.
+
+    sender     |  sent  |----------.
+    receiver   ...| reached         `->| start  received  |
+    """
+
+    sender: int
+    sent: Event
+    receiver: int
+    received: Event
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the receiver waited."""
+        return self.received.start - self.received.reached
+
+    @property
+    def delay(self) -> float:
+        """Seconds from the sender's end to the receiver's start: how long the message took, if the receiver waited."""
+        return max(0.0, self.received.start - self.sent.end)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds for which the receiver waited after the sender had finished."""
+        return max(0.0, self.received.start - max(self.received.reached, self.sent.end))
+
+
+def message_timings(schedule: Schedule, batch: BatchTrace) -> Iterator[MessageTiming]:
+    """Yield all messages of a batch that ran by `schedule`."""
+    for (sender, i), (receiver, j) in _message_ends(schedule):
+        yield MessageTiming(sender, batch[sender][i], receiver, batch[receiver][j])
+
+
+Position = tuple[int, int]
+"""a rank, and an index in its row of the schedule"""
+
+
+@lru_cache(maxsize=8)
+def _message_ends(schedule: Schedule) -> tuple[tuple[Position, Position], ...]:
+    """The positions of each message's sender and receiver."""
+    rows = schedule.actions
+    position = {action: (rank, number) for rank, row in enumerate(rows) for number, action in enumerate(row)}
+    ends = ((position[sent], position[received]) for received, sent in producers(schedule).items())
+    return tuple((sent, received) for sent, received in ends if sent[0] != received[0])
+
+
 def median_batch(batches: Sequence[BatchTrace]) -> BatchTrace:
     """Return the batch with the median duration."""
-    order = sorted(batches, key=lambda batch: _end(batch) - _begin(batch))
-    return order[len(order) // 2]
+    return sorted(batches, key=lambda batch: _end(batch) - _begin(batch))[len(batches) // 2]
 
 
 def timeline_of(schedule: Schedule, *batches: BatchTrace) -> Timeline:
@@ -67,10 +117,8 @@ def exposed_communication(schedule: Schedule, batch: BatchTrace) -> float:
 def stage_times(batches: Sequence[BatchTrace]) -> dict[tuple[int, Kind], float]:
     """Return the mean seconds of each stage's actions of each kind, over micro-batches and batches."""
     durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for batch in batches:
-        for events in batch:
-            for event in events:
-                durations[event.action.stage, event.action.kind].append(event.end - event.start)
+    for event in (event for batch in batches for events in batch for event in events):
+        durations[event.action.stage, event.action.kind].append(event.end - event.start)
     return {key: fmean(values) for key, values in durations.items()}
 
 

@@ -1,10 +1,22 @@
-"""The trace: records when each action of the last batches ran on this rank, and how long it waited for its message."""
+"""Records when each action of the last batches ran on this rank, and gathers a batch's records on pipeline rank 0.
+
+rank 0   batch 50 | posts receives | batch 51 | waits for them: received long ago
+rank 1   batch 50 | sends          | batch 51 |             |reached start end| of each action, in the table's order
+"""
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from lightning_hanayo.schedule import Action
+import torch
+from torch import Tensor
+
+from lightning_hanayo.runtime.comm.transport import Transport, Work
+from lightning_hanayo.schedule import Action, Schedule
+
+_TAG = (1 << 31) - 1
+"""no message of a batch has this tag"""
 
 
 @dataclass(slots=True)
@@ -19,15 +31,18 @@ class Event:
     end: float
 
 
-@dataclass
+BatchTrace = Sequence[Sequence[Event]]
+"""One batch's events, one list for each pipeline rank."""
+
+
 class Trace:
     """The events of the last `keep` training batches, oldest first."""
 
-    keep: int = 16
-    batches: deque[list[Event]] = field(default_factory=deque)
-    _current: list[Event] = field(default_factory=list)
-
     clock = staticmethod(time.perf_counter)
+
+    def __init__(self, keep: int = 16) -> None:
+        self.batches: deque[list[Event]] = deque(maxlen=keep)
+        self._current: list[Event] = []
 
     def begin(self) -> None:
         """Start a batch."""
@@ -40,5 +55,57 @@ class Trace:
     def end(self) -> None:
         """Keep the batch."""
         self.batches.append(self._current)
-        while len(self.batches) > self.keep:
-            self.batches.popleft()
+
+
+class TraceGather:
+    """Gathers traces on rank 0. All ranks of the pipeline call `start` for the same batches, then `finish`.
+
+    `table` returns the schedule of a batch of that many micro-batches, which gives each rank's order of events.
+    """
+
+    def __init__(self, transport: Transport, table: Callable[[int], Schedule]) -> None:
+        self._transport = transport
+        self._table = table
+        self._transfers: list[tuple[Tensor, Work]] = []
+        self._own: Sequence[Event] = ()
+
+    def start(self, events: Sequence[Event]) -> None:
+        """Start to send this rank's events of a batch; on rank 0, start to receive the others'. Does not wait."""
+        self._own = events
+        if self._transport.rank > 0:
+            buffer = pack(events)
+            self._transfers = [(buffer, self._transport.send(0, _TAG, buffer))]
+            return
+        rows = self._table(num_microbatches(events)).actions
+        buffers = [torch.empty(3 * len(row), dtype=torch.float64) for row in rows[1:]]
+        self._transfers = [(b, self._transport.receive(rank, _TAG, b)) for rank, b in enumerate(buffers, 1)]
+
+    def finish(self) -> BatchTrace | None:
+        """Wait, and return the events of all ranks on rank 0; None on other ranks, or if nothing was started."""
+        own, transfers = self._own, self._transfers
+        self.forget()
+        for _, work in transfers:
+            work.wait()
+        if not own or self._transport.rank > 0:
+            return None
+        rows = self._table(num_microbatches(own)).actions[1:]
+        return [own, *(unpack(row, buffer) for row, (buffer, _) in zip(rows, transfers, strict=True))]
+
+    def forget(self) -> None:
+        """Drop what is under way, after a failure."""
+        self._own, self._transfers = (), []
+
+
+def pack(events: Sequence[Event]) -> Tensor:
+    """Return the times: [3 * events], float64. The actions are those of the table."""
+    return torch.tensor([(e.reached, e.start, e.end) for e in events], dtype=torch.float64).flatten()
+
+
+def unpack(actions: Sequence[Action], times: Tensor) -> list[Event]:
+    """Return the events that `pack` was given."""
+    return [Event(action, *three) for action, three in zip(actions, times.view(-1, 3).tolist(), strict=True)]
+
+
+def num_microbatches(events: Sequence[Event]) -> int:
+    """Return the number of micro-batches of a batch, from one rank's events: every rank works on each of them."""
+    return 1 + max(event.action.microbatch or 0 for event in events)

@@ -2,8 +2,7 @@
 
 from lightning_hanayo.runtime.profiling.clock import on_one_clock
 from lightning_hanayo.runtime.profiling.measurement import exposed_communication, stage_times, timeline_of
-from lightning_hanayo.runtime.profiling.message_timing import BatchTrace
-from lightning_hanayo.runtime.profiling.trace_gather import TraceGather, num_microbatches
+from lightning_hanayo.runtime.profiling.trace import BatchTrace, TraceGather, num_microbatches
 from lightning_hanayo.schedule import Kind, Schedule
 from lightning_hanayo.strategy.pipeline import Pipeline
 

@@ -9,12 +9,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from lightning_hanayo.runtime.comm.loopback import Hub, LoopbackTransport
 from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.runtime.comm.point_to_point import MessageKey, PointToPointChannel
 from lightning_hanayo.runtime.comm.pytree import Flattener
 from lightning_hanayo.runtime.comm.transport import Work
 from tests.harness.limits import real_seconds
+from tests.harness.loopback import Hub, LoopbackTransport
 
 KEY = MessageKey(0, "forward", 0)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.runtime.comm.loopback import Hub
 from lightning_hanayo.runtime.comm.relay import Relay, UnexpectedMessage
 from tests.harness.limits import real_seconds
+from tests.harness.loopback import Hub
 
 VALUES = [None, True, 0, [4, 2**52], {"loss": [0.1, "float32"]}, float("inf")]
 

@@ -6,11 +6,12 @@ from lightning_hanayo.runtime.profiling.measurement import (
     costs_of,
     exposed_communication,
     median_batch,
+    message_timings,
     stage_times,
     timeline_of,
     waits_of,
 )
-from lightning_hanayo.runtime.profiling.message_timing import BatchTrace, message_timings
+from lightning_hanayo.runtime.profiling.trace import BatchTrace
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, build, with_loss_stage
 from tests.runtime.batch_traces import event, simulated_batch
 

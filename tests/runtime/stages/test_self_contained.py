@@ -17,7 +17,6 @@ from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.loopback import Hub
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.transport import Transport
@@ -28,6 +27,7 @@ from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
 from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage, SelfContainedLastStage
 from lightning_hanayo.schedule import Schedule, build, forward_only
 from tests.harness.limits import real_seconds
+from tests.harness.loopback import Hub
 from tests.harness.pool import Pool
 from tests.runtime.loopback_pipeline import run_in_threads
 from tests.schedule.samples import split

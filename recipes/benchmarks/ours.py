@@ -37,8 +37,9 @@ def build_stage(
 ) -> Stage:
     """Build stage `number` of a stack of `num_blocks` blocks that computes its own loss."""
     if number == 0:
-        return SelfContainedFirstStage(blocks, num_blocks, queue)
-    return SelfContainedLastStage(blocks, queue) if number == schedule.num_stages - 1 else MiddleStage(blocks, queue)
+        return SelfContainedFirstStage(blocks=blocks, queue=queue, num_blocks=num_blocks)
+    is_last = number == schedule.num_stages - 1
+    return (SelfContainedLastStage if is_last else MiddleStage)(blocks=blocks, queue=queue)
 
 
 class OurRunner(Runner):

@@ -180,7 +180,7 @@ def _profile(case: RealCase, record: RealRecord) -> None:
     queue = WeightGradientQueue()
     blocks = [_block(case, place) for place in range(case.blocks)]
     linear_patch.patch_linear_layers(blocks, queue)
-    stages = [SelfContainedFirstStage([block], 1, queue) for block in blocks]
+    stages = [SelfContainedFirstStage(blocks=[block], queue=queue, num_blocks=1) for block in blocks]
     x = _batch(case)[0].requires_grad_()
     taken: dict[str, list[float]] = {what: [] for what in ("forward", "backward", "backward_input", "backward_weight")}
     dist.barrier()

@@ -73,10 +73,10 @@ class LoopbackPipeline:
     def _stages(self) -> list[Stage]:
         shared = TiedGradients()
         blocks = [[self.blocks[i] for i in run] for run in self.runs]
-        first = FirstStage(self.user, shared, self.queues[0])
-        last = LastStage(blocks[-1], first, self.queues[-1])
+        first = FirstStage(user=self.user, tied=shared, queue=self.queues[0])
+        last = LastStage(blocks=blocks[-1], first=first, queue=self.queues[-1])
         middle = zip(blocks[1:-1], self.queues[1:-1], strict=True)
-        return [first, *(MiddleStage(own, queue) for own, queue in middle), last]
+        return [first, *(MiddleStage(blocks=own, queue=queue) for own, queue in middle), last]
 
     def run(
         self,

@@ -8,6 +8,7 @@
 A mask that all blocks get is one tensor in one call. Gemma's two kinds of masks are two calls.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -48,7 +49,7 @@ class StageInput:
         """The output of the block before, as a tree; after the last block, the output of the stack."""
         return unflatten(self.output_skeleton, self.tensors)
 
-    def run(self, blocks: list[nn.Module]) -> "StageInput":
+    def run(self, blocks: Sequence[nn.Module]) -> "StageInput":
         """Run the next `blocks` of the stack, and return the input of the stage after them."""
         output = self.output
         for block, call in zip(blocks, self.call_of_block, strict=False):

@@ -7,6 +7,8 @@ LastStage     blocks (none, if the schedule has a loss stage), and user code aft
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +27,16 @@ RunAction = Callable[[Batch, int, Message | None], Message | None]
 """Runs one action of a micro-batch: takes the message it needs, returns the message it makes."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Stage(ABC):
-    """Runs the actions of one stage. Forward messages are stage inputs, backward messages their gradients.
+    """Runs the actions of one stage. Forward messages are stage inputs, backward messages their gradients."""
 
-    Args:
-        queue: where the stage's layers leave their weight gradients while the backward is split.
-        hooks: called before each forward and backward of the blocks; None: nothing is.
-    """
-
-    def __init__(self, queue: WeightGradientQueue, hooks: StageHooks | None = None) -> None:
-        self._queue = queue
-        self._hooks = hooks or NoHooks()
+    queue: WeightGradientQueue
+    """where the stage's layers leave their weight gradients while the backward is split"""
+    hooks: StageHooks = field(default_factory=NoHooks)
+    """called before each forward and backward of the blocks"""
+    _under_way: dict[int, Any] = field(default_factory=dict, init=False)
+    """by micro-batch: what its backward needs of its forward"""
 
     def actions(self) -> dict[Kind, RunAction]:
         """The method that runs each kind of action."""
@@ -51,53 +52,46 @@ class Stage(ABC):
 
     def backward_input(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         """Run the backward, but let layers leave their weight gradients in the queue."""
-        with self._queue.collecting(microbatch):
+        with self.queue.collecting(microbatch):
             return self.backward(batch, microbatch, received)
 
     def backward_weight(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         """Compute the weight gradients that `backward_input` has left; it needs no message."""
-        self._queue.drain(microbatch)
+        self.queue.drain(microbatch)
 
     def begin_batch(self) -> None:
         """Forget the micro-batches of the batch before: an evaluation or a failure leaves some."""
-        self._queue.clear()
-        self._hooks.begin_batch()
+        self.queue.clear()
+        self.hooks.begin_batch()
+        self._under_way.clear()
 
     def end_batch(self) -> None:
         """Let layers drop copies of their weights: the optimizer may change the weights now."""
-        self._queue.clear()
+        self.queue.clear()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MiddleStage(Stage):
     """Blocks without user code."""
 
-    def __init__(
-        self, blocks: Sequence[nn.Module], queue: WeightGradientQueue, hooks: StageHooks | None = None
-    ) -> None:
-        super().__init__(queue, hooks)
-        self._blocks = list(blocks)
-        self._under_way: dict[int, tuple[DetachedInputs, list[Tensor], int]] = {}
+    blocks: Sequence[nn.Module]
 
     @override
-    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
+    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         assert received is not None
         inputs = DetachedInputs(received)
         stage_input = StageInput.from_message(inputs.message)
-        self._hooks.before_forward(stage_input.sequence_length)
-        made = stage_input.run(self._blocks).message
+        self.hooks.before_forward(stage_input.sequence_length)
+        made = stage_input.run(self.blocks).message
         if torch.is_grad_enabled():
             self._under_way[microbatch] = (inputs, made.differentiable, stage_input.sequence_length)
         return made
 
     @override
-    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         assert received is not None
-        inputs, outputs, sequence_length = self._under_way.pop(microbatch)
-        self._hooks.before_backward(sequence_length)
+        under_way: tuple[DetachedInputs, list[Tensor], int] = self._under_way.pop(microbatch)
+        inputs, outputs, sequence_length = under_way
+        self.hooks.before_backward(sequence_length)
         graph_boundary.run_backward(outputs, unpack_gradients(received))
         return gradient_message(inputs.gradients)
-
-    @override
-    def begin_batch(self) -> None:
-        super().begin_batch()
-        self._under_way.clear()

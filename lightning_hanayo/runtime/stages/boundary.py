@@ -62,5 +62,4 @@ class NoHooks:
     def before_forward(self, sequence_length: int) -> None:
         """Do nothing."""
 
-    def before_backward(self, sequence_length: int) -> None:
-        """Do nothing."""
+    before_backward = before_forward

@@ -1,6 +1,7 @@
 """The first and the last stage: they run the user's code before and after the stack, and know the loss."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,104 +13,74 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd import graph_boundary
 from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.user_step import UserStep, missing_values_error
 from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.runtime.microbatches import with_values
 from lightning_hanayo.runtime.stages.base import Stage
-from lightning_hanayo.runtime.stages.boundary import StageHooks
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FirstStage(Stage):
-    """User code up to the stack, and the first blocks.
+    """User code up to the stack, and the first blocks."""
 
-    Args:
-        user: runs the user's step, and in it the first blocks.
-        tied: adds the gradients of parameters that the last stage uses too.
-        queue: where the stage's layers leave their weight gradients.
-        hooks: called before each forward and backward of the blocks.
-    """
-
-    def __init__(
-        self, user: UserStep, tied: TiedGradients, queue: WeightGradientQueue, hooks: StageHooks | None = None
-    ) -> None:
-        super().__init__(queue, hooks)
-        self.user = user
-        self.tied = tied
-        self._outputs: dict[int, list[Tensor]] = {}
+    user: UserStep
+    """runs the user's step, and in it the first blocks"""
+    tied: TiedGradients
+    """adds the gradients of parameters that the last stage uses too"""
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
         made = self.user.start(batch, microbatch)
         if torch.is_grad_enabled():
-            self._outputs[microbatch] = made.differentiable
+            self._under_way[microbatch] = made.differentiable
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
-        outputs, gradients = self._outputs.pop(microbatch), unpack_gradients(received)
+        outputs: list[Tensor] = self._under_way.pop(microbatch)
+        gradients = unpack_gradients(received)
         self.tied.first_stage_backward(microbatch, lambda: graph_boundary.run_backward(outputs, gradients))
 
     def used_parameters(self, microbatch: int) -> set[Tensor]:
         """The parameters that the code before the stack, and the first blocks, use."""
-        return graph_boundary.reachable(self._outputs[microbatch])[1]
-
-    @override
-    def begin_batch(self) -> None:
-        super().begin_batch()
-        self._outputs.clear()
+        return graph_boundary.reachable(self._under_way[microbatch])[1]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LastStage(Stage):
-    """Blocks, and user code after the stack, up to the loss.
+    """Blocks, and user code after the stack, up to the loss."""
 
-    Args:
-        blocks: the stage's; none, if the schedule has a loss stage.
-        first: the first stage, which is on the same rank and starts the user's step.
-        queue: where the stage's layers leave their weight gradients.
-        hooks: called before each forward and backward of the blocks.
-    """
-
-    def __init__(
-        self,
-        blocks: Sequence[nn.Module],
-        first: FirstStage,
-        queue: WeightGradientQueue,
-        hooks: StageHooks | None = None,
-    ) -> None:
-        super().__init__(queue, hooks)
-        self._blocks = list(blocks)
-        self._first = first
-        self._under_way: dict[int, tuple[DetachedInputs, set[Node], int]] = {}
-        self._known_tied: dict[frozenset[Tensor], frozenset[Tensor]] = {}
+    blocks: Sequence[nn.Module]
+    """none, if the schedule has a loss stage"""
+    first: FirstStage
+    """is on the same rank, and starts the user's step"""
+    _known_tied: dict[frozenset[Tensor], frozenset[Tensor]] = field(default_factory=dict, init=False)
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
         inputs = DetachedInputs(received)
-        after = StageInput.from_message(inputs.message).run(self._blocks)
+        after = StageInput.from_message(inputs.message).run(self.blocks)
         outputs = graph_boundary.nodes_of(after.message.differentiable)
-        batch.results[microbatch], sequence_number = self._first.user.finish(batch, microbatch, after.output)
+        batch.results[microbatch], sequence_number = self.first.user.finish(batch, microbatch, after.output)
         if torch.is_grad_enabled():
             self._under_way[microbatch] = (inputs, outputs, sequence_number)
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
-        inputs, outputs, sequence_number = self._under_way.pop(microbatch)
+        under_way: tuple[DetachedInputs, set[Node], int] = self._under_way.pop(microbatch)
+        inputs, outputs, sequence_number = under_way
         self._loss_backward(batch, microbatch, outputs, sequence_number)
         return gradient_message(inputs.gradients)
 
     def _loss_backward(self, batch: Batch, microbatch: int, outputs: set[Node], sequence_number: int) -> None:
         """Run the backward of the weighted loss, and drop the graph of the step's result.
 
-        Args:
-            batch: has the result and the weight.
-            microbatch: whose loss it is.
-            outputs: the nodes that end the graph of the code after the stack.
-            sequence_number: autograd's, when the step reached the stack: older nodes belong to the code before it.
+        `outputs` are the nodes that end the graph of the code after the stack. Nodes older than autograd's
+        `sequence_number` belong to the code before it.
         """
         if batch.loss_weights[microbatch]:  # with weight 0 not even a NaN counts: the mean over no tokens is one
             loss = loss_of(batch.results[microbatch])
@@ -118,21 +89,16 @@ class LastStage(Stage):
             weighted = loss * batch.loss_weights[microbatch]
             tied = self._tied_parameters(leaves, microbatch)
             with graph_boundary.without_autocast():
-                self._first.tied.loss_backward(
+                self.first.tied.loss_backward(
                     microbatch, tied, lambda: weighted.backward(retain_graph=uses_early_nodes)
                 )
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
-
-    @override
-    def begin_batch(self) -> None:
-        super().begin_batch()
-        self._under_way.clear()
 
     def _tied_parameters(self, leaves: set[Tensor], microbatch: int) -> frozenset[Tensor]:
         """Those of the loss's parameters that the first stage uses too. Cached: its graph is large."""
         parameters = frozenset(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
         if parameters not in self._known_tied:
-            self._known_tied[parameters] = parameters & self._first.used_parameters(microbatch)
+            self._known_tied[parameters] = parameters & self.first.used_parameters(microbatch)
         return self._known_tied[parameters]
 
 

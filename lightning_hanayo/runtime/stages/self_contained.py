@@ -7,72 +7,55 @@ say). Each other block takes what the block before it returned. The first and th
 so they may be on any ranks: on the last rank in a loop, on two ranks at once in chimera.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 from typing_extensions import override
 
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.proxy import Proxy
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.comm.message import Message, gradient_message
 from lightning_hanayo.runtime.comm.pytree import Flattener
-from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
+from lightning_hanayo.runtime.stages.base import MiddleStage
 
 _CALL = Flattener().flatten(((Proxy(),), {}))
 """a block's call: the only argument is the output of the block before it"""
 
 
-class SelfContainedFirstStage(Stage):
-    """The first blocks. `Batch.inputs` holds the micro-batches; only those that this stage runs need a value.
+@dataclass(eq=False, repr=False, kw_only=True)
+class SelfContainedFirstStage(MiddleStage):
+    """The first blocks. `Batch.inputs` holds the micro-batches; only those that this stage runs need a value."""
 
-    Args:
-        blocks: the stage's.
-        num_blocks: of the whole stack.
-        queue: where the stage's layers leave their weight gradients.
-    """
+    num_blocks: int
+    """of the whole stack"""
 
-    def __init__(self, blocks: Sequence[nn.Module], num_blocks: int, queue: WeightGradientQueue) -> None:
-        super().__init__(queue)
-        self._inner = MiddleStage(blocks, queue)
-        self._call_of_block = (0,) * num_blocks
+    def __post_init__(self) -> None:
+        self._call_of_block = (0,) * self.num_blocks
 
     @override
-    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
+    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         flattener = Flattener()
         skeleton = flattener.flatten(batch.inputs[microbatch], "the micro-batch")
         stage_input = StageInput(skeleton, (_CALL,), self._call_of_block, tuple(flattener.tensors))
-        return self._inner.forward(batch, microbatch, stage_input.message)
+        return super().forward(batch, microbatch, stage_input.message)
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
-        self._inner.backward(batch, microbatch, received)
-
-    @override
-    def begin_batch(self) -> None:
-        self._inner.begin_batch()
+        super().backward(batch, microbatch, received)
 
 
-class SelfContainedLastStage(Stage):
+class SelfContainedLastStage(MiddleStage):
     """The last blocks, up to the loss, which becomes the micro-batch's entry in `Batch.results`."""
-
-    def __init__(self, blocks: Sequence[nn.Module], queue: WeightGradientQueue) -> None:
-        super().__init__(queue)
-        self._inner = MiddleStage(blocks, queue)
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
-        made = self._inner.forward(batch, microbatch, received)
+        made = super().forward(batch, microbatch, received)
+        assert made is not None
         batch.results[microbatch] = StageInput.from_message(made).output.detach()
 
     @override
-    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         weight = batch.loss_weights[microbatch]  # with weight 0 not even a NaN counts
         gradient = torch.full_like(batch.results[microbatch], weight) if weight else None
-        return self._inner.backward(batch, microbatch, gradient_message([gradient]))
-
-    @override
-    def begin_batch(self) -> None:
-        self._inner.begin_batch()
+        return super().backward(batch, microbatch, gradient_message([gradient]))

@@ -5,10 +5,11 @@
 Nothing is suspended, recorded or sent. So whatever works in a plain step works here, at the same speed.
 """
 
+from dataclasses import dataclass
+
 from typing_extensions import override
 
 from lightning_hanayo.runtime.autograd import graph_boundary
-from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.message import Message
@@ -16,16 +17,15 @@ from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.runtime.stages.first_last import detach_tree, loss_of
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SingleStage(Stage):
     """The whole of the user's step."""
 
-    def __init__(self, user: UserStep, queue: WeightGradientQueue) -> None:
-        super().__init__(queue)
-        self._user = user
+    user: UserStep
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
-        batch.results[microbatch] = self._user.run(batch, microbatch)
+        batch.results[microbatch] = self.user.run(batch, microbatch)
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:

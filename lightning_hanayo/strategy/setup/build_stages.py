@@ -13,6 +13,7 @@ from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
+from lightning_hanayo.runtime.stages.boundary import NoHooks
 from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage
 from lightning_hanayo.runtime.stages.single import SingleStage
 from lightning_hanayo.runtime.stages.tensor_parallel_ends import TensorParallelFirstStage, TensorParallelLastStage
@@ -48,9 +49,9 @@ def build_stages(
         forward_patch.patch_blocks(stack.blocks, streams, num_local=num_local, single_stage=is_single)
     if not is_single:
         _keep_padding(model, attributes)
-    hooks = {stage: cube.stage_hooks(stage) if cube is not None else None for stage in numbers}
+    hooks = {stage: NoHooks() if cube is None else cube.stage_hooks(stage) for stage in numbers}
     stages: dict[int, Stage] = {
-        stage: MiddleStage(ownership.blocks(stage), queues[stage], hooks[stage]) for stage in numbers
+        stage: MiddleStage(blocks=ownership.blocks(stage), queue=queues[stage], hooks=hooks[stage]) for stage in numbers
     }
     if 0 not in numbers:
         return stages, None
@@ -63,10 +64,10 @@ def _ends(ownership: Ownership, user_step: UserStep, queues: Mapping[int, Weight
     """The stages that run user code: the first and the last, or one that is both."""
     end = len(ownership.stages) - 1
     if end == 0:
-        return {0: SingleStage(user_step, queues[0])}
+        return {0: SingleStage(user=user_step, queue=queues[0])}
     tied = TiedGradients()
-    first = FirstStage(user_step, tied, queues[0])
-    return {0: first, end: LastStage(ownership.blocks(end), first, queues[end])}
+    first = FirstStage(user=user_step, tied=tied, queue=queues[0])
+    return {0: first, end: LastStage(blocks=ownership.blocks(end), first=first, queue=queues[end])}
 
 
 def _sharded_ends(
@@ -74,20 +75,19 @@ def _sharded_ends(
 ) -> dict[int, Stage]:
     """The first and the last stage where the ranks of a cube hold each stage together."""
     end = len(ownership.stages) - 1
-    tied = TiedGradients()
     first = TensorParallelFirstStage(
-        user_step,
-        tied,
-        queues[0],
+        user=user_step,
+        tied=TiedGradients(),
+        queue=queues[0],
         blocks=ownership.blocks(0),
         boundary=cube.admission,
         streams=cube.plan.streams,
         hooks=cube.stage_hooks(0),
     )
     last = TensorParallelLastStage(
-        ownership.blocks(end),
-        first,
-        queues[end],
+        blocks=ownership.blocks(end),
+        first=first,
+        queue=queues[end],
         boundary=cube.admission,
         hooks=cube.stage_hooks(end),
     )

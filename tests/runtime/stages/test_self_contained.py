@@ -105,12 +105,9 @@ class PipelineRank:
         linear_patch.patch_linear_layers(blocks, queue)
         place = stage % self.schedule.stages_per_replica
         if place == 0:
-            return SelfContainedFirstStage(blocks, 4, queue)
-        return (
-            SelfContainedLastStage(blocks, queue)
-            if place == self.schedule.stages_per_replica - 1
-            else MiddleStage(blocks, queue)
-        )
+            return SelfContainedFirstStage(blocks=blocks, queue=queue, num_blocks=4)
+        is_last = place == self.schedule.stages_per_replica - 1
+        return (SelfContainedLastStage if is_last else MiddleStage)(blocks=blocks, queue=queue)
 
     @property
     def parameters(self) -> dict[int, list[nn.Parameter]]:

@@ -24,7 +24,7 @@ SHARES = (1 / 2, 1 / 3, 1 / 6)
 def running(step: Callable[[int], Any], **options: Any) -> tuple[SingleStage, Batch]:
     """The stage, and a batch of which it runs `step`."""
     batch = Batch(step=step, **{"loss_weights": SHARES, **options})
-    return SingleStage(UserStep([], 0, "blocks"), WeightGradientQueue()), batch
+    return SingleStage(user=UserStep([], 0, "blocks"), queue=WeightGradientQueue()), batch
 
 
 def test_gradients_are_those_of_the_same_loop_by_hand() -> None:

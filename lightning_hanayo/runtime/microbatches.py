@@ -6,6 +6,7 @@
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,8 @@ def split(batch: Any, parts: Sequence[int]) -> list[Any]:
     """
     if len(parts) == 1:
         return [batch]
-    samples = sum(parts)
-    starts = [sum(parts[:i]) for i in range(len(parts))]
-    return [_cut(batch, slice(start, start + size), samples) for start, size in zip(starts, parts, strict=True)]
+    ends = zip(accumulate(parts), parts, strict=True)
+    return [_cut(batch, slice(end - size, end), sum(parts)) for end, size in ends]
 
 
 def select_samples(batch: Any, indices: Sequence[int], samples: int) -> Any:
@@ -78,7 +78,9 @@ def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]
     if isinstance(first, Tensor):
         if has_loss and all(result.numel() == 1 for result in results):
             return _mean(results, weights)
-        return _merge_tensors(results, parts, weights)
+        if _are_samples(results, parts):
+            return torch.cat(list(results))
+        return _mean(results, weights) if first.ndim == 0 and first.is_floating_point() else first
     if isinstance(first, np.ndarray):
         return np.concatenate(results) if _are_samples(results, parts) else first
     if isinstance(first, float):
@@ -91,8 +93,7 @@ def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]
             for key in first
         }
         return with_values(first, merged)
-    if is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in fields(first)]
+    if names := _field_names(first):
         return replace(first, **{n: merge([getattr(r, n) for r in results], parts, weights) for n in names})
     if isinstance(first, (tuple, list)):
         items = [merge(list(row), parts, weights) for row in zip(*results, strict=True)]
@@ -114,17 +115,16 @@ def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
     # If the items are the attributes, a copy would keep the old values as attributes.
     copies_first = isinstance(mapping, dict) and getattr(mapping, "__dict__", None) is not mapping
-    try:
-        return (_copied if copies_first else _constructed)(mapping, values)
-    except Exception:  # any error in the user's class: the other way may work
-        pass
-    try:
-        return (_constructed if copies_first else _copied)(mapping, values)
-    except Exception as error:
-        raise HanayoError(
-            f"a {cls.__module__}.{cls.__qualname__} can't be made with other values, which each micro-batch needs. "
-            f"Let its __init__ take a dictionary, or give it __copy__ and __setitem__."
-        ) from error
+    cause: Exception | None = None
+    for make in (_copied, _constructed) if copies_first else (_constructed, _copied):
+        try:
+            return make(mapping, values)
+        except Exception as error:  # any error in the user's class: the other way may work
+            cause = error
+    raise HanayoError(
+        f"a {cls.__module__}.{cls.__qualname__} can't be made with other values, which each micro-batch needs. "
+        f"Let its __init__ take a dictionary, or give it __copy__ and __setitem__."
+    ) from cause
 
 
 def _copied(mapping: Any, values: dict[Any, Any]) -> Any:
@@ -143,13 +143,6 @@ def _constructed(mapping: Any, values: dict[Any, Any]) -> Any:
     if made.keys() != values.keys():
         raise TypeError("__init__ does not take the items")
     return made
-
-
-def _merge_tensors(results: Sequence[Tensor], parts: Sequence[int], weights: Sequence[float]) -> Tensor:
-    first = results[0]
-    if _are_samples(results, parts):
-        return torch.cat(list(results))
-    return _mean(results, weights) if first.ndim == 0 and first.is_floating_point() else first
 
 
 def _mean(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -173,13 +166,18 @@ def _lists_samples(results: Sequence[Any], parts: Sequence[int]) -> bool:
     )
 
 
+def _field_names(value: Any) -> list[str]:
+    """The names of the fields of a dataclass's instance; none for other objects."""
+    return [field.name for field in fields(value)] if is_dataclass(value) and not isinstance(value, type) else []
+
+
 def _leaves(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         children: Any = batch.values()
     elif isinstance(batch, (list, tuple)):
         children = batch
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        children = [getattr(batch, field.name) for field in fields(batch)]
+    elif names := _field_names(batch):
+        children = [getattr(batch, name) for name in names]
     else:
         yield batch
         return
@@ -198,12 +196,9 @@ def _cut(batch: Any, indices: slice | list[int], samples: int) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(cut, batch))
     if isinstance(batch, (list, tuple)):
-        plain = len(batch) == samples and not any(isinstance(leaf, Tensor) for leaf in _leaves(batch))
-        return type(batch)(_items(batch, indices)) if plain else type(batch)(map(cut, batch))
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{field.name: cut(getattr(batch, field.name)) for field in fields(batch)})
+        if len(batch) != samples or any(isinstance(leaf, Tensor) for leaf in _leaves(batch)):
+            return type(batch)(map(cut, batch))
+        return type(batch)(batch[indices] if isinstance(indices, slice) else [batch[i] for i in indices])
+    if names := _field_names(batch):
+        return replace(batch, **{name: cut(getattr(batch, name)) for name in names})
     return batch
-
-
-def _items(items: Sequence[Any], indices: slice | list[int]) -> Sequence[Any]:
-    return items[indices] if isinstance(indices, slice) else [items[i] for i in indices]

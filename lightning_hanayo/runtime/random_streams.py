@@ -13,6 +13,7 @@ NumPy's generators. After a batch torch's generators have the state that they ha
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,11 +56,7 @@ class RandomStreams:
 
     @contextmanager
     def batch(self, key: str) -> Iterator[None]:
-        """Make the random numbers of one batch depend on its key, inside a `with` statement.
-
-        Args:
-            key: names the batch; the same on all ranks, and again after a resume.
-        """
+        """Make the random numbers of one batch depend on `key`, which is the same on all ranks and after a resume."""
         before = self._states()
         self._batch = key
         try:
@@ -97,9 +94,7 @@ class RandomStreams:
     def block(self, index: int, *, repeats: bool = False) -> AbstractContextManager[Any]:
         """Let block `index` use its own stream inside a `with` statement; then its caller continues the earlier one.
 
-        Args:
-            index: the block's index in the stack.
-            repeats: whether the step may call it several times, each with a stream of its own.
+        With `repeats` the step may call the block several times, each with a stream of its own.
         """
         return _BlockStream(self, index, repeats) if self.is_active else nullcontext()
 
@@ -151,32 +146,27 @@ class _BlockStream:
         self._streams._restore(self._states)
 
 
+@dataclass(frozen=True, kw_only=True)
 class BlockRandomness:
-    """The streams of one block. Becomes None when copied or pickled: a copy of the block has no streams.
+    """The streams of one block. Becomes None when copied or pickled: a copy of the block has no streams."""
 
-    Args:
-        streams: the rank's streams.
-        index: the block's index in the stack.
-        in_code: whether the block runs where the step's code calls it.
-        repeats: whether the step may call the block several times, each with a stream of its own.
-    """
-
-    def __init__(self, streams: RandomStreams, index: int, *, in_code: bool, repeats: bool) -> None:
-        self._streams = streams
-        self._index = index
-        self._in_code = in_code
-        self._repeats = repeats
+    streams: RandomStreams
+    index: int
+    in_code: bool
+    """whether the block runs where the step's code calls it"""
+    repeats: bool
+    """whether the step may call the block several times, each with a stream of its own"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
     def of_call(self) -> AbstractContextManager[Any]:
         """The context of a call by the step's code, which continues its own stream afterwards."""
-        return self._streams.block(self._index, repeats=self._repeats)
+        return self.streams.block(self.index, repeats=self.repeats)
 
     def of_run(self) -> AbstractContextManager[Any]:
         """The context of a run by the block's stage, or of a recomputation."""
-        if self._in_code:
+        if self.in_code:
             return self.of_call()
-        self._streams.begin_block(self._index)
+        self.streams.begin_block(self.index)
         return nullcontext()

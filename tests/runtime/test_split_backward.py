@@ -17,6 +17,7 @@ from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradie
 from lightning_hanayo.runtime.comm.codec import ALIGN
 from lightning_hanayo.runtime.profiling.measurement import costs_of, timeline_of
 from lightning_hanayo.schedule import Kind, Schedule, build, simulate
+from tests.runtime.queued_bytes import queued_bytes
 from tests.runtime.test_engine import Model, batches, expected, pipeline
 from tests.schedule.samples import split, table
 
@@ -105,7 +106,7 @@ def test_exact_over_accumulated_batches(schedule: Schedule, build_model: Any) ->
             losses = running.run(lambda m, batch=batch: model.step(batch[m]), [1 / 4] * 4)
             torch.testing.assert_close(torch.stack(losses), torch.stack(expected(reference, batch)), rtol=0, atol=1e-12)
             assert_close(model, reference)
-        assert [queue.num_bytes for queue in running.queues] == [0] * len(running.queues)
+        assert [queued_bytes(queue) for queue in running.queues] == [0] * len(running.queues)
         assert sorted(running.reduced) == sorted(2 * list(range(running.schedule.num_stages)))
 
 
@@ -212,7 +213,7 @@ def test_memory_only_for_the_input_gradient_is_freed_after_it(monkeypatch: pytes
             index = running.queues.index(queue)
             if index in (0, 3):  # rank 0's, whose Ws stand behind all its Is; the other rank may be anywhere
                 alive = sum(kept() is not None for kept in Watched.kept)
-                held.append((alive, running.queues[0].num_bytes + running.queues[3].num_bytes))
+                held.append((alive, queued_bytes(running.queues[0]) + queued_bytes(running.queues[3])))
             drain(queue, microbatch)
 
         monkeypatch.setattr(WeightGradientQueue, "drain", watched)

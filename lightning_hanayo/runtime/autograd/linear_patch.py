@@ -19,12 +19,9 @@ _LAYER = "_split_linear"
 
 
 def patch_linear_layers(blocks: Iterable[nn.Module], queue: WeightGradients, *, keep: Collection[Tensor] = ()) -> None:
-    """Let the linear layers of `blocks` use `queue`: `nn.Linear` and Hugging Face's `Conv1D`, but no subclasses.
+    """Let the linear layers of one stage's `blocks` use its `queue`: `nn.Linear` and `Conv1D`, but no subclasses.
 
-    Args:
-        blocks: the blocks of one stage.
-        queue: the stage's queue.
-        keep: parameters whose gradients are made with the input gradients, as other stages use them too.
+    The gradients of the parameters in `keep`, which other stages use too, are made with the input gradients.
     """
     for module in {part: None for block in blocks for part in block.modules()}:
         is_free = _LAYER in vars(module) or "forward" not in vars(module)

@@ -26,13 +26,7 @@ _layers: weakref.WeakValueDictionary[int, SplitLinear] = weakref.WeakValueDictio
 
 
 class SplitLinear:
-    """The computation of one patched module.
-
-    Args:
-        module: has `weight` and `bias`.
-        queue: the queue of the module's stage.
-        transposed: whether the weight is (in, out), as in Hugging Face's `Conv1D`.
-    """
+    """The computation of one patched module. Its weight may be `transposed` to (in, out), as in `Conv1D`."""
 
     def __init__(self, module: nn.Module, queue: WeightGradients, *, transposed: bool) -> None:
         self.queue = queue

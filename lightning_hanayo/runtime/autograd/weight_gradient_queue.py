@@ -21,25 +21,13 @@ class WeightGradientQueue:
     def __init__(self) -> None:
         self._waiting: dict[int, dict[Tensor, _Computations]] = {}
         self._open: dict[Tensor, _Computations] | None = None
-        self._version = 0
+        self.version = 0
+        """changes before and after every batch: then layers drop copies of their weights"""
 
     @property
     def is_open(self) -> bool:
         """Whether layers leave their weight gradients here."""
         return self._open is not None
-
-    @property
-    def version(self) -> int:
-        """Changes before and after every batch: then layers drop copies of their weights."""
-        return self._version
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory that the kept operands use; each storage counts once."""
-        operands = [operand for waiting in self._waiting.values() for computations in waiting.values()
-                    for _, operands in computations for operand in operands]  # fmt: skip
-        storages = {operand.untyped_storage().data_ptr(): operand.untyped_storage().nbytes() for operand in operands}
-        return sum(storages.values())
 
     def collecting(self, microbatch: int) -> Self:
         """Open the queue for `microbatch`, in a `with` statement."""
@@ -78,7 +66,7 @@ class WeightGradientQueue:
     def clear(self) -> None:
         """Forget everything, before a batch and after it."""
         self._waiting.clear()
-        self._version += 1
+        self.version += 1
 
 
 def accumulate(parameter: Tensor, gradients: _Gradients) -> None:

@@ -28,28 +28,20 @@ from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton
 class BlockTracer:
     """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
 
-    Args:
-        blocks: all blocks of the stack, in order.
-        num_local: how many of them run where they are called: those of stage 0, or none.
-        name: the stack's qualified name, for errors.
+    The first `num_local` of all `blocks` run where they are called: those of stage 0, or none.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], num_local: int, name: str) -> None:
         self._index_of = {id(block): i for i, block in enumerate(blocks)}
         self._num_local = num_local
         self._name = name
-        self._next = 0
+        self.num_called = 0
         self.sequence_number = 0
         """autograd's sequence number at the last suspension: older nodes in the loss's graph belong to earlier code"""
         self._output: Any = None
         self._flattener = Flattener()
         self._calls: dict[Skeleton, int] = {}
         self._call_of_block: list[int] = []
-
-    @property
-    def num_called(self) -> int:
-        """How many blocks the step has called."""
-        return self._next
 
     @property
     def message(self) -> Message:
@@ -67,9 +59,9 @@ class BlockTracer:
         index = self._index_of.get(id(block))
         if index is None:  # a copy of the model (an average, say) that user code calls in its step
             return run_block(block, *args, **kwargs)
-        if index != self._next:
+        if index != self.num_called:
             raise UnsupportedError(self._wrong_order(index))
-        self._next += 1
+        self.num_called += 1
         randomness = randomness_of(block)  # also of a block on another rank: the caller's stream advances everywhere
         with nullcontext() if randomness is None else randomness.of_call():
             return self._run_or_record(block, index, args, kwargs)
@@ -83,7 +75,7 @@ class BlockTracer:
                 self._output = suspend()
                 self._flattener, self._calls, self._call_of_block = Flattener(), {}, []
             output = proxies_like(self._output, index)
-        if self._next < len(self._index_of):
+        if self.num_called < len(self._index_of):
             return output
         self.sequence_number = current_sequence_number()
         return suspend()
@@ -103,14 +95,14 @@ class BlockTracer:
         return _relative(skeleton, index, what)
 
     def _wrong_order(self, index: int) -> str:
-        if self._next == len(self._index_of):
+        if self.num_called == len(self._index_of):
             return (
                 f"{self._name} is passed a second time in one step; a pipeline runs one pass for each micro-batch. "
                 f"Call the model once per step, on the concatenated inputs."
             )
         return (
-            f"{self._name}[{index}] is called where {self._name}[{self._next}] is next; a pipeline runs the blocks of "
-            f"the stack in order."
+            f"{self._name}[{index}] is called where {self._name}[{self.num_called}] is next; a pipeline runs the blocks "
+            f"of the stack in order."
         )
 
 

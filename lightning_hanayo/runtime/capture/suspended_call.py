@@ -56,15 +56,15 @@ class SuspendedCall:
         self.result: Any = None
         self.done = False
         self._function = function
-        self._thread = thread
+        self.thread = thread
         self._state = ThreadState.current()
         self._values: SimpleQueue[Any] = SimpleQueue()
         self._events: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run(self, tracer: Any) -> None:
         """Start; return when the function suspends or ends, and raise what it raises."""
-        self._thread.tracer, self._thread.call = tracer, self
-        self._thread.tasks.put(self._work)
+        self.thread.tracer, self.thread.call = tracer, self
+        self.thread.tasks.put(self._work)
         self._wait()
 
     def suspend(self) -> Any:
@@ -99,7 +99,7 @@ class SuspendedCall:
                 self.result = self._function()
         except BaseException as raised:  # raised again in the main thread
             error = raised
-        self._thread.tracer = self._thread.call = None
+        self.thread.tracer = self.thread.call = None
         self.done = True
         self._events.put(error)
 
@@ -109,26 +109,26 @@ class SuspendedCalls:
 
     def __init__(self) -> None:
         self._idle: list[CallThread] = []
-        self._busy: dict[SuspendedCall, CallThread] = {}
+        self._busy: list[SuspendedCall] = []
 
     def start(self, function: Callable[[], Any], tracer: Any) -> SuspendedCall:
         """Run `function` in a thread until it suspends or ends; `tracer` is what `current_tracer` returns there."""
-        thread = self._idle.pop() if self._idle else CallThread()
-        call = SuspendedCall(thread, function)
-        self._busy[call] = thread
+        call = SuspendedCall(self._idle.pop() if self._idle else CallThread(), function)
+        self._busy.append(call)
         call.run(tracer)
         return call
 
     def release(self, call: SuspendedCall) -> None:
         """Make the thread of a finished call idle again."""
-        self._idle.append(self._busy.pop(call))
+        self._busy.remove(call)
+        self._idle.append(call.thread)
 
     def close(self) -> None:
         """Unwind the suspended calls and end all threads."""
-        for call, thread in list(self._busy.items()):
+        while self._busy:
+            call = self._busy.pop(0)
             call.abandon()
-            self._idle.append(thread)
-        self._busy.clear()
+            self._idle.append(call.thread)
         for thread in self._idle:
             thread.tasks.put(None)
         for thread in self._idle:

@@ -6,7 +6,7 @@ where the step calls the stack would silently be lost. It is an error.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -58,7 +58,8 @@ class ThreadState:
             with (
                 torch.inference_mode(self.inference_mode),
                 torch.set_grad_enabled(self.grad_mode),
-                self._device(before),
+                # The default device is set only if it differs: once set, it makes every call of torch a little slower.
+                nullcontext() if self.default_device == before.default_device else torch.device(self.default_device),
             ):
                 if self.stream is not None:
                     torch.cuda.set_device(self.stream.device)
@@ -82,10 +83,6 @@ class ThreadState:
                 f"pipeline stages, outside that context. Set it for the whole run (Trainer(precision=...)) or inside "
                 f"the block."
             )
-
-    def _device(self, before: "ThreadState") -> AbstractContextManager[Any]:
-        """Set the default device if it differs: once set, it makes every call of torch a little slower."""
-        return nullcontext() if self.default_device == before.default_device else torch.device(self.default_device)
 
     def _set_autocast(self) -> None:
         for device, enabled, dtype in self.autocast:

@@ -18,11 +18,7 @@ _Call = tuple[SuspendedCall, BlockTracer]
 class UserStep:
     """Runs the user's step on a micro-batch in two parts: up to the stack, and from the stack's output on.
 
-    Args:
-        blocks: the whole stack.
-        num_local: how many of the blocks run where the step calls them.
-        name: the stack's qualified name, for errors.
-        streams: the random streams of steps and blocks; None: torch's own generators are left as they are.
+    The first `num_local` of all `blocks` run where the step calls them. Errors call the stack by its qualified `name`.
     """
 
     def __init__(
@@ -46,11 +42,8 @@ class UserStep:
     def start(self, batch: Batch, microbatch: int) -> Message:
         """Run the step until it is suspended at the last block (at the first one, where no block runs in it).
 
-        Returns:
-            The stage input of the recorded calls.
-
-        Raises:
-            UnsupportedError: the step has ended without a pass through the stack.
+        Returns the stage input of the recorded calls. Raises `UnsupportedError` if the step has ended without a pass
+        through the stack.
         """
         assert batch.step is not None
         batch.on_user_code(microbatch)
@@ -58,20 +51,12 @@ class UserStep:
         return self._under_way[microbatch][1].message
 
     def run_to_last_block(self, batch: Batch, microbatch: int, output: Any) -> Message:
-        """Resume a step suspended at the first block with that block's output, until it is suspended at the last one.
-
-        Returns:
-            The calls of the blocks after the first one.
-        """
+        """Resume a step suspended at the first block with that block's output; return the calls of the other blocks."""
         batch.on_user_code(microbatch)
         return self._run_to_last_block(self._under_way[microbatch], output)
 
     def finish(self, batch: Batch, microbatch: int, output: Any) -> tuple[Any, int]:
-        """Resume the step with the stack's output.
-
-        Returns:
-            What the step returns, and autograd's sequence number at its suspension.
-        """
+        """Resume with the stack's output; return the step's result, and autograd's sequence number at the stack."""
         call, tracer = self._under_way.pop(microbatch)
         batch.on_user_code(microbatch)
         call.resume(output)

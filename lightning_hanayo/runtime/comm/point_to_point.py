@@ -61,10 +61,7 @@ PendingSend = tuple[SendBuffer | Tensor, Work]
 class PointToPointChannel:
     """Sends and receives messages over a transport. Call `begin_batch` for each batch, `finish` after the last one.
 
-    Args:
-        transport: moves the buffers.
-        separate_headers: whether headers are sent as messages of their own; None: if the transport's device is not the
-            CPU.
+    Headers are sent as messages of their own if `separate_headers`; None: if the transport's device is not the CPU.
     """
 
     def __init__(self, transport: Transport, *, separate_headers: bool | None = None) -> None:
@@ -170,12 +167,11 @@ class PointToPointChannel:
         text = torch.frombuffer(bytearray(spec.to_bytes()), dtype=torch.uint8)
         payload = SendBuffer(spec, _CPU)
         payload.fill(message.tensors)
-        unused = None if expected is None else expected.new_buffer(self.transport.device)
-        if unused is None or self._separate_headers:
-            first = [header_buffer(text.numel()), *([] if unused is None else [unused])]
+        first = [] if expected is None else [expected.new_buffer(self.transport.device)]
+        if first and not self._separate_headers:
+            set_header(first[0], text.numel())
         else:
-            set_header(unused, text.numel())
-            first = [unused]
+            first.insert(0, header_buffer(text.numel()))
         posts = [*((key.tag, buffer) for buffer in first), (key.tag + 1, text), (key.tag + 1, payload.buffer)]
         return [(buffer, self.transport.send(peer, tag, buffer)) for tag, buffer in posts]
 

@@ -47,11 +47,7 @@ class Relay:
         self._sent: deque[list[tuple[Tensor, Work]]] = deque()
 
     def broadcast(self, kind: MessageKind, value: Any = None) -> Any:
-        """Return rank 0's `value` on every rank. The arguments of the other ranks are ignored.
-
-        Args:
-            kind: what the message is about.
-            value: anything that JSON can hold.
+        """Return rank 0's `value`, which JSON can hold, on every rank. The values of the other ranks are ignored.
 
         Raises:
             UnexpectedMessage: rank 0 has sent another kind of message.

@@ -1,6 +1,7 @@
 """Converts the calls of one micro-batch's blocks to the layout inside the stack, with tensor parallelism."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.stages.boundary import BoundaryReshard
 
 
+@dataclass(eq=False)
 class ShardedCalls:
     """The calls of one micro-batch's blocks, with arguments in the layout inside the stack.
 
@@ -22,44 +24,43 @@ class ShardedCalls:
     as a dry run on all samples that this rank's blocks work on.
     """
 
-    def __init__(self, user: UserStep, boundary: BoundaryReshard, batch: Batch, microbatch: int) -> None:
-        self.cut = GraphCut()
-        self._user = user
-        self._boundary = boundary
-        self._batch = batch
-        self._microbatch = microbatch
-        self._inside: dict[int, tuple[Tensor, Tensor]] = {}
-        """by id: a tensor outside (kept, so that its id stays its own), and the same inside"""
-        self._is_dry_run = False
+    user: UserStep
+    boundary: BoundaryReshard
+    batch: Batch
+    microbatch: int
+    cut: GraphCut = field(default_factory=GraphCut)
+    _inside: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """by id: a tensor outside (kept, so that its id stays its own), and the same inside"""
+    _is_dry_run: bool = False
 
     def first(self, streams_of: Callable[[Message], list[int]]) -> Message:
         """The first block's call."""
-        call = self._user.start(self._batch, self._microbatch)
+        call = self.user.start(self.batch, self.microbatch)
         streams = streams_of(call)
         sharded = self._shard(call, streams)
         if sharded is not None:
             return Message(call.skeleton, tuple(sharded))
         outside = [self.cut.cut(call.tensors[i]) for i in streams]
-        inside = self._boundary.shard_streams(self._microbatch, outside)
+        inside = self.boundary.shard_streams(self.microbatch, outside)
         self._is_dry_run = True
-        call = self._user.start_dry_run(self._batch, self._microbatch)
+        call = self.user.start_dry_run(self.batch, self.microbatch)
         for i, tensor in zip(streams_of(call), inside, strict=True):
             self._inside[id(call.tensors[i])] = call.tensors[i], tensor
         return self._from_dry_run(call)
 
     def others(self, output: Any) -> Message:
         """The calls of the other blocks, after the first one has returned `output`."""
-        calls = self._user.run_to_last_block(self._batch, self._microbatch, output)
+        calls = self.user.run_to_last_block(self.batch, self.microbatch, output)
         if not StageInput.from_message(calls).call_of_block:
             if self._is_dry_run:
-                self._user.finish_dry_run(self._batch, self._microbatch, output)
+                self.user.finish_dry_run(self.batch, self.microbatch, output)
             return calls
         sharded = None if self._is_dry_run else self._shard(calls, [])
         if sharded is not None:
             return Message(calls.skeleton, tuple(sharded))
         if not self._is_dry_run:
-            self._user.start_dry_run(self._batch, self._microbatch)
-        return self._from_dry_run(self._user.finish_dry_run(self._batch, self._microbatch, output))
+            self.user.start_dry_run(self.batch, self.microbatch)
+        return self._from_dry_run(self.user.finish_dry_run(self.batch, self.microbatch, output))
 
     def _from_dry_run(self, calls: Message) -> Message:
         """The calls that a dry run has made, with the real residual streams. Its other tensors have no graph.
@@ -82,7 +83,7 @@ class ShardedCalls:
         position = {index: i for i, index in enumerate(new)}
         outside = [self.cut.cut(calls.tensors[i]) for i in new]
         positions = [position[i] for i in streams]
-        inside = self._boundary.shard_arguments(self._microbatch, outside, positions, calls.skeleton)
+        inside = self.boundary.shard_arguments(self.microbatch, outside, positions, calls.skeleton)
         if inside is None:
             return None
         for i, tensor in zip(new, inside, strict=True):

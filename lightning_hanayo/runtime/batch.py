@@ -8,10 +8,6 @@ StepFunction = Callable[[int], Any]
 """Runs the user's step on the micro-batch of that index, and returns what it returns."""
 
 
-def _ignore(_: int | None) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Batch:
     """One batch on one rank. It goes down the calls: engine, stage, user's step.
@@ -37,7 +33,7 @@ class Batch:
     reduce_gradients: bool = True
     step: StepFunction | None = None
     dry_run_step: StepFunction | None = None
-    on_user_code: Callable[[int | None], None] = _ignore
+    on_user_code: Callable[[int | None], None] = lambda _: None
     inputs: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()
     results: dict[int, Any] = field(default_factory=dict)

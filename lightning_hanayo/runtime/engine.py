@@ -1,6 +1,7 @@
 """The engine: runs the program of one pipeline rank. It depends on no schedule, model or network backend."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.message import Message
@@ -12,38 +13,25 @@ from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.schedule import Kind
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
-    """Runs programs over the stages of this rank.
+    """Runs programs over the stages of this rank."""
 
-    Args:
-        stages: this rank's stages by stage number.
-        channel: sends messages to the other ranks and receives theirs.
-        reduce_gradients: called with a stage's number when all its gradients are complete. It starts their reduction
-            over data ranks and over copies of the stage. It must not wait for the reduction: another rank may need
-            this rank's next computation to get there.
-        trace: records when each action ran.
-        streams: the random streams of steps and blocks; None: torch's own generators are left as they are.
+    stages: Mapping[int, Stage]
+    """by stage number"""
+    channel: PointToPointChannel
+    reduce_gradients: Callable[[int], None]
+    """Called with a stage's number when all its gradients are complete. It starts their reduction over data ranks and
+    over copies of the stage. It must not wait for it: another rank may need this rank's next computation to get there.
     """
+    trace: Trace
+    streams: RandomStreams | None = field(default=None, kw_only=True)
+    """the random streams of steps and blocks; None: torch's own generators are left as they are"""
+    _messages: dict[MessageKey, Message] = field(default_factory=dict, init=False)
+    """made on this rank, and not yet sent or used by another stage of this rank"""
 
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        channel: PointToPointChannel,
-        reduce_gradients: Callable[[int], None],
-        trace: Trace,
-        *,
-        streams: RandomStreams | None = None,
-    ) -> None:
-        self.stages = stages
-        self.channel = channel
-        self.trace = trace
-        self._reduce_gradients = reduce_gradients
-        self._streams = streams
-        self._messages: dict[MessageKey, Message] = {}
-        """made on this rank, and not yet sent or used by another stage of this rank"""
-        self._actions = {
-            (number, kind): run for number, stage in stages.items() for kind, run in stage.actions().items()
-        }
+    def __post_init__(self) -> None:
+        self._actions = {(n, kind): run for n, stage in self.stages.items() for kind, run in stage.actions().items()}
 
     def run(self, program: Program, batch: Batch) -> None:
         """Run `program` on `batch`. Called by all ranks of the pipeline with their own programs of one schedule."""
@@ -59,7 +47,7 @@ class Engine:
                 self._communicate(step)
             elif batch.reduce_gradients:
                 self._copy_waiting_gradients()
-                self._reduce_gradients(step.stage)
+                self.reduce_gradients(step.stage)
         for stage in self.stages.values():
             stage.end_batch()
         if program.trains:
@@ -84,8 +72,8 @@ class Engine:
             received = self._messages.pop(source).detached() if step.is_local else self.channel.wait_receive(source)
             self.channel.wait_sends(step.completed_sends)
         start = clock()
-        if self._streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
-            self._streams.begin_action(action.microbatch, action.kind)
+        if self.streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
+            self.streams.begin_action(action.microbatch, action.kind)
         made = self._actions[action.stage, action.kind](batch, action.microbatch, received)
         if step.output_key is not None and made is not None:
             self._messages[step.output_key] = made

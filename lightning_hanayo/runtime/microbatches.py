@@ -63,14 +63,10 @@ def merge(results: Sequence[Any], parts: Sequence[int], weights: Sequence[float]
     """Merge what a step returned for each micro-batch into one result.
 
     Tensors, arrays and lists as long as their micro-batch are concatenated. Scalars are averaged with `weights`, which
-    sum to 1. Containers keep their type. A single result is returned as it is.
+    sum to 1. Containers keep their type. A single result is returned as it is. `parts` are the micro-batches' sizes.
 
-    Args:
-        results: one for each micro-batch.
-        parts: the sizes of the micro-batches, in samples.
-        weights: each micro-batch's weight in a mean.
-        has_loss: whether a training step returned them. Its loss (a tensor, or the mapping's "loss") is averaged if it
-            has one element; a loss of shape [1] would look like the result of one sample.
+    Results of a training step have a loss (a tensor, or the mapping's "loss"). It is averaged if it has one element; a
+    loss of shape [1] would look like the result of one sample.
     """
     first = results[0]
     if len(results) == 1:

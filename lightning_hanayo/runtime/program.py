@@ -24,22 +24,15 @@ class Communicate:
 
 @dataclass(frozen=True)
 class Compute:
-    """An action of a stage, and the keys of its messages.
-
-    Args:
-        action: what is computed.
-        input_key: the message it needs; None at the ends of the model, and for a weight gradient.
-        output_key: the message it makes; None likewise.
-        is_local: whether the message it needs was made on this rank.
-        completed_sends: messages of this rank that have certainly been received once the input is here: their buffers
-            can be used again.
-    """
+    """An action of a stage, and the keys of its messages: None at the ends of the model, and for a weight gradient."""
 
     action: Action
     input_key: MessageKey | None
     output_key: MessageKey | None
     is_local: bool
+    """whether the message it needs was made on this rank"""
     completed_sends: tuple[MessageKey, ...] = ()
+    """messages of this rank that have certainly been received once the input is here: their buffers are free again"""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ after a resume. The keys cover torch's default generators on the CPU and on the 
 NumPy's generators. After a batch torch's generators have the state that they had before it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +33,7 @@ class RandomStreams:
         ...     with streams.block(3):
         ...         mask = torch.rand(2)
 
-    Args:
-        seed: the same on all ranks.
-        data_rank: this rank's index on the data axis.
-        device: where the model is stored.
-        cube_rank: this rank's index in the cube, if each rank of the cube runs user code on other samples.
+    All ranks give the same `seed`. The ranks of a cube that run user code on other samples give their `cube_rank`.
     """
 
     def __init__(self, seed: int, data_rank: int, device: torch.device, *, cube_rank: int = 0) -> None:
@@ -122,28 +118,27 @@ class RandomStreams:
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
 
-    def _restore(self, states: list[Tensor]) -> None:
+    def _restore(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
 
+@dataclass(slots=True)
 class _BlockStream:
     """One call of a block. A generator-based context manager would take as long as the work itself."""
 
-    __slots__ = ("_index", "_repeats", "_states", "_streams")
-
-    def __init__(self, streams: RandomStreams, index: int, repeats: bool) -> None:
-        self._streams = streams
-        self._index = index
-        self._repeats = repeats
+    streams: RandomStreams
+    index: int
+    repeats: bool
+    states: Sequence[Tensor] = ()
 
     def __enter__(self) -> None:
-        seed = self._streams._seed_of(self._index, self._repeats)
-        self._states = self._streams._states()
-        self._streams._start(seed)
+        seed = self.streams._seed_of(self.index, self.repeats)
+        self.states = self.streams._states()
+        self.streams._start(seed)
 
     def __exit__(self, *_: object) -> None:
-        self._streams._restore(self._states)
+        self.streams._restore(self.states)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -301,7 +301,7 @@ def test_gradients_reduced_in_place_are_not_shared() -> None:
     blocks = nn.ModuleList([Shift(), Shift()])
     running = LoopbackPipeline(blocks, build("hanayo", num_ranks=1, num_microbatches=1))
     engine = running.engines[0]
-    engine._reduce_gradients = lambda stage: blocks[stage].shift.grad.mul_(10.0)  # as if ten replicas were summed
+    engine.reduce_gradients = lambda stage: blocks[stage].shift.grad.mul_(10.0)  # as if ten replicas were summed
     try:
         running.run(lambda _: blocks[1](blocks[0](torch.ones(2, 3, requires_grad=True))).square().sum(), [1.0])
     finally:

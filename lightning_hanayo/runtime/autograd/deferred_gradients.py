@@ -55,11 +55,9 @@ class DeferredGradients:
         self._set(self._old)
 
     def surrogate_loss(self, value: Tensor, scale: float) -> Tensor:
-        """Return a loss for Lightning, whose backward puts the gradients into `.grad`.
+        """Return a loss of this value for Lightning, whose backward puts the gradients into `.grad`.
 
-        Args:
-            value: the loss's value.
-            scale: the gradient that Lightning's backward is expected to send; the stashed gradients contain it.
+        Lightning's backward is expected to send the gradient `scale`, which the stashed gradients contain.
         """
         return _SurrogateLoss.apply(self, scale, value.detach(), _ANCHOR)  # type: ignore[no-any-return]
 

@@ -69,11 +69,15 @@ class GradientAllReduce:
                 self._under_way.append(_start(list(parameters), group))
 
     def finish(self) -> None:
-        """Wait for all sums, and put them into `.grad`."""
+        """Wait for all sums, and put them into `.grad`, also where only another rank has a gradient."""
         for bucket in self._under_way:
             for work in bucket.works:
                 work.wait()
-            _set_missing_gradients(bucket)
+            missing = [i for i, parameter in enumerate(bucket.parameters) if parameter.grad is None]
+            counts = bucket.counts.tolist() if missing else ()  # on CUDA this waits, so it is done only if needed
+            for i in missing:
+                if counts[i]:
+                    bucket.parameters[i].grad = bucket.sums[i]
         self._under_way.clear()
 
     def forget(self) -> None:
@@ -112,12 +116,3 @@ def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
 def _is_reduced_alone(total: Tensor) -> bool:
     """Whether it gets its own all-reduce. NCCL reduces any number of tensors in place in one launch."""
     return total.nbytes >= LARGE and not total.is_cuda
-
-
-def _set_missing_gradients(bucket: _Bucket) -> None:
-    """Set `.grad` of parameters without a gradient on this rank, if another rank has one."""
-    missing = [i for i, parameter in enumerate(bucket.parameters) if parameter.grad is None]
-    counts = bucket.counts.tolist() if missing else ()  # on CUDA this waits, so it is done only if needed
-    for i in missing:
-        if counts[i]:
-            bucket.parameters[i].grad = bucket.sums[i]

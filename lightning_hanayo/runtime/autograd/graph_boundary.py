@@ -16,8 +16,7 @@ class DetachedInputs:
 
         leaf (received) ---> what blocks get: neither a leaf nor a view, so that they may change it in place
 
-    Args:
-        message: used by nothing else. Its differentiable tensors are leaves, whose `.grad` belongs to this object.
+    Nothing else may use the message. Its differentiable tensors are leaves, whose `.grad` belongs to this object.
     """
 
     def __init__(self, message: Message) -> None:
@@ -51,14 +50,9 @@ class GraphCut:
         return [tensor for tensor, _ in self._pairs.values()]
 
     def backward(self, *, always: bool = False) -> None:
-        """Run the earlier part's backward, with the gradients of the later part's leaves.
-
-        Args:
-            always: whether to run it with zeros for leaves without a gradient.
-        """
-        gradients = [
-            torch.zeros_like(t) if always and leaf.grad is None else leaf.grad for t, leaf in self._pairs.values()
-        ]
+        """Run the earlier part's backward, with the later part's gradients; `always`: zeros where one is missing."""
+        leaves = [leaf for _, leaf in self._pairs.values()]
+        gradients = [torch.zeros_like(leaf) if always and leaf.grad is None else leaf.grad for leaf in leaves]
         run_backward(self.tensors, gradients)
 
 

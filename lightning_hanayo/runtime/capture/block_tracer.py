@@ -101,8 +101,8 @@ class BlockTracer:
                 f"Call the model once per step, on the concatenated inputs."
             )
         return (
-            f"{self._name}[{index}] is called where {self._name}[{self.num_called}] is next; a pipeline runs the blocks "
-            f"of the stack in order."
+            f"{self._name}[{index}] is called where {self._name}[{self.num_called}] is next; a pipeline runs the "
+            f"blocks of the stack in order."
         )
 
 

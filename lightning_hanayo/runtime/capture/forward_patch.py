@@ -5,6 +5,7 @@ A block called outside a step runs as always. Names, parameters, class and repr 
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -22,11 +23,11 @@ _SINGLE_STAGE = "_hanayo_single_stage"
 _RANDOMNESS = "_hanayo_randomness"
 
 
+@dataclass(frozen=True)
 class _CompiledCall:
     """What `block.compile()` has set as the block's call. It is not copied or pickled, as in `nn.Module`."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
+    call: Callable[..., Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -41,11 +42,8 @@ def patch_blocks(
 ) -> None:
     """Replace each block's `forward` by a bound method, so that deepcopy and pickle bind it to the copy.
 
-    Args:
-        blocks: the stack.
-        streams: where the blocks' random numbers come from; None: from torch's own generators as they are.
-        num_local: how many of them, the first ones, run where the step calls them.
-        single_stage: whether the stack is one stage: every block runs where the step calls it.
+    The first `num_local` blocks run where the step calls them; all of them, if the stack is a `single_stage`. Their
+    random numbers come from `streams`; None: from torch's own generators as they are.
     """
     for index, block in enumerate(blocks):
         if _ORIGINAL not in vars(block):

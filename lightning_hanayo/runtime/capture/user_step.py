@@ -1,6 +1,7 @@
 """The user's step on pipeline rank 0: one suspended call of it for each micro-batch under way."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -15,22 +16,20 @@ from lightning_hanayo.runtime.random_streams import RandomStreams
 _Call = tuple[SuspendedCall, BlockTracer]
 
 
+@dataclass(eq=False, repr=False)
 class UserStep:
     """Runs the user's step on a micro-batch in two parts: up to the stack, and from the stack's output on.
 
     The first `num_local` of all `blocks` run where the step calls them. Errors call the stack by its qualified `name`.
     """
 
-    def __init__(
-        self, blocks: Sequence[nn.Module], num_local: int, name: str, streams: RandomStreams | None = None
-    ) -> None:
-        self._blocks = blocks
-        self._num_local = num_local
-        self._name = name
-        self._streams = streams
-        self._calls = SuspendedCalls()
-        self._under_way: dict[int, _Call] = {}
-        self._dry_runs: dict[int, _Call] = {}
+    blocks: Sequence[nn.Module]
+    num_local: int
+    name: str
+    streams: RandomStreams | None = None
+    _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
+    _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
+    _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
 
     def run(self, batch: Batch, microbatch: int) -> Any:
         """Run the whole step where the stack is one stage, and return what it returns."""
@@ -87,11 +86,11 @@ class UserStep:
         self._calls.close()
 
     def _begin_random_numbers(self, microbatch: int) -> None:
-        if self._streams is not None:
-            self._streams.begin_user_code(microbatch)
+        if self.streams is not None:
+            self.streams.begin_user_code(microbatch)
 
     def _start(self, function: StepFunction, microbatch: int) -> _Call:
-        tracer = BlockTracer(self._blocks, self._num_local, self._name)
+        tracer = BlockTracer(self.blocks, self.num_local, self.name)
         self._begin_random_numbers(microbatch)
         call = self._calls.start(lambda: _run_step(function, microbatch), tracer)
         self._check_suspended(call, tracer)
@@ -107,7 +106,7 @@ class UserStep:
         if call.done:
             self._calls.release(call)
             raise UnsupportedError(
-                f"the step ended after {tracer.num_called} of the {len(self._blocks)} blocks of {self._name}; "
+                f"the step ended after {tracer.num_called} of the {len(self.blocks)} blocks of {self.name}; "
                 f"a pipeline runs one whole pass through the stack for each micro-batch."
             )
 

@@ -104,8 +104,7 @@ class Spec:
     @staticmethod
     def from_bytes(data: bytes) -> "Spec":
         """The spec that `to_bytes` wrote."""
-        skeleton, tensors = _tuples(json.loads(data))
-        return Spec(skeleton, tensors)
+        return Spec(*_tuples(json.loads(data)))
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

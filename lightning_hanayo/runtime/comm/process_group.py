@@ -1,6 +1,7 @@
 """The process-group transport: sends buffers with `torch.distributed`, over gloo on the CPU and NCCL on GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -14,19 +15,18 @@ OnFailure = Callable[[Exception], NoReturn]
 """Called with the error of a transfer; raises one that names the rank that failed first."""
 
 
+@dataclass(slots=True)
 class _ReportingWork:
     """A transfer whose errors go to `on_failure`."""
 
-    __slots__ = ("_on_failure", "_work")
-
-    def __init__(self, work: dist.Work, on_failure: OnFailure) -> None:
-        self._work, self._on_failure = work, on_failure
+    work: dist.Work
+    on_failure: OnFailure
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self.work.wait()
         except RuntimeError as error:
-            self._on_failure(error)
+            self.on_failure(error)
 
 
 class ProcessGroupTransport(Transport):

@@ -95,9 +95,14 @@ def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any
 
 def tensor_indices(skeleton: Skeleton) -> list[int]:
     """The indices of the skeleton's tensors in the list of tensors, in order of first use."""
-    if skeleton[0] == "tensor":
-        return [skeleton[1]]
-    return list(dict.fromkeys(index for child in _children(skeleton) for index in tensor_indices(child)))
+    kind, *parts = skeleton
+    if kind == "tensor":
+        return parts
+    if kind == "dict":
+        parts = [node for pair in parts for node in pair]
+    elif kind not in ("tuple", "list"):
+        return []
+    return list(dict.fromkeys(index for part in parts for index in tensor_indices(part)))
 
 
 def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
@@ -112,10 +117,3 @@ def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
             return ("dict", *((renumber(key, new_index), renumber(value, new_index)) for key, value in parts))
         case _:
             return skeleton
-
-
-def _children(skeleton: Skeleton) -> Sequence[Skeleton]:
-    kind, *parts = skeleton
-    if kind in ("tuple", "list"):
-        return parts
-    return [node for pair in parts for node in pair] if kind == "dict" else []

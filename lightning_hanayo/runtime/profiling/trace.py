@@ -57,28 +57,28 @@ class Trace:
         self.batches.append(self._current)
 
 
+@dataclass
 class TraceGather:
     """Gathers traces on rank 0. All ranks of the pipeline call `start` for the same batches, then `finish`.
 
     `table` returns the schedule of a batch of that many micro-batches, which gives each rank's order of events.
     """
 
-    def __init__(self, transport: Transport, table: Callable[[int], Schedule]) -> None:
-        self._transport = transport
-        self._table = table
-        self._transfers: list[tuple[Tensor, Work]] = []
-        self._own: Sequence[Event] = ()
+    transport: Transport
+    table: Callable[[int], Schedule]
+    _transfers: Sequence[tuple[Tensor, Work]] = ()
+    _own: Sequence[Event] = ()
 
     def start(self, events: Sequence[Event]) -> None:
         """Start to send this rank's events of a batch; on rank 0, start to receive the others'. Does not wait."""
         self._own = events
-        if self._transport.rank > 0:
+        if self.transport.rank > 0:
             buffer = pack(events)
-            self._transfers = [(buffer, self._transport.send(0, _TAG, buffer))]
+            self._transfers = [(buffer, self.transport.send(0, _TAG, buffer))]
             return
-        rows = self._table(num_microbatches(events)).actions
+        rows = self.table(num_microbatches(events)).actions
         buffers = [torch.empty(3 * len(row), dtype=torch.float64) for row in rows[1:]]
-        self._transfers = [(b, self._transport.receive(rank, _TAG, b)) for rank, b in enumerate(buffers, 1)]
+        self._transfers = [(b, self.transport.receive(rank, _TAG, b)) for rank, b in enumerate(buffers, 1)]
 
     def finish(self) -> BatchTrace | None:
         """Wait, and return the events of all ranks on rank 0; None on other ranks, or if nothing was started."""
@@ -86,14 +86,14 @@ class TraceGather:
         self.forget()
         for _, work in transfers:
             work.wait()
-        if not own or self._transport.rank > 0:
+        if not own or self.transport.rank > 0:
             return None
-        rows = self._table(num_microbatches(own)).actions[1:]
+        rows = self.table(num_microbatches(own)).actions[1:]
         return [own, *(unpack(row, buffer) for row, (buffer, _) in zip(rows, transfers, strict=True))]
 
     def forget(self) -> None:
         """Drop what is under way, after a failure."""
-        self._own, self._transfers = (), []
+        self._own = self._transfers = ()
 
 
 def pack(events: Sequence[Event]) -> Tensor:

@@ -20,14 +20,8 @@ class BoundaryReshard(Protocol):
     ) -> list[Tensor] | None:
         """Convert the arguments of blocks to the layout inside the stack.
 
-        Args:
-            microbatch: the micro-batch they belong to.
-            tensors: the arguments in the layout outside.
-            streams: the indices of the residual streams; the others have a row for each sample, or serve all samples.
-            structure: a description of the arguments that must be equal on all ranks.
-
-        Returns:
-            The tensors inside; on all ranks None if `structure`, or a shape, differs between ranks.
+        `streams` are the indices of the residual streams; the others have a row for each sample, or serve all samples.
+        Returns None on all ranks if `structure`, a description of the arguments, or a shape differs between ranks.
         """
 
     def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:

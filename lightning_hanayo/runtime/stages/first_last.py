@@ -1,4 +1,8 @@
-"""The first and the last stage: they run the user's code before and after the stack, and know the loss."""
+"""The stages with user code: the first and the last one, and a single one that is both.
+
+P > 1     rank 0   0F0 0F1 .... 3F0 3B0 ...      0F: the step, up to the stack    3F: the rest, up to the loss
+P = 1     rank 0   0F0 0B0 0F1 0B1 ...           0F: the whole step               0B: the loss's backward
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +104,25 @@ class LastStage(Stage):
         if parameters not in self._known_tied:
             self._known_tied[parameters] = parameters & self.first.used_parameters(microbatch)
         return self._known_tied[parameters]
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class SingleStage(Stage):
+    """The whole of the user's step, on one rank. Nothing is suspended, recorded or sent, as in plain PyTorch."""
+
+    user: UserStep
+
+    @override
+    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
+        batch.results[microbatch] = self.user.run(batch, microbatch)
+
+    @override
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
+        loss, weight = loss_of(batch.results[microbatch]), batch.loss_weights[microbatch]
+        if weight:  # with weight 0 not even a NaN counts: the mean over no tokens is one
+            with graph_boundary.without_autocast():
+                (loss * weight).backward()
+        batch.results[microbatch] = detach_tree(batch.results[microbatch])
 
 
 def loss_of(result: Any) -> Tensor:

@@ -1,7 +1,6 @@
 """Figures of single batches for loggers, such as the bubble ratio, read without stopping the pipeline."""
 
-from lightning_hanayo.runtime.profiling.clock import on_one_clock
-from lightning_hanayo.runtime.profiling.measurement import exposed_communication, stage_times, timeline_of
+from lightning_hanayo.runtime.profiling.measurement import exposed_communication, on_one_clock, stage_times, timeline_of
 from lightning_hanayo.runtime.profiling.trace import BatchTrace, TraceGather, num_microbatches
 from lightning_hanayo.schedule import Kind, Schedule
 from lightning_hanayo.strategy.pipeline import Pipeline

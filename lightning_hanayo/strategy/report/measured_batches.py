@@ -8,8 +8,7 @@ from typing import Any
 from lightning_hanayo.checkpoint.gather_tensors import gather
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.plotting import save_trace
-from lightning_hanayo.runtime.profiling.clock import on_one_clock
-from lightning_hanayo.runtime.profiling.measurement import costs_of, median_batch, timeline_of, waits_of
+from lightning_hanayo.runtime.profiling.measurement import costs_of, median_batch, on_one_clock, timeline_of, waits_of
 from lightning_hanayo.runtime.profiling.trace import BatchTrace, num_microbatches, pack, unpack
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, simulate
 from lightning_hanayo.strategy.pipeline import Pipeline

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lightning_hanayo.runtime.profiling.clock import on_one_clock
-from lightning_hanayo.runtime.profiling.measurement import message_delay, timeline_of
+from lightning_hanayo.runtime.profiling.measurement import message_delay, on_one_clock, timeline_of
 from lightning_hanayo.runtime.profiling.trace import BatchTrace, Event
 from lightning_hanayo.schedule import CostModel, build, with_loss_stage
 from tests.runtime.batch_traces import event, simulated_batch

@@ -15,7 +15,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.user_step import UserStep
-from lightning_hanayo.runtime.stages.single import SingleStage
+from lightning_hanayo.runtime.stages.first_last import SingleStage
 
 PARTS = torch.arange(12.0).view(6, 2).split([3, 2, 1])
 SHARES = (1 / 2, 1 / 3, 1 / 6)

@@ -27,16 +27,15 @@ ComputeGradient = Callable[..., "Tensor | PendingGradient"]
 class WeightGradients(Protocol):
     """Where the layers of one stage leave their weight gradients."""
 
+    version: int
+    """Changes between batches. When it changes, layers must drop copies of their weights.
+
+    A weight's own `_version` does not tell: fused optimizers do not change it.
+    """
+
     @property
     def is_open(self) -> bool:
         """Whether layers leave their weight gradients: an input gradient is being computed."""
-
-    @property
-    def version(self) -> int:
-        """Changes between batches. When it changes, layers must drop copies of their weights.
-
-        A weight's own `_version` does not tell: fused optimizers do not change it.
-        """
 
     def put(self, parameter: "Tensor", compute: ComputeGradient, *operands: "Tensor") -> None:
         """Keep a computation whose result is to be added to `parameter.grad`. The operands must have no graph."""

@@ -44,7 +44,8 @@ class Engine:
             if isinstance(step, Compute):
                 self._compute(step, batch)
             elif isinstance(step, Communicate):
-                self._communicate(step)
+                sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
+                self.channel.start_transfers(sends, step.receives)
             elif batch.reduce_gradients:
                 self._copy_waiting_gradients()
                 self.reduce_gradients(step.stage)
@@ -58,10 +59,6 @@ class Engine:
         for key, message in self._messages.items():
             if key.direction == "backward":
                 self._messages[key] = Message(message.skeleton, tuple(tensor.clone() for tensor in message.tensors))
-
-    def _communicate(self, step: Communicate) -> None:
-        sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
-        self.channel.start_transfers(sends, step.receives)
 
     def _compute(self, step: Compute, batch: Batch) -> None:
         action, source, clock = step.action, step.input_key, self.trace.clock

@@ -26,13 +26,6 @@ from lightning_hanayo.seeds import default_generator, mix, seed_of
 class RandomStreams:
     """The random streams of one rank.
 
-    Example:
-        >>> streams = RandomStreams(seed=0, data_rank=0, device=torch.device("cpu"))
-        >>> with streams.batch("train 0"):
-        ...     streams.begin_action(0, Kind.F)
-        ...     with streams.block(3):
-        ...         mask = torch.rand(2)
-
     All ranks give the same `seed`. The ranks of a cube that run user code on other samples give their `cube_rank`.
     """
 

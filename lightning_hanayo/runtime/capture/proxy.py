@@ -55,11 +55,7 @@ for _name in _OPERATORS:
 
 
 def refuse(operation: str) -> NoReturn:
-    """Raise the error for code between two blocks that needs a value. It names the user's line.
-
-    Raises:
-        UnsupportedError: always.
-    """
+    """Raise the error for code between two blocks that needs a value. It names the user's line."""
     line = next((f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_NOT_USER_CODE)), None)
     where = f"{line.filename}:{line.lineno} ({line.line})" if line else "your module"
     raise UnsupportedError(

@@ -40,8 +40,6 @@ class ProcessGroupTransport(Transport):
         ranks: the global ranks of the pipeline, in pipeline order.
         control: a gloo group over `ranks`.
         channels: for buffers on a GPU, a group of two for each (sender, receiver), by pipeline rank.
-        device: where the payload is stored.
-        on_failure: called with the error of a transfer; it raises.
     """
 
     def __init__(

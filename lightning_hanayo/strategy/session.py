@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_hanayo.errors import available
 from lightning_hanayo.planner.layout import Layout
-from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.seeds import seed_of

@@ -20,7 +20,7 @@ from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradie
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
-from lightning_hanayo.runtime.stages.boundary import NoHooks, StageHooks
+from lightning_hanayo.runtime.stages.tensor_parallel_protocols import NoHooks, StageHooks
 from lightning_hanayo.schedule import Kind
 
 RunAction = Callable[[Batch, int, Message | None], Message | None]

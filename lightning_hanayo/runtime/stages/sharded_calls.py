@@ -12,7 +12,7 @@ from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.stages.boundary import BoundaryReshard
+from lightning_hanayo.runtime.stages.tensor_parallel_protocols import BoundaryReshard
 
 
 @dataclass(eq=False)

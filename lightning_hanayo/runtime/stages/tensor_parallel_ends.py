@@ -22,9 +22,9 @@ from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.runtime.comm.pytree import tensor_indices, unflatten
-from lightning_hanayo.runtime.stages.boundary import BoundaryReshard
 from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage
 from lightning_hanayo.runtime.stages.sharded_calls import ShardedCalls
+from lightning_hanayo.runtime.stages.tensor_parallel_protocols import BoundaryReshard
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -17,7 +17,7 @@ from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.comm.process_group import OnFailure, ProcessGroupTransport
+from lightning_hanayo.runtime.comm.process_group_transport import OnFailure, ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace

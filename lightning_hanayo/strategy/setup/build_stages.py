@@ -13,9 +13,9 @@ from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
-from lightning_hanayo.runtime.stages.boundary import NoHooks
 from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage, SingleStage
 from lightning_hanayo.runtime.stages.tensor_parallel_ends import TensorParallelFirstStage, TensorParallelLastStage
+from lightning_hanayo.runtime.stages.tensor_parallel_protocols import NoHooks
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes

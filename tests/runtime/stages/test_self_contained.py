@@ -18,7 +18,7 @@ from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllRed
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.comm.process_group import ProcessGroupTransport
+from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.transport import Transport
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace

@@ -12,8 +12,8 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.partition import cut as cut_module
-from lightning_hanayo.partition.cut import cut
+from lightning_hanayo.partition import cut as module
+from lightning_hanayo.partition.cut import cut, measure_block_times
 from lightning_hanayo.partition.stack import find_stack
 
 
@@ -85,11 +85,11 @@ class Model(nn.Module):
 
 
 def test_seconds_are_measured_and_the_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_module, "_clock", lambda: FakeClock.now)
+    monkeypatch.setattr(module, "_clock", lambda: FakeClock.now)
     model = Model()
     before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     stack = find_stack(model)
-    assert cut.measure_block_times(model, stack, lambda: model(torch.randn(4, 3))) == ([1.0, 4.0, 2.0], 3.0)
+    assert measure_block_times(model, stack, lambda: model(torch.randn(4, 3))) == ([1.0, 4.0, 2.0], 3.0)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in stack.blocks)

@@ -36,7 +36,7 @@ class SplitBatch:
 
 
 class BatchSplitter(ABC):
-    """Splits batches on one rank of pipeline rank 0, and merges what their steps return."""
+    """Splits batches on a process of pipeline rank 0 (one per rank of the cube), and merges what their steps return."""
 
     @abstractmethod
     def split(self, batch: Any, sizes: Sequence[int]) -> SplitBatch:
@@ -82,13 +82,13 @@ class WholeSplitter(BatchSplitter):
 class ReplicatedSplitter(WholeSplitter):
     """For the ranks of a cube that all run whole micro-batches outside the stack, alike."""
 
-    def __init__(self, mesh: Mesh, admission: MicrobatchReshard) -> None:
+    def __init__(self, mesh: Mesh, boundary: MicrobatchReshard) -> None:
         self._mesh = mesh
-        self._admission = admission
+        self._boundary = boundary
 
     @override
     def split(self, batch: Any, sizes: Sequence[int]) -> SplitBatch:
-        self._admission.begin([shares(samples, self._mesh.sizes) for samples in sizes])
+        self._boundary.begin([shares(samples, self._mesh.sizes) for samples in sizes])
         return super().split(batch, sizes)
 
 
@@ -97,20 +97,20 @@ class SharedSplitter(BatchSplitter):
 
     Args:
         mesh: the cube.
-        admission: is told the shares.
+        boundary: is told the shares.
         all_gather: gathers Python objects from all ranks of the cube.
     """
 
-    def __init__(self, mesh: Mesh, admission: MicrobatchReshard, all_gather: AllGatherObject) -> None:
+    def __init__(self, mesh: Mesh, boundary: MicrobatchReshard, all_gather: AllGatherObject) -> None:
         self._mesh = mesh
-        self._admission = admission
+        self._boundary = boundary
         self._all_gather = all_gather
 
     @override
     def split(self, batch: Any, sizes: Sequence[int]) -> SplitBatch:
         whole = microbatches.split(batch, sizes)
         table = [shares(samples, self._mesh.sizes) for samples in sizes]
-        self._admission.begin(table)
+        self._boundary.begin(table)
         rank, num_ranks = self._mesh.index("xyz"), self._mesh.num_ranks
 
         def cut(m: int, *parts: Share) -> Any:

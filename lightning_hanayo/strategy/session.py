@@ -81,7 +81,8 @@ class Session:
     def set_up(self, trainer: "pl.Trainer", module: "pl.LightningModule", prepared: PreparedModel) -> None:
         """Build the pipeline and adapt Trainer and module to it. Called by all ranks of the world.
 
-        The module is whole, and the same on all ranks, unless `prepared` says what an earlier run has done to it.
+        The module is whole, and the same on all ranks, unless an earlier run has cut or converted it, as recorded in
+        `prepared`.
         """
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
         seed = broadcast_object(torch.initial_seed())
@@ -90,17 +91,8 @@ class Session:
                 broadcast_values(whole_values(module))
             prepared.cube = self._make_cube(plan)
         self.cube = prepared.cube
-        context = RankContext(
-            self._options,
-            self._groups,
-            self.device,
-            self.pipe_relay,
-            self.attributes,
-            self.failures.on_transfer,
-            seed,
-            self._random_streams(trainer, plan.layout, seed),
-        )
-        self._pipeline = build_pipeline(module, plan, prepared, context, user_hooks.example_run(module))
+        streams, example = self._random_streams(trainer, plan.layout, seed), user_hooks.example_run(module)
+        self._pipeline = build_pipeline(module, plan, prepared, self._rank_context(seed, streams), example)
         self._adapt(trainer, module)
 
     def close(self) -> None:
@@ -147,6 +139,10 @@ class Session:
         return Relay(
             ProcessGroupTransport(ranks, control=control, channels={}, device=self.device, on_failure=on_failure)
         )
+
+    def _rank_context(self, seed: int, streams: RandomStreams | None) -> RankContext:
+        options, groups, relay, attributes = self._options, self._groups, self.pipe_relay, self.attributes
+        return RankContext(options, groups, self.device, relay, attributes, self.failures.on_transfer, seed, streams)
 
     def _make_cube(self, plan: ModelPlan) -> Cube | None:
         if plan.conversion is None or self._groups.cube is None:

@@ -130,6 +130,12 @@ def sharded_class(sharded: type[ShardedModule], original: type[nn.Module]) -> ty
     return type(f"{original.__name__}3D", (sharded, original), {"__doc__": f"A 3-D parallel {original.__name__}."})
 
 
+def shards_of(module: nn.Module) -> dict[str, Shard]:
+    """How each of the module's own parameters is sharded, by name; empty if they are not."""
+    shards: dict[str, Shard] = vars(module).get("_shards", {})
+    return shards
+
+
 def shard_parameters(module: Any, shards: dict[str, Shard], mesh: Mesh) -> None:
     """Keep this rank's shards of those parameters that the module has. The parameter objects stay."""
     module._shards = {name: shard for name, shard in shards.items() if module._parameters.get(name) is not None}
@@ -145,9 +151,7 @@ def all_reduce_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
     batch, before the optimizer step.
     """
     for module in model.modules():
-        if not isinstance(module, ShardedModule):
-            continue
-        for name, shard in module.shards.items():
+        for name, shard in shards_of(module).items():
             parameter = module._parameters.get(name)
             if shard.partial and parameter is not None and parameter.grad is not None:
                 parameter.grad = mesh.axis(shard.partial).all_reduce(parameter.grad.contiguous()).wait()

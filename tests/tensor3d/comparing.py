@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.sharding import Shard, ShardedModule
+from lightning_hanayo.tensor3d.sharding import Shard, shards_of
 from tests.harness.mesh import error
 
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -24,7 +24,7 @@ def gradient_errors(sharded: nn.Module, reference: nn.Module, mesh: Mesh) -> dic
     """By parameter. Each parameter must also hold its shard of the reference parameter."""
     errors = {}
     for path, module in sharded.named_modules():
-        for name, shard in module.shards.items() if isinstance(module, ShardedModule) else ():
+        for name, shard in shards_of(module).items():
             twin = reference.get_submodule(path)._parameters[name]
             own = module._parameters[name]
             assert own is not None and twin is not None and twin.grad is not None

@@ -93,7 +93,7 @@ class PointToPointChannel:
     def start_transfers(
         self, sends: Sequence[tuple[MessageKey, int, Message]], receives: Sequence[tuple[MessageKey, int]]
     ) -> None:
-        """Start sends and receives without blocking; each `int` is the other rank. Sends go first: a rank may wait."""
+        """Start sends, then receives, without blocking; each `int` is the other rank, which may be waiting already."""
         transport, specs = self.transport, self._specs
         for key, peer, message in sends:
             spec = specs.get(key)

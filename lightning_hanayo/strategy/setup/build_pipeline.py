@@ -58,7 +58,7 @@ class RankContext:
 
 @dataclass
 class PreparedModel:
-    """What is kept of a module from its first run: later runs find its stages cut and its layers converted."""
+    """What the first run has decided for a module: later runs reuse the cut and the converted layers."""
 
     stage_blocks: list[range] | None = None
     """the blocks of each stage; None before the first run"""
@@ -80,10 +80,9 @@ def build_pipeline(
     """
     layout, cube = plan.layout, prepared.cube
     table = layout.table(layout.num_microbatches)
-    if prepared.stage_blocks is None:
-        prepared.stage_blocks = _cut_stack(model, plan, context.options, example)
+    stage_blocks = prepared.stage_blocks or _cut_stack(model, plan, context.options, example)
     loss_stage = [range(0)] if table.loss_stage else []
-    ownership = Ownership(plan.stack, (*prepared.stage_blocks, *loss_stage), table.stage_ranks)
+    ownership = Ownership(plan.stack, (*stage_blocks, *loss_stage), table.stage_ranks)
     transport = context.transport()
     rank = transport.rank
     deferred = DeferredInit(model, context.seed) if is_deferred(model) else None
@@ -102,6 +101,7 @@ def build_pipeline(
     gradients = _gradient_sync(model, ownership, rank, context.groups, cube)
     engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams=streams)
     splitter = WholeSplitter() if cube is None else cube.splitter
+    prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
     return Pipeline(layout, ownership, rank, engine, context.relay, parameters, gradients, splitter, user_step, streams)
 
 

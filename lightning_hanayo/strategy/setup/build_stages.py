@@ -79,7 +79,7 @@ def _sharded_ends(
         tied=TiedGradients(),
         queue=queues[0],
         blocks=ownership.blocks(0),
-        boundary=cube.admission,
+        boundary=cube.boundary,
         streams=cube.plan.streams,
         hooks=cube.stage_hooks(0),
     )
@@ -87,7 +87,7 @@ def _sharded_ends(
         blocks=ownership.blocks(end),
         first=first,
         queue=queues[end],
-        boundary=cube.admission,
+        boundary=cube.boundary,
         hooks=cube.stage_hooks(end),
     )
     return {0: first, end: last}

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, takes_dataloader_iter
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.tensor3d.sharding import ShardedModule
+from lightning_hanayo.tensor3d.sharding import shards_of
 from lightning_hanayo.topology import Topology
 
 
@@ -42,7 +42,7 @@ def check_not_converted(module: nn.Module) -> None:
         UnsupportedError: the model, or the one that it was copied from, was trained on a cube.
     """
     for name, part in module.named_modules():
-        if isinstance(part, ShardedModule) and part.shards:
+        if shards_of(part):
             raise UnsupportedError(
                 f"{name} holds one rank's part of its weights: another Trainer has trained this "
                 f"{type(module).__name__} on a cube of ranks. Build it anew and load a checkpoint, or continue with "

@@ -19,7 +19,7 @@ from lightning_hanayo.tensor3d.boundary.microbatch_reshard import MicrobatchResh
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
 from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, SharedReshard, StreamDims
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan
-from lightning_hanayo.tensor3d.sharding import Shard, ShardedModule
+from lightning_hanayo.tensor3d.sharding import Shard, shards_of
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 
@@ -33,11 +33,11 @@ class Cube:
         self._shares_samples = options.cube_outside == "share"
         stream_dims = StreamDims(plan.batch_dim, plan.sequence_dim) if plan.is_registered else None
         reshard = (SharedReshard if self._shares_samples else ReplicatedReshard)(self.mesh, stream_dims)
-        self.admission = MicrobatchReshard(reshard, partial(all_gather_objects, groups.plane))
+        self.boundary = MicrobatchReshard(reshard, partial(all_gather_objects, groups.plane))
         self.splitter: BatchSplitter = (
-            SharedSplitter(self.mesh, self.admission, partial(all_gather_objects, groups.whole))
+            SharedSplitter(self.mesh, self.boundary, partial(all_gather_objects, groups.whole))
             if self._shares_samples
-            else ReplicatedSplitter(self.mesh, self.admission)
+            else ReplicatedSplitter(self.mesh, self.boundary)
         )
         self.queues: dict[int, WeightGradientQueue] = {}
         self.outside = OutsideParameters([], self.mesh, {})
@@ -114,8 +114,7 @@ class Cube:
         )
         self.plan.install(blocks, context)
         for module in (part for block in blocks for part in block.modules()):
-            if isinstance(module, ShardedModule):
-                self._shards.update({module._parameters[name]: shard for name, shard in module.shards.items()})  # type: ignore[misc]
+            self._shards.update({module._parameters[name]: shard for name, shard in shards_of(module).items()})  # type: ignore[misc]
 
     def _shard_outside(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
         """Shard the parameters that no 3-D layer has. Where all ranks run user code alike, gradients are equal."""

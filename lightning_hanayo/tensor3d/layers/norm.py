@@ -200,12 +200,7 @@ def _attach(module: Any, context: StageContext, size: int) -> None:
     shard_parameters(module, dict.fromkeys(("weight", "bias"), Shard((DimShard(size, "z"),), "xy")), context.mesh)
 
 
-class _ReplicatedNorm(ShardedModule):
-    """A norm that stays as it is; only its `shards` are added."""
-
-
 def replicate_norm(module: Any, context: StageContext) -> None:
     """Keep a norm of each head's features whole on all ranks. Each sums the gradient over its own heads."""
     shards = {name: Shard(tuple(map(DimShard, p.shape)), "xyz") for name, p in module.named_parameters(recurse=False)}
-    module.__class__ = sharded_class(_ReplicatedNorm, type(module))  # type: ignore[arg-type]
     shard_parameters(module, shards, context.mesh)

@@ -1,5 +1,6 @@
 """3-D norms are stable, equal torch's, send nothing where z is 1, and load whole weights."""
 
+import pickle
 from math import prod
 
 import pytest
@@ -7,8 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.tensor3d.layers.norm import LayerNorm3D, RMSNorm3D, parallelize_norm, parallelize_rms_norm
+from lightning_hanayo.tensor3d.layers.norm import (
+    LayerNorm3D,
+    RMSNorm3D,
+    parallelize_norm,
+    parallelize_rms_norm,
+    replicate_norm,
+)
 from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor3d.sharding import shards_of
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
@@ -138,3 +146,9 @@ def refusals(ranks: Mesh) -> None:
 
 def test_sends_nothing_alone_is_stable_and_loads(pool: Pool) -> None:
     pool.run(2, alone)
+
+
+def test_a_replicated_norm_keeps_its_class_and_can_be_pickled() -> None:
+    norm = nn.LayerNorm(4)
+    replicate_norm(norm, StageContext(Mesh.single()))
+    assert type(pickle.loads(pickle.dumps(norm))) is nn.LayerNorm and set(shards_of(norm)) == {"weight", "bias"}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -18,6 +17,12 @@ class Stack:
     name: str
     """qualified name in the model, such as `transformer.h` in GPT-2"""
     blocks: tuple[nn.Module, ...]
+
+    @property
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules in the blocks, with their qualified names."""
+        for index, block in enumerate(self.blocks):
+            yield from block.named_modules(prefix=f"{self.name}[{index}]")
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -35,7 +40,7 @@ def find_stack(model: nn.Module, name: str | None = None) -> Stack:
 
     Raises:
         HanayoError: there is none, or the named module is no list of blocks.
-        UnsupportedError: the stack contains one module twice, or a block has hooks.
+        UnsupportedError: the stack contains one module twice.
     """
     stack = _named_stack(model, name) if name is not None else _largest_stack(model)
     _check(stack)
@@ -92,14 +97,3 @@ def _check(stack: Stack) -> None:
                 f"it on two ranks. Use a separate module for each block, or name another stack with "
                 f"HanayoStrategy(blocks=...)."
             )
-        hooks: Any = (block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks)
-        if not all(_is_inactive(hook) for kind in hooks for hook in kind.values()):
-            raise UnsupportedError(
-                f"{stack.name}[{i}] has hooks; on other pipeline ranks they would never run. Remove them, or do their "
-                f"work in the block's forward."
-            )
-
-
-def _is_inactive(hook: object) -> bool:
-    """Transformers keeps these on a model that was once asked for hidden states; without a request they do nothing."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

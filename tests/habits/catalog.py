@@ -1,8 +1,10 @@
 """All habits, by the heading under which the table lists them."""
 
-from tests.habits import batches
+from tests.habits import batches, side_outputs, step_state
 from tests.habits.habit import Habit
 
 GROUPS: dict[str, list[Habit]] = {
     "How a batch is cut": batches.HABITS,
+    "What blocks store besides their output": side_outputs.HABITS,
+    "State that the step sets": step_state.HABITS,
 }

@@ -26,6 +26,8 @@ from tests.harness.training import Layout, Outcome, OutcomeCallback, make_loader
 NUM_STEPS = 3
 TOLERANCE = 1e-9
 """relative, in fp64"""
+FP32_NORMS = 1e-7
+"""for models of transformers with norms that compute in fp32: their rounding depends on the last bits of the input"""
 
 LAYOUTS = {
     "pipeline": Layout(2, 1, 1),
@@ -58,6 +60,8 @@ class PerMicrobatch:
     """Some rank warns with a message that matches, and all is as in one process that runs the same micro-batches."""
 
     warning: str
+    pieces: int = 4
+    """how many the one process runs"""
 
     def __str__(self) -> str:
         return "depends on micro-batches"
@@ -89,6 +93,7 @@ class Habit:
         outcomes: by the name of the layout.
         always_exact: whether it must be exact on all layouts.
         strategy: further options of HanayoStrategy.
+        tolerance: relative to the largest value of each kind.
         trainer: makes further options of the Trainer, such as callbacks.
     """
 
@@ -99,6 +104,7 @@ class Habit:
     always_exact: bool = False
     strategy: Mapping[str, Any] = field(default_factory=dict)
     trainer: Callable[[], dict[str, Any]] = dict
+    tolerance: float = TOLERANCE
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -125,9 +131,9 @@ def check(pool: Pool, habit: Habit, layout_name: str) -> None:
     assert not isinstance(wanted, Refused), "should be refused, but nothing was raised"
     if isinstance(wanted, PerMicrobatch):
         assert any(re.search(wanted.warning, text) for text in result.warnings), result.warnings
-    pieces = layout.num_microbatches if isinstance(wanted, PerMicrobatch) else 1
+    pieces = wanted.pieces if isinstance(wanted, PerMicrobatch) else 1
     (expected,) = pool.run(1, fit, habit, Layout(), pieces)
-    assert_equal(result, expected)
+    assert_equal(result, expected, habit.tolerance)
 
 
 def run(pool: Pool, habit: Habit, layout: Layout) -> Result:
@@ -166,34 +172,39 @@ def assert_refused(failed: RunFailed, wanted: Refused) -> None:
     assert [failure.rank for failure in failed.failures if failure.kind == "timed out"] == []
 
 
-def assert_equal(actual: Result, expected: Result) -> None:
+def assert_equal(actual: Result, expected: Result, tolerance: float = TOLERANCE) -> None:
     """Losses, gradients, weights and what the module has seen agree, relative to the largest value of each kind."""
-    _assert_near(dict(enumerate(actual.outcome.losses)), dict(enumerate(expected.outcome.losses)), "loss")
-    _assert_near(actual.outcome.gradients, expected.outcome.gradients, "gradient")
-    _assert_near(actual.outcome.weights, expected.outcome.weights, "weight")
-    _assert_near(actual.seen, expected.seen, "seen")
+    losses, wanted = dict(enumerate(actual.outcome.losses)), dict(enumerate(expected.outcome.losses))
+    _assert_near(losses, wanted, "loss", tolerance)
+    _assert_near(actual.outcome.gradients, expected.outcome.gradients, "gradient", tolerance)
+    _assert_near(actual.outcome.weights, expected.outcome.weights, "weight", tolerance)
+    _assert_near(actual.seen, expected.seen, "seen", tolerance)
 
 
-def _assert_near(actual: Mapping[Any, Any], expected: Mapping[Any, Any], what: str) -> None:
+def _assert_near(actual: Mapping[Any, Any], expected: Mapping[Any, Any], what: str, tolerance: float) -> None:
     assert sorted(actual) == sorted(expected), what
     gaps = {}
     for name, value in expected.items():
         wanted, got = torch.as_tensor(value, dtype=torch.float64), torch.as_tensor(actual[name], dtype=torch.float64)
         assert got.shape == wanted.shape, f"{what} {name}: shape {tuple(got.shape)}, expected {tuple(wanted.shape)}"
         gap = (got - wanted).abs().max().item() if wanted.numel() else 0.0
-        if not gap <= TOLERANCE * max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0):
+        if not gap <= tolerance * max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0):
             gaps[name] = gap
     assert not gaps, f"{what} differs: {gaps}"
 
 
 def _run_in_pieces(module: LightningModule, pieces: int) -> None:
-    step = module.training_step
+    step, log = module.training_step, module.log
 
     def in_pieces(batch: Any, batch_idx: int) -> Tensor:
         sizes = microbatches.sizes(microbatches.num_samples(batch), pieces)
         parts = microbatches.split(batch, sizes)
+        object.__setattr__(module, "log", lambda *_, **__: None)
         losses = [_loss(step(part, batch_idx)) for part in parts]
-        return sum(loss * (size / sum(sizes)) for loss, size in zip(losses, sizes, strict=True))  # type: ignore[return-value]
+        object.__setattr__(module, "log", log)
+        mean = torch.stack([loss * (size / sum(sizes)) for loss, size in zip(losses, sizes, strict=True)]).sum()
+        module.log("train_loss", mean)
+        return mean
 
     nn.Module.__setattr__(module, "training_step", in_pieces)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_number
+from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
 from lightning_hanayo.runtime.capture.forward_patch import randomness_of, run_block, run_original
 from lightning_hanayo.runtime.capture.proxy import proxies_like
 from lightning_hanayo.runtime.capture.stage_input import NO_OUTPUT, StageInput
@@ -28,16 +29,23 @@ from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton
 class BlockTracer:
     """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
 
-    The first `num_local` of all `blocks` run where they are called: those of stage 0, or none.
+    The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry what
+    the step and the blocks store for each other.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], num_local: int, name: str) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], num_local: int, name: str, carriers: Carriers = NO_CARRIERS
+    ) -> None:
         self._index_of = {id(block): i for i, block in enumerate(blocks)}
         self._num_local = num_local
         self._name = name
         self.num_called = 0
         self.sequence_number = 0
         """autograd's sequence number at the last suspension: older nodes in the loss's graph belong to earlier code"""
+        self.delivered: tuple[Any, ...] = ()
+        """what the carriers have given to the step"""
+        self._carriers = carriers
+        self._trees: tuple[Any, ...] = ()
         self._output: Any = None
         self._flattener = Flattener()
         self._calls: dict[Skeleton, int] = {}
@@ -45,10 +53,12 @@ class BlockTracer:
 
     @property
     def message(self) -> Message:
-        """The recorded calls and the output of the blocks before them. Valid while the step is suspended."""
+        """The recorded calls, the output of the blocks before them, and what is carried. Valid during a suspension."""
         recorded = tuple(self._call_of_block)
         output = NO_OUTPUT if recorded else self._flattener.flatten(self._output, "the output of a block")
-        return StageInput(output, tuple(self._calls), recorded, tuple(self._flattener.tensors)).message
+        carried = self._flattener.flatten(self._trees, "what the step stores")
+        tensors = tuple(self._flattener.tensors)
+        return StageInput(output, tuple(self._calls), recorded, tensors, carried=carried).message
 
     def on_call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a block's call by user code; return its output, a proxy, or the output of the stack.
@@ -72,13 +82,20 @@ class BlockTracer:
         else:
             self._record(index, args, kwargs)
             if index == 0:
-                self._output = suspend()
+                self._output = self._suspend()
                 self._flattener, self._calls, self._call_of_block = Flattener(), {}, []
             output = proxies_like(self._output, index)
         if self.num_called < len(self._index_of):
             return output
         self.sequence_number = current_sequence_number()
-        return suspend()
+        return self._suspend()
+
+    def _suspend(self) -> Any:
+        """Suspend the step; return what the main thread resumes it with, which comes with what was carried."""
+        self._trees, left = self._carriers.leave(self.delivered)
+        output, trees = suspend()
+        self.delivered = self._carriers.deliver(trees, left)
+        return output
 
     def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         block = f"{self._name}[{index}]"

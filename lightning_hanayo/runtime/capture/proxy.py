@@ -24,7 +24,40 @@ _OPERATORS = (
 )
 
 
-class Proxy(OutputReference):
+class Valueless:
+    """Stands for a value that isn't on this rank: every use of it raises an error."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # copy, pickle and inspect look these up on every object
+        self.refuse(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        values = (*args, *(kwargs or {}).values())
+        found = (x for value in values for x in (value if isinstance(value, (list, tuple)) else [value]))
+        next(x for x in found if isinstance(x, Valueless)).refuse(getattr(function, "__name__", str(function)))
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the error for a use of the value."""
+        raise NotImplementedError
+
+
+def _operator(name: str) -> Any:
+    def operator(self: Valueless, *_: object) -> NoReturn:
+        self.refuse(f"__{name}__")
+
+    return operator
+
+
+for _name in _OPERATORS:
+    setattr(Valueless, f"__{_name}__", _operator(_name))
+
+
+class Proxy(Valueless, OutputReference):
     """The part at `path` of the output of block number `block`, of which this rank has no value."""
 
     __slots__ = ()
@@ -33,35 +66,40 @@ class Proxy(OutputReference):
     def __repr__(self) -> str:
         return f"Proxy{list(self.path) or ''}"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # copy, pickle and inspect look these up on every object
-        refuse(f".{name}")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        refuse(getattr(function, "__name__", str(function)))
-
-
-def _operator(name: str) -> Any:
-    def operator(self: Proxy, *_: object) -> NoReturn:
-        refuse(f"__{name}__")
-
-    return operator
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the error for code between two blocks that needs a value. It names the user's line."""
+        raise UnsupportedError(
+            f"{_user_line()} uses the output of a block between two blocks ({operation}), but that block runs on "
+            f"another pipeline stage. Move this code into the block, or name another stack with "
+            f"HanayoStrategy(blocks=...)."
+        )
 
 
-for _name in _OPERATORS:
-    setattr(Proxy, f"__{_name}__", _operator(_name))
+class Unavailable(Valueless):
+    """A value that a block has stored, and that can't be sent to this rank. `why` begins with its name."""
+
+    __slots__ = ("why",)
+    __hash__ = object.__hash__
+    why: str
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __repr__(self) -> str:
+        return f"Unavailable({self.why!r})"
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the error for code that reads the value."""
+        raise UnsupportedError(
+            f"{_user_line()} reads a value that isn't here ({operation}): {self.why}. Let the block store a tensor, a "
+            f"plain Python value, or a tuple, list or dictionary of them, or return it."
+        )
 
 
-def refuse(operation: str) -> NoReturn:
-    """Raise the error for code between two blocks that needs a value. It names the user's line."""
+def _user_line() -> str:
+    """The user's line that is running."""
     line = next((f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_NOT_USER_CODE)), None)
-    where = f"{line.filename}:{line.lineno} ({line.line})" if line else "your module"
-    raise UnsupportedError(
-        f"{where} uses the output of a block between two blocks ({operation}), but that block runs on another pipeline "
-        f"stage. Move this code into the block, or name another stack with HanayoStrategy(blocks=...)."
-    )
+    return f"{line.filename}:{line.lineno} ({line.line})" if line else "your module"
 
 
 def proxies_like(tree: Any, block: int, path: tuple[Any, ...] = ()) -> Any:

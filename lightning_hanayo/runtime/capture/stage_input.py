@@ -4,6 +4,7 @@
     calls              the distinct calls of the blocks still to come       (args, kwargs), with proxies for that output
     call_of_block      for each block still to come, the index of its call
     sequence_length    of the whole sequences; 0 if no block uses it
+    carried            what the step and earlier blocks leave for others: a tree for each carrier
 
 A mask that all blocks get is one tensor in one call. Gemma's two kinds of masks are two calls.
 """
@@ -15,11 +16,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, BlockRun, Carriers, carried_after
 from lightning_hanayo.runtime.capture.proxy import subtree
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, renumber, tensor_indices, unflatten
 
 NO_OUTPUT: Skeleton = ("plain", "NoneType", None)
+NOTHING_CARRIED: Skeleton = ("tuple",)
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,18 @@ class StageInput:
     call_of_block: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     sequence_length: int = 0
+    carried: Skeleton = NOTHING_CARRIED
 
     @staticmethod
     def from_message(message: Message) -> "StageInput":
         """Read the stage input in `message`."""
-        output_skeleton, calls, call_of_block, sequence_length = message.skeleton
-        return StageInput(output_skeleton, calls, call_of_block, message.tensors, sequence_length)
+        output_skeleton, calls, call_of_block, sequence_length, carried = message.skeleton
+        return StageInput(output_skeleton, calls, call_of_block, message.tensors, sequence_length, carried)
 
     @property
     def message(self) -> Message:
         """The stage input as a message, with the tensors that are still used, each once."""
-        skeleton, used = _used(self.output_skeleton, self.calls, self.call_of_block, self.sequence_length)
+        skeleton, used = _used(self.output_skeleton, self.calls, self.call_of_block, self.sequence_length, self.carried)
         return Message(skeleton, tuple(self.tensors[index] for index in used))
 
     @property
@@ -49,22 +53,39 @@ class StageInput:
         """The output of the block before, as a tree; after the last block, the output of the stack."""
         return unflatten(self.output_skeleton, self.tensors)
 
-    def run(self, blocks: Sequence[nn.Module]) -> "StageInput":
-        """Run the next `blocks` of the stack, and return the input of the stage after them."""
-        output = self.output
-        for block, call in zip(blocks, self.call_of_block, strict=False):
-            args, kwargs = unflatten(self.calls[call], self.tensors, partial(subtree, output))
-            output = block(*args, **kwargs)
-        return self.after(output, len(blocks)) if blocks else self
+    @property
+    def trees(self) -> tuple[Any, ...]:
+        """What is carried, as trees."""
+        return unflatten(self.carried, self.tensors)  # type: ignore[no-any-return]
 
-    def after(self, output: Any, num_blocks: int) -> "StageInput":
+    def run(self, blocks: Sequence[nn.Module], carriers: Carriers = NO_CARRIERS) -> "StageInput":
+        """Run the next `blocks` of the stack, and return the input of the stage after them."""
+        if not blocks:
+            return self
+        run = BlockRun(blocks, is_last=len(blocks) == len(self.call_of_block))
+        with carriers.running(self.trees, run) as collected:
+            output = self.output
+            for block, call in zip(blocks, self.call_of_block, strict=False):
+                args, kwargs = unflatten(self.calls[call], self.tensors, partial(subtree, output))
+                output = block(*args, **kwargs)
+            run.output = output
+        return self.after(output, len(blocks), carried_after(collected))
+
+    def after(self, output: Any, num_blocks: int, trees: tuple[Any, ...]) -> "StageInput":
         """The input of the stage after the next `num_blocks`, the last of which has returned `output`."""
         flattener = Flattener()
         skeleton = flattener.flatten(output, "the output of a block")
+        carried = flattener.flatten(trees, "what a block stores")
         remaining = self.call_of_block[num_blocks:]
         calls, call_of_block = _remaining(self.calls, remaining, len(flattener.tensors), len(self.tensors))
         tensors = (*flattener.tensors, *self.tensors)
-        return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_length)
+        return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_length, carried)
+
+
+def carried_of(message: Message) -> Skeleton:
+    """What is carried in a stage input's message."""
+    carried: Skeleton = message.skeleton[-1]
+    return carried
 
 
 # The following depends on the structure alone, which is the same for all micro-batches: it is computed once.
@@ -72,13 +93,17 @@ class StageInput:
 
 @lru_cache(maxsize=256)
 def _used(
-    output: Skeleton, calls: tuple[Skeleton, ...], call_of_block: tuple[int, ...], sequence_length: int
+    output: Skeleton,
+    calls: tuple[Skeleton, ...],
+    call_of_block: tuple[int, ...],
+    sequence_length: int,
+    carried: Skeleton,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The skeleton of a message with only the tensors that are used, and their indices."""
-    used = tuple(dict.fromkeys(index for skeleton in (output, *calls) for index in tensor_indices(skeleton)))
+    used = tuple(dict.fromkeys(index for skeleton in (output, *calls, carried) for index in tensor_indices(skeleton)))
     new = {index: i for i, index in enumerate(used)}
     renumbered = tuple(renumber(call, new) for call in calls)
-    return (renumber(output, new), renumbered, call_of_block, sequence_length), used
+    return (renumber(output, new), renumbered, call_of_block, sequence_length, renumber(carried, new)), used
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,8 @@ from torch import nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batch import Batch, StepFunction
 from lightning_hanayo.runtime.capture.block_tracer import BlockTracer
+from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
+from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.suspended_call import SuspendedCall, SuspendedCalls
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.random_streams import RandomStreams
@@ -27,9 +29,14 @@ class UserStep:
     num_local: int
     name: str
     streams: RandomStreams | None = None
+    carriers: Carriers = NO_CARRIERS
     _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
+
+    def begin_batch(self) -> None:
+        """Called before each batch."""
+        self.carriers.begin_batch()
 
     def run(self, batch: Batch, microbatch: int) -> Any:
         """Run the whole step where the stack is one stage, and return what it returns."""
@@ -45,38 +52,45 @@ class UserStep:
         through the stack.
         """
         assert batch.step is not None
-        batch.on_user_code(microbatch)
-        self._under_way[microbatch] = self._start(batch.step, microbatch)
+        self._enter(batch, microbatch)
+        self._under_way[microbatch] = self._start(batch.step, microbatch, self.carriers)
         return self._under_way[microbatch][1].message
 
-    def run_to_last_block(self, batch: Batch, microbatch: int, output: Any) -> Message:
+    def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
         """Resume a step suspended at the first block with that block's output; return the calls of the other blocks."""
-        batch.on_user_code(microbatch)
-        return self._run_to_last_block(self._under_way[microbatch], output)
+        self._enter(batch, microbatch)
+        nothing = (None,) * len(after.trees)  # what the first block has stored is delivered with the others' values
+        return self._run_to_last_block(self._under_way[microbatch], (after.output, nothing))
 
-    def finish(self, batch: Batch, microbatch: int, output: Any) -> tuple[Any, int]:
-        """Resume with the stack's output; return the step's result, and autograd's sequence number at the stack."""
+    def finish(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> tuple[Any, int]:
+        """Resume with the stack's output, and what was carried.
+
+        Returns the step's result, and autograd's sequence number at the stack.
+        """
         call, tracer = self._under_way.pop(microbatch)
-        batch.on_user_code(microbatch)
-        call.resume(output)
+        self._enter(batch, microbatch)
+        call.resume((output, trees))
+        self.carriers.end(tracer.delivered)
         self._calls.release(call)
         result, call.result = call.result, None
         return result, tracer.sequence_number
 
     def start_dry_run(self, batch: Batch, microbatch: int) -> Message:
-        """Like `start`, for `batch.dry_run_step`. Its logs and metrics do not count, and it never ends."""
+        """Like `start`, for `batch.dry_run_step`. What it logs, counts and stores does not count; it never ends."""
         assert batch.dry_run_step is not None
-        batch.on_user_code(None)
-        self._dry_runs[microbatch] = self._start(batch.dry_run_step, microbatch)
+        self._enter(batch, None)
+        self._dry_runs[microbatch] = self._start(batch.dry_run_step, microbatch, NO_CARRIERS)
+        self.carriers.undo()
         return self._dry_runs[microbatch][1].message
 
     def finish_dry_run(self, batch: Batch, microbatch: int, output: Any) -> Message:
         """Like `run_to_last_block`; then unwind the dry run."""
-        batch.on_user_code(None)
+        self._enter(batch, None)
         call, tracer = self._dry_runs.pop(microbatch)
-        message = self._run_to_last_block((call, tracer), output)
+        message = self._run_to_last_block((call, tracer), (output, ()))
         call.abandon()
         self._calls.release(call)
+        self.carriers.undo()
         return message
 
     def close(self) -> None:
@@ -85,20 +99,24 @@ class UserStep:
         self._dry_runs.clear()
         self._calls.close()
 
+    def _enter(self, batch: Batch, microbatch: int | None) -> None:
+        self.carriers.enter()
+        batch.on_user_code(microbatch)
+
     def _begin_random_numbers(self, microbatch: int) -> None:
         if self.streams is not None:
             self.streams.begin_user_code(microbatch)
 
-    def _start(self, function: StepFunction, microbatch: int) -> _Call:
-        tracer = BlockTracer(self.blocks, self.num_local, self.name)
+    def _start(self, function: StepFunction, microbatch: int, carriers: Carriers) -> _Call:
+        tracer = BlockTracer(self.blocks, self.num_local, self.name, carriers)
         self._begin_random_numbers(microbatch)
         call = self._calls.start(lambda: _run_step(function, microbatch), tracer)
         self._check_suspended(call, tracer)
         return call, tracer
 
-    def _run_to_last_block(self, under_way: _Call, output: Any) -> Message:
+    def _run_to_last_block(self, under_way: _Call, first_output: tuple[Any, Sequence[Any]]) -> Message:
         call, tracer = under_way
-        call.resume(output)
+        call.resume(first_output)
         self._check_suspended(call, tracer)
         return tracer.message
 

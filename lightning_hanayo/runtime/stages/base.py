@@ -18,6 +18,7 @@ from lightning_hanayo.runtime.autograd import graph_boundary
 from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
+from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.runtime.stages.tensor_parallel_protocols import NoHooks, StageHooks
@@ -35,6 +36,8 @@ class Stage(ABC):
     """where the stage's layers leave their weight gradients while the backward is split"""
     hooks: StageHooks = field(default_factory=NoHooks)
     """called before each forward and backward of the blocks"""
+    carriers: Carriers = NO_CARRIERS
+    """carry what the step and the blocks store for each other"""
     _under_way: dict[int, Any] = field(default_factory=dict, init=False)
     """by micro-batch: what its backward needs of its forward"""
 
@@ -82,7 +85,7 @@ class MiddleStage(Stage):
         inputs = DetachedInputs(received)
         stage_input = StageInput.from_message(inputs.message)
         self.hooks.before_forward(stage_input.sequence_length)
-        made = stage_input.run(self.blocks).message
+        made = stage_input.run(self.blocks, self.carriers).message
         if torch.is_grad_enabled():
             self._under_way[microbatch] = (inputs, made.differentiable, stage_input.sequence_length)
         return made

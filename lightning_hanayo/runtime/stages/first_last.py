@@ -35,6 +35,11 @@ class FirstStage(Stage):
     """adds the gradients of parameters that the last stage uses too"""
 
     @override
+    def begin_batch(self) -> None:
+        super().begin_batch()
+        self.user.begin_batch()
+
+    @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
         made = self.user.start(batch, microbatch)
         if torch.is_grad_enabled():
@@ -67,9 +72,10 @@ class LastStage(Stage):
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
         inputs = DetachedInputs(received)
-        after = StageInput.from_message(inputs.message).run(self.blocks)
+        after = StageInput.from_message(inputs.message).run(self.blocks, self.carriers)
         outputs = graph_boundary.nodes_of(after.message.differentiable)
-        batch.results[microbatch], sequence_number = self.first.user.finish(batch, microbatch, after.output)
+        output, trees = after.output, after.trees
+        batch.results[microbatch], sequence_number = self.first.user.finish(batch, microbatch, output, trees)
         if torch.is_grad_enabled():
             self._under_way[microbatch] = (inputs, outputs, sequence_number)
 

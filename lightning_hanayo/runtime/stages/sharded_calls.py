@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.graph_boundary import GraphCut
 from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.capture.stage_input import StageInput
+from lightning_hanayo.runtime.capture.stage_input import StageInput, carried_of
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.stages.tensor_parallel_protocols import BoundaryReshard
@@ -43,24 +42,39 @@ class ShardedCalls:
         outside = [self.cut.cut(call.tensors[i]) for i in streams]
         inside = self.boundary.shard_streams(self.microbatch, outside)
         self._is_dry_run = True
-        call = self.user.start_dry_run(self.batch, self.microbatch)
+        call = self._start_dry_run(call)
         for i, tensor in zip(streams_of(call), inside, strict=True):
             self._inside[id(call.tensors[i])] = call.tensors[i], tensor
         return self._from_dry_run(call)
 
-    def others(self, output: Any) -> Message:
-        """The calls of the other blocks, after the first one has returned `output`."""
-        calls = self.user.run_to_last_block(self.batch, self.microbatch, output)
+    def others(self, after: StageInput) -> Message:
+        """The calls of the other blocks, after the first one has run."""
+        calls = self.user.run_to_last_block(self.batch, self.microbatch, after)
         if not StageInput.from_message(calls).call_of_block:
             if self._is_dry_run:
-                self.user.finish_dry_run(self.batch, self.microbatch, output)
+                self.user.finish_dry_run(self.batch, self.microbatch, after.output)
             return calls
         sharded = None if self._is_dry_run else self._shard(calls, [])
         if sharded is not None:
             return Message(calls.skeleton, tuple(sharded))
         if not self._is_dry_run:
-            self.user.start_dry_run(self.batch, self.microbatch)
-        return self._from_dry_run(self.user.finish_dry_run(self.batch, self.microbatch, output))
+            self._start_dry_run(calls)
+        made = self.user.finish_dry_run(self.batch, self.microbatch, after.output)
+        return self._from_dry_run(_with_carried(made, calls))
+
+    def _start_dry_run(self, calls: Message) -> Message:
+        """Run the code before the stack on all samples; what is carried stays that of the real `calls`.
+
+        Raises:
+            UnsupportedError: the steps of the cube's ranks set attributes that blocks read to different values.
+        """
+        if not self.boundary.agrees(self.microbatch, carried_of(calls)):
+            raise UnsupportedError(
+                "an attribute that blocks read is set in the step to different values on the ranks of a cube, which "
+                "have different samples. Pass it to the blocks as an argument, set it in on_train_batch_start, or set "
+                "cube_outside='replicate'."
+            )
+        return _with_carried(self.user.start_dry_run(self.batch, self.microbatch), calls)
 
     def _from_dry_run(self, calls: Message) -> Message:
         """The calls that a dry run has made, with the real residual streams. Its other tensors have no graph.
@@ -89,3 +103,8 @@ class ShardedCalls:
         for i, tensor in zip(new, inside, strict=True):
             self._inside[id(calls.tensors[i])] = calls.tensors[i], tensor
         return [self._inside[id(tensor)][1] for tensor in calls.tensors]
+
+
+def _with_carried(calls: Message, real: Message) -> Message:
+    """The `calls` of a dry run with what the real step leaves, which has no tensors in a cube."""
+    return Message((*calls.skeleton[:-1], carried_of(real)), calls.tensors)

@@ -19,9 +19,10 @@ from typing_extensions import override
 from lightning_hanayo.runtime.autograd import graph_boundary
 from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs, GraphCut
 from lightning_hanayo.runtime.batch import Batch
+from lightning_hanayo.runtime.capture.carried import merged
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
-from lightning_hanayo.runtime.comm.pytree import tensor_indices, unflatten
+from lightning_hanayo.runtime.comm.pytree import tensor_indices
 from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage
 from lightning_hanayo.runtime.stages.sharded_calls import ShardedCalls
 from lightning_hanayo.runtime.stages.tensor_parallel_protocols import BoundaryReshard
@@ -43,10 +44,12 @@ class TensorParallelFirstStage(FirstStage):
         first_call = calls.first(self._streams_of)
         length = self.boundary.sequence_length(microbatch)
         self.hooks.before_forward(length)
-        output = StageInput.from_message(first_call).run(self.blocks[:1]).output
-        others = StageInput.from_message(calls.others(output))
+        first = StageInput.from_message(first_call).run(self.blocks[:1], self.carriers)
+        others = StageInput.from_message(calls.others(first))
         self.hooks.before_forward(length)
-        made = replace(others, sequence_length=length).after(output, 0).run(self.blocks[1:]).message
+        trees = merged(first.trees, others.trees)
+        others = replace(others, sequence_length=length).after(first.output, 0, trees)
+        made = others.run(self.blocks[1:], self.carriers).message
         if torch.is_grad_enabled():
             self._under_way[microbatch] = (calls.cut, made.differentiable, length)
         return made
@@ -67,7 +70,7 @@ class TensorParallelFirstStage(FirstStage):
 
     def _streams_of(self, first_call: Message) -> list[int]:
         """The indices of the residual streams in the first block's call, found by the names of its arguments."""
-        _, ((_, (_, *args), (_, *kwargs)),), _, _ = first_call.skeleton
+        ((_, (_, *args), (_, *kwargs)),) = first_call.skeleton[1]
         names = list(inspect.signature(type(self.blocks[0]).forward).parameters)[1:]
         named = [*zip(names, args, strict=False), *((key[2], value) for key, value in kwargs)]
         return [index for name, tree in named if name in self.streams for index in tensor_indices(tree)]
@@ -87,10 +90,11 @@ class TensorParallelLastStage(LastStage):
         stage_input = StageInput.from_message(inputs.message)
         length = stage_input.sequence_length
         self.hooks.before_forward(length)
-        made = stage_input.run(self.blocks).message
+        made = stage_input.run(self.blocks, self.carriers).message
         whole = [cut.cut(self.boundary.unshard_output(microbatch, tensor)) for tensor in made.tensors]
-        output = unflatten(made.skeleton[0], whole)
-        batch.results[microbatch], sequence_number = self.first.user.finish(batch, microbatch, output)
+        outside = StageInput.from_message(Message(made.skeleton, tuple(whole)))
+        output, trees = outside.output, outside.trees
+        batch.results[microbatch], sequence_number = self.first.user.finish(batch, microbatch, output, trees)
         if torch.is_grad_enabled():
             self._under_way[microbatch] = (inputs, cut, sequence_number, length)
 

@@ -27,6 +27,9 @@ class BoundaryReshard(Protocol):
     def shard_streams(self, microbatch: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Convert residual streams to the layout inside the stack."""
 
+    def agrees(self, microbatch: int, value: Hashable) -> bool:
+        """Whether all ranks that share samples have the same value."""
+
     def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
         """Convert the output of the stack to the layout outside."""
 

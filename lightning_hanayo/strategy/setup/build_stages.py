@@ -10,6 +10,10 @@ from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
+from lightning_hanayo.runtime.capture.module_state import ModuleState
+from lightning_hanayo.runtime.capture.recorded_outputs import RecordedOutputs
+from lightning_hanayo.runtime.capture.state_carrier import StateCarrier
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
@@ -17,6 +21,7 @@ from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage, Si
 from lightning_hanayo.runtime.stages.tensor_parallel_ends import TensorParallelFirstStage, TensorParallelLastStage
 from lightning_hanayo.runtime.stages.tensor_parallel_protocols import NoHooks
 from lightning_hanayo.schedule import Kind
+from lightning_hanayo.strategy.lightning.block_logs import BlockLogs
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
@@ -48,13 +53,15 @@ def build_stages(
         forward_patch.patch_blocks(stack.blocks, streams, num_local=num_local, single_stage=is_single)
     if not is_single:
         _keep_padding(model, attributes)
+    carriers = NO_CARRIERS if is_single else _carriers(model, ownership, rank, num_local, cube)
     hooks = {stage: NoHooks() if cube is None else cube.stage_hooks(stage) for stage in numbers}
     stages: dict[int, Stage] = {
-        stage: MiddleStage(blocks=ownership.blocks(stage), queue=queues[stage], hooks=hooks[stage]) for stage in numbers
+        stage: MiddleStage(blocks=ownership.blocks(stage), queue=queues[stage], hooks=hooks[stage], carriers=carriers)
+        for stage in numbers
     }
     if 0 not in numbers:
         return stages, None
-    user_step = UserStep(stack.blocks, num_local, stack.name, streams)
+    user_step = UserStep(stack.blocks, num_local, stack.name, streams, carriers)
     ends = _ends(ownership, user_step, queues) if cube is None else _sharded_ends(ownership, user_step, queues, cube)
     return stages | ends, user_step
 
@@ -65,8 +72,9 @@ def _ends(ownership: Ownership, user_step: UserStep, queues: Mapping[int, Weight
     if end == 0:
         return {0: SingleStage(user=user_step, queue=queues[0])}
     tied = TiedGradients()
-    first = FirstStage(user=user_step, tied=tied, queue=queues[0])
-    return {0: first, end: LastStage(blocks=ownership.blocks(end), first=first, queue=queues[end])}
+    carriers = user_step.carriers
+    first = FirstStage(user=user_step, tied=tied, queue=queues[0], carriers=carriers)
+    return {0: first, end: LastStage(blocks=ownership.blocks(end), first=first, queue=queues[end], carriers=carriers)}
 
 
 def _sharded_ends(
@@ -82,6 +90,7 @@ def _sharded_ends(
         boundary=cube.boundary,
         streams=cube.plan.streams,
         hooks=cube.stage_hooks(0),
+        carriers=user_step.carriers,
     )
     last = TensorParallelLastStage(
         blocks=ownership.blocks(end),
@@ -89,8 +98,29 @@ def _sharded_ends(
         queue=queues[end],
         boundary=cube.boundary,
         hooks=cube.stage_hooks(end),
+        carriers=user_step.carriers,
     )
     return {0: first, end: last}
+
+
+def _carriers(model: nn.Module, ownership: Ownership, rank: int, num_local: int, cube: Cube | None) -> Carriers:
+    """What carries values between the step and blocks on other ranks, besides the blocks' arguments."""
+    stack, numbers = ownership.stack, ownership.stages_of(rank)
+    own = {i for stage in numbers for i in ownership.stages[stage]}
+    user_blocks = num_local if 0 in numbers else None
+    alike = cube is None or cube.keeps_layout
+    state = ModuleState(model, stack.blocks, stack.name)
+
+    def accepts(key: str) -> bool:
+        return cube is None or (alike and key != "hidden_states")  # in a cube the step calls the first block itself
+
+    return Carriers(
+        [
+            StateCarrier(state, stack.blocks, own, user_blocks, has_tensors=alike),
+            RecordedOutputs(model, accepts),
+            BlockLogs(model, rejects=not alike),
+        ]
+    )
 
 
 def _splits_backward(layout: Layout) -> bool:

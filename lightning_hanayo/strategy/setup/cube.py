@@ -69,6 +69,11 @@ class Cube:
         return self.mesh.index("xyz") if self._shares_samples else 0
 
     @property
+    def keeps_layout(self) -> bool:
+        """Whether tensors between a block's layers are as outside the stack: own samples, all features."""
+        return self._shares_samples and not self.plan.is_registered
+
+    @property
     def coordinates(self) -> list[tuple[int, int, int]]:
         """The mesh coordinates of all ranks, in their order."""
         x, y, z = map(range, self.mesh.sizes)

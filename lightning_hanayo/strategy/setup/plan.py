@@ -6,6 +6,7 @@ from math import prod
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.module_hooks import check_hooks
 from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.strategy.options import Options
@@ -33,9 +34,11 @@ def plan_model(
     of the same Trainer has converted the layers.
 
     Raises:
-        HanayoError: no stack, too few blocks, or a size that doesn't divide over the cube.
+        HanayoError: no stack, too few blocks, hooks on blocks, or a size that doesn't divide over the cube.
     """
     stack = find_stack(model, options.blocks)
+    if topology.replica_size > 1:
+        check_hooks(stack.named_modules)
     layout = choose(
         num_ranks=topology.pipe,
         num_blocks=len(stack),

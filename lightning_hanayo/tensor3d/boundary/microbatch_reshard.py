@@ -64,6 +64,10 @@ class MicrobatchReshard:
                 )
         return [self._reshard.stream_in(tensor, self._shares[microbatch]) for tensor in tensors]
 
+    def agrees(self, microbatch: int, value: Hashable) -> bool:
+        """Returns whether all ranks that share samples have the same value."""
+        return all(other == value for other in self._all_gather_object(value))
+
     def unshard_output(self, microbatch: int, tensor: Tensor) -> Tensor:
         """Reshard the output of the stack for the user's code."""
         return self._reshard.stream_out(tensor, self._shares[microbatch], self.sequence_length(microbatch))

@@ -1,0 +1,57 @@
+"""Hooks that users have put on modules. Those on blocks run on the rank that holds the block, unseen by the step."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from lightning_hanayo.errors import UnsupportedError
+
+_KINDS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_OWN_MODULE_ONLY = ("torch.", "transformers.", "peft.", "lightning_hanayo.")
+"""hooks of these packages read and change the module that they are on (weight norm), or do nothing without a request"""
+
+
+def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Reject hooks on these named modules that may store values for code on another rank.
+
+    A hook whose attribute `is_local` is true is accepted: it declares that it only uses its own module.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    for name, module in modules:
+        for hook in _hooks_of(module):
+            if not _is_local(hook):
+                raise UnsupportedError(
+                    f"{name} has the hook {_describe(hook)}. It runs on the rank that holds the block, so the step "
+                    f"never sees what it stores. Do its work in the block's forward: what that stores on its module "
+                    f"(self.features = x) is there when the step reads it. If the hook only reads and changes its own "
+                    f"module, say so: {_describe(hook).split(' ')[0]}.is_local = True."
+                )
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether any module has any hook; fast."""
+    return any(chain.from_iterable((m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in modules))
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    return chain.from_iterable(getattr(module, kind).values() for kind in _KINDS)
+
+
+def _is_local(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return bool(getattr(hook, "is_local", False)) or f"{origin}.".startswith(_OWN_MODULE_ONLY)
+
+
+def _describe(hook: Any) -> str:
+    code = getattr(hook, "__code__", None)
+    name = getattr(hook, "__name__", type(hook).__name__)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name

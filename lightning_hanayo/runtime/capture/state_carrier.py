@@ -1,0 +1,249 @@
+"""Carries attributes that the step or a block sets: to the blocks that read them, and to the step after the stack.
+
+    step of micro-batch 0     self.box.noise = 0.1 |suspended|                     reads block.aux_loss
+    blocks, on any rank                                  box.noise is 0.1, set aux_loss
+
+Other micro-batches' steps start while one is suspended, and set the same attributes. So each micro-batch has its own
+values: they are set before its code continues, and those of the latest micro-batch are restored after it.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.capture.carried import BlockRun
+from lightning_hanayo.runtime.capture.module_state import (
+    BUFFERS,
+    CONTENT,
+    MUTATED,
+    REMOVED,
+    Holder,
+    Key,
+    ModuleState,
+    Scanner,
+)
+from lightning_hanayo.runtime.capture.proxy import Unavailable, Valueless
+from lightning_hanayo.runtime.comm.pytree import Flattener
+
+Tree = dict[Key, tuple[Any, ...]]
+"""By key: ("value", tree), ("int" or "float", tensor), ("removed",) or ("unavailable", why)."""
+
+
+class Left(NamedTuple):
+    """The state of a suspended step."""
+
+    values: dict[Key, Any]
+    """of everything that any step of this batch has changed so far"""
+    changed: frozenset[Key]
+    """what this step has changed itself"""
+    number: int
+    """of this step, counted by their starts"""
+
+
+class Delivered(NamedTuple):
+    """What a step that continues has been given."""
+
+    left: Left
+    before: dict[Key, Any]
+    """what its values have replaced"""
+
+
+class StateCarrier:
+    """Carries the state of modules, on one rank.
+
+    Args:
+        state: of the whole model.
+        blocks: all of the stack.
+        own: the indices of those that this rank runs.
+        num_local: how many of them the step itself runs: those of stage 0, or none. None: no step runs here.
+        has_tensors: whether tensors are carried; not where the ranks of a cube see other samples inside and outside.
+    """
+
+    def __init__(
+        self,
+        state: ModuleState,
+        blocks: Sequence[nn.Module],
+        own: Collection[int],
+        num_local: int | None,
+        *,
+        has_tensors: bool = True,
+    ) -> None:
+        self._state = state
+        self._index_of = {id(block): index for index, block in enumerate(blocks)}
+        self._own = frozenset(own)
+        self._others = frozenset(range(len(blocks))) - self._own
+        self._local = None if num_local is None else frozenset(range(num_local))
+        self._has_tensors = has_tensors
+        self._touched: set[Key] = set()
+        """what user code has changed since the last batch's end"""
+        self._num_started = 0
+        self._find_scanners()
+
+    def begin_batch(self) -> None:
+        """Take note of what hooks have changed since the last batch. What can't be sent, they have set on all ranks."""
+        changes = self._scan()
+        self._touched = {key for key, value in changes.items() if self._why_not(value) is None}
+
+    def enter(self) -> None:
+        """Called before user code starts or continues: what blocks have changed since isn't its doing."""
+        self._scan()
+
+    def undo(self) -> None:
+        """Undo what user code has changed since `enter`."""
+        self._all.undo()
+
+    def leave(self, earlier: Delivered | None) -> tuple[Tree | None, Left]:
+        """Return what blocks elsewhere may read, and the whole state of the step."""
+        assert self._local is not None
+        changes = self._scan()
+        self._touched |= changes.keys()
+        values = {key: self._value(key, changes) for key in self._touched}
+        sent = self._readable(values if earlier is None else changes, self._others | self._own - self._local)
+        tree = {key: self._encode(key, value, by="the step") for key, value in sent.items()} or None
+        values, changed = _without_mutated(values), frozenset(changes)
+        if earlier is not None:
+            left = earlier.left
+            return tree, Left(left.values | values, left.changed | changed, left.number)
+        self._num_started += 1
+        return tree, Left(values, changed, self._num_started)
+
+    @contextmanager
+    def running(self, tree: Tree | None, run: BlockRun) -> Iterator[list[Tree | None]]:
+        """Set the values for the blocks, and add what they change."""
+        scanner = self._scanner(tuple(self._index_of[id(block)] for block in run.blocks))
+        scanner.scan()
+        before = self._set(_decode(tree)) if tree else {}
+        result = [tree]
+        yield result
+        changes = _without_mutated(scanner.scan())
+        if changes:
+            encoded = {key: self._encode(key, value, by="a block") for key, value in changes.items()}
+            result[0] = (tree or {}) | encoded
+            self._follow(changes)
+        if self._local is not None and before:
+            self._set(before)
+
+    def deliver(self, tree: Tree | None, left: Left) -> Delivered:
+        """Set the step's own values, and those that blocks have set."""
+        return Delivered(left, self._set(left.values | _decode(tree or {})))
+
+    def end(self, delivered: Delivered) -> None:
+        """Restore the latest step's values, but for those that this step has changed at its end."""
+        changes = _without_mutated(self._scan())
+        self._touched |= changes.keys()
+        if delivered.left.number < self._num_started:
+            self._check_counters(delivered.left.changed, changes)
+            before = delivered.before.items()
+            self._set({key: value for key, value in before if key not in changes and self._is_own(key)})
+
+    def _find_scanners(self) -> None:
+        self._all = Scanner(list(self._state.holders.values()))
+        self._scanners: dict[tuple[int, ...], Scanner] = {}
+
+    def _follow(self, changes: Mapping[Key, Any]) -> None:
+        if self._state.follow(changes):
+            self._find_scanners()
+
+    def _scan(self) -> dict[Key, Any]:
+        """What has changed since the last scan; buffers that were changed in place are among it."""
+        changes = self._all.scan()
+        if changes:
+            self._follow(changes)
+        return changes
+
+    def _scanner(self, indices: tuple[int, ...]) -> Scanner:
+        if indices not in self._scanners:
+            self._scanners[indices] = Scanner(self._state.of_blocks(indices))
+        return self._scanners[indices]
+
+    def _set(self, values: dict[Key, Any]) -> dict[Key, Any]:
+        before = self._state.set(values)
+        self._follow(values)
+        return before
+
+    def _value(self, key: Key, changes: Mapping[Key, Any]) -> Any:
+        holder = self._holder(key)
+        return changes[key] if key in changes else REMOVED if holder is None else holder.get(key[1])
+
+    def _holder(self, key: Key) -> Holder | None:
+        return self._state.holders.get(key[0])
+
+    def _readable(self, changes: Mapping[Key, Any], blocks: frozenset[int]) -> dict[Key, Any]:
+        """The changes that some of `blocks` may read."""
+        holders = ((key, value, self._holder(key)) for key, value in changes.items())
+        return {key: value for key, value, holder in holders if holder is not None and holder.blocks & blocks}
+
+    def _is_own(self, key: Key) -> bool:
+        """Whether it is the state of code that runs on this rank."""
+        holder = self._holder(key)
+        return holder is not None and (not holder.blocks or bool(holder.blocks & self._own))
+
+    def _encode(self, key: Key, value: Any, by: str) -> tuple[Any, ...]:
+        """Numbers become tensors: values that differ each time must not change the structure of messages.
+
+        Raises:
+            UnsupportedError: the step has set a value that can't be sent.
+        """
+        if value is REMOVED:
+            return ("removed",)
+        if type(value) in (int, float) and self._has_tensors and abs(value) < 2**63:
+            return type(value).__name__, torch.tensor(value, dtype=torch.int64 if type(value) is int else torch.float64)
+        why = self._why_not(value)
+        if why is None:
+            return "value", value
+        what = ".".join(part.removesuffix(BUFFERS) for part in key if part != CONTENT)
+        if by == "the step":
+            raise UnsupportedError(
+                f"{what} was set in the step to {why}, so blocks that run later, or on another rank, would not see it. "
+                f"Pass it to the block as an argument, or set it in on_train_batch_start, which runs on all ranks."
+            )
+        return "unavailable", f"{what} was set by {by} to {why}"
+
+    def _why_not(self, value: Any) -> str | None:
+        """Why a value can't be sent; None if it can."""
+        if value is MUTATED:
+            return "other values in place"
+        flattener = Flattener()
+        try:
+            flattener.flatten(value)
+        except UnsupportedError:
+            return f"a {type(value).__module__}.{type(value).__qualname__}, which can't be sent to other pipeline ranks"
+        if isinstance(value, Valueless) or any(tensor.is_meta for tensor in flattener.tensors):
+            return "a value that is on another pipeline rank"
+        if flattener.tensors and not self._has_tensors:
+            return "a tensor, and in this cube the blocks work on other parts of the samples or features than the step"
+        return None
+
+    def _check_counters(self, early: frozenset[Key], late: Mapping[Key, Any]) -> None:
+        """Reject a number that is changed before and after the stack: other micro-batches' steps run in between."""
+        for key in early & late.keys():
+            if type(late[key]) in (int, float):
+                raise UnsupportedError(
+                    f"{'.'.join(key)} is changed in the step before the blocks are called and again after it, but the "
+                    f"steps of other micro-batches run in between and change it, too. Change it in one of the two "
+                    f"places, or in on_train_batch_start."
+                )
+
+
+def _without_mutated(changes: Mapping[Key, Any]) -> dict[Key, Any]:
+    return {key: value for key, value in changes.items() if value is not MUTATED}
+
+
+def _decode(tree: Tree) -> dict[Key, Any]:
+    return {key: _decode_value(key, *encoded) for key, encoded in tree.items()}
+
+
+def _decode_value(key: Key, kind: str, value: Any = None) -> Any:
+    match kind:
+        case "int" | "float":
+            return value.item()
+        case "removed":
+            return REMOVED
+        case "unavailable":
+            return [Unavailable(value)] if key[1] == CONTENT else Unavailable(value)
+        case _:
+            return value

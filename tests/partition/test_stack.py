@@ -8,7 +8,6 @@ classifier (different layers)  blocks of several classes: only if named
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
@@ -93,21 +92,3 @@ def test_one_module_used_twice_is_refused() -> None:
     block = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match=r"h\[1\] and h\[3\] are the same module"):
         find_stack(Holder(h=nn.ModuleList([nn.Linear(2, 2), block, nn.Linear(2, 2), block])))
-
-
-HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
-
-
-@pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_on_a_block_are_refused(kind: str) -> None:
-    layers = linears(3)
-    getattr(layers[1], kind)(lambda *_: None)
-    with pytest.raises(UnsupportedError, match=r"h\[1\] has hooks"):
-        find_stack(Holder(h=layers))
-
-
-def test_hooks_that_transformers_leaves_after_a_run_are_allowed() -> None:
-    model = models.gpt2()
-    model.model(input_ids=torch.ones(1, 2, dtype=torch.long), output_hidden_states=True)
-    assert model.model.transformer.h[0]._forward_hooks
-    assert len(find_stack(model)) == 8

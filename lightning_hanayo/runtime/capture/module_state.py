@@ -9,9 +9,9 @@ Parameters are no state. Of a buffer that was changed in place only that is know
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,7 +42,9 @@ _IDLE = {
     nn.ModuleList: set(),
 }
 """modules of exactly these classes, with only these attributes, store nothing: it is enough to count attributes"""
-_INTERNAL = frozenset(vars(nn.Module()))
+_OF_LIBRARIES = ("_hanayo", "_is_hf_initialized")
+"""how attributes begin that are no state of a module"""
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 """attributes of every module that hold its parts and hooks"""
 
 
@@ -60,6 +62,8 @@ class Holder:
         """whether it is known to keep its values, unless it gets a new one"""
         self.blocks: set[int] = set()
         self.copy: Any = None
+        self.values: Callable[[Any], tuple[Any, ...]] = tuple
+        """the values in a container, without what every module has"""
         self.tensors: list[tuple[Tensor, int]] = []
         self._look()
 
@@ -106,7 +110,10 @@ class Holder:
         (self.container.extend if isinstance(self.container, list | deque) else self.container.update)(content)
 
     def _look(self) -> None:
-        self.copy = self.container.copy()
+        old, self.copy = self.copy, self.container.copy()
+        if isinstance(self.copy, dict) and (old is None or old.keys() != self.copy.keys()):
+            keys = self.copy.keys() - _INTERNAL if self.has_attributes else self.copy.keys()
+            self.values = itemgetter(*keys) if len(keys) > 1 else lambda container: tuple(container[k] for k in keys)
         values = self.copy.values() if isinstance(self.copy, dict) else self.copy
         self.tensors = [(value, version_of(value)) for value in values if isinstance(value, Tensor)]
 
@@ -115,9 +122,9 @@ class Scanner:
     """Finds what has changed in some holders. Where nothing has, it takes about 0.02 us per attribute."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
-        self._holders = sorted(holders, key=_order)
-        self._num_dicts, self._num_active = (sum(_order(holder) <= kind for holder in holders) for kind in (0, 1))
-        self._containers = [holder.container for holder in self._holders]
+        self._holders = holders
+        self._containers = [holder.container for holder in holders]
+        self._active = [holder for holder in holders if not holder.is_idle]
 
     def scan(self) -> dict[Key, Any]:
         """What has changed since the last scan of these holders."""
@@ -126,7 +133,9 @@ class Scanner:
         changes: dict[Key, Any] = {}
         for holder in self._holders:
             own = holder.changes()
-            holder.is_idle = holder.is_idle and not own
+            if own and holder.is_idle:
+                holder.is_idle = False
+                self._active.append(holder)
             changes |= own
         return changes
 
@@ -137,16 +146,15 @@ class Scanner:
                 holder.undo()
 
     def _is_unchanged(self) -> bool:
-        copies = [holder.copy for holder in self._holders]
-        return (
-            list(map(len, self._containers)) == list(map(len, copies))
-            and all(map(is_, self._values(self._containers), self._values(copies)))
-            and not any(holder.is_mutated for holder in self._holders if holder.tensors)
-        )
-
-    def _values(self, containers: list[Any]) -> Iterator[Any]:
-        dictionaries, others = containers[: self._num_dicts], containers[self._num_dicts : self._num_active]
-        return chain(chain.from_iterable(map(dict.values, dictionaries)), chain(*others))
+        if list(map(len, self._containers)) != [len(holder.copy) for holder in self._holders]:
+            return False
+        active = self._active
+        try:
+            new = chain.from_iterable([holder.values(holder.container) for holder in active])
+            old = chain.from_iterable([holder.values(holder.copy) for holder in active])
+        except KeyError:  # one attribute has been deleted, and another one added
+            return False
+        return all(map(is_, new, old)) and not any(holder.is_mutated for holder in active if holder.tensors)
 
 
 class ModuleState:
@@ -210,8 +218,9 @@ class _Search:
         if _is_metric(module):
             return
         self._add(name, vars(module), block, has_attributes=True)
-        names = _IDLE.get(type(module))
-        self.found[id(vars(module))].is_idle = names is not None and vars(module).keys() - _INTERNAL <= names
+        known = _IDLE.get(type(module))
+        names = {name for name in vars(module).keys() - _INTERNAL if not name.startswith(_OF_LIBRARIES)}
+        self.found[id(vars(module))].is_idle = known is not None and names <= known | {"training", "forward"}
         if module._buffers:
             self._add(name + BUFFERS, module._buffers, block, has_attributes=True)
 
@@ -241,11 +250,6 @@ class _Search:
         for key, value in list(items):
             if key not in _INTERNAL:
                 self.add_value(f"{name}.{key}", value, block)
-
-
-def _order(holder: Holder) -> int:
-    """Dictionaries before lists and sets, before those that are idle."""
-    return 2 if holder.is_idle else int(not isinstance(holder.container, dict))
 
 
 def version_of(tensor: Tensor) -> int:

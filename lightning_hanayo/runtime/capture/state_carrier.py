@@ -7,7 +7,7 @@ Other micro-batches' steps start while one is suspended, and set the same attrib
 values: they are set before its code continues, and those of the latest micro-batch are restored after it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Left(NamedTuple):
     """The state of a suspended step."""
 
     values: dict[Key, Any]
-    """of everything that any step of this batch has changed so far"""
+    """of everything that steps of this batch have changed before their blocks"""
     changed: frozenset[Key]
     """what this step has changed itself"""
     number: int
@@ -78,19 +78,22 @@ class StateCarrier:
         self._others = frozenset(range(len(blocks))) - self._own
         self._local = None if num_local is None else frozenset(range(num_local))
         self._has_tensors = has_tensors
-        self._touched: set[Key] = set()
-        """what user code has changed since the last batch's end"""
+        self._early: set[Key] = set()
+        """what steps of this batch have changed before their blocks: each has its own values"""
+        self._others_changes: set[Key] = set()
+        """what hooks, and steps after their blocks, have changed: blocks elsewhere must learn it"""
         self._num_started = 0
         self._find_scanners()
 
     def begin_batch(self) -> None:
         """Take note of what hooks have changed since the last batch. What can't be sent, they have set on all ranks."""
         changes = self._scan()
-        self._touched = {key for key, value in changes.items() if self._why_not(value) is None}
+        self._early.clear()
+        self._others_changes |= {key for key, value in changes.items() if self._why_not(value) is None}
 
     def enter(self) -> None:
-        """Called before user code starts or continues: what blocks have changed since isn't its doing."""
-        self._scan()
+        """Called before user code starts or continues: what this rank's blocks have changed since isn't its doing."""
+        self._scanner(self._own).scan()
 
     def undo(self) -> None:
         """Undo what user code has changed since `enter`."""
@@ -100,11 +103,15 @@ class StateCarrier:
         """Return what blocks elsewhere may read, and the whole state of the step."""
         assert self._local is not None
         changes = self._scan()
-        self._touched |= changes.keys()
-        values = {key: self._value(key, changes) for key in self._touched}
-        sent = self._readable(values if earlier is None else changes, self._others | self._own - self._local)
-        tree = {key: self._encode(key, value, by="the step") for key, value in sent.items()} or None
-        values, changed = _without_mutated(values), frozenset(changes)
+        self._early |= changes.keys()
+        if earlier is None:
+            sent, self._others_changes = self._others_changes | self._early, set()
+        else:
+            sent = set(changes)
+        readable = self._readable(sent, self._others | self._own - self._local)
+        tree = {key: self._encode(key, self._value(key, changes), by="the step") for key in readable} or None
+        values = _without_mutated({key: self._value(key, changes) for key in self._early})
+        changed = frozenset(changes)
         if earlier is not None:
             left = earlier.left
             return tree, Left(left.values | values, left.changed | changed, left.number)
@@ -114,7 +121,7 @@ class StateCarrier:
     @contextmanager
     def running(self, tree: Tree | None, run: BlockRun) -> Iterator[list[Tree | None]]:
         """Set the values for the blocks, and add what they change."""
-        scanner = self._scanner(tuple(self._index_of[id(block)] for block in run.blocks))
+        scanner = self._scanner(frozenset(self._index_of[id(block)] for block in run.blocks))
         scanner.scan()
         before = self._set(_decode(tree)) if tree else {}
         result = [tree]
@@ -134,15 +141,15 @@ class StateCarrier:
     def end(self, delivered: Delivered) -> None:
         """Restore the latest step's values, but for those that this step has changed at its end."""
         changes = _without_mutated(self._scan())
-        self._touched |= changes.keys()
+        self._others_changes |= changes.keys()
         if delivered.left.number < self._num_started:
-            self._check_counters(delivered.left.changed, changes)
+            self._check_order(delivered.left.changed, changes)
             before = delivered.before.items()
             self._set({key: value for key, value in before if key not in changes and self._is_own(key)})
 
     def _find_scanners(self) -> None:
         self._all = Scanner(list(self._state.holders.values()))
-        self._scanners: dict[tuple[int, ...], Scanner] = {}
+        self._scanners: dict[frozenset[int], Scanner] = {}
 
     def _follow(self, changes: Mapping[Key, Any]) -> None:
         if self._state.follow(changes):
@@ -155,7 +162,7 @@ class StateCarrier:
             self._follow(changes)
         return changes
 
-    def _scanner(self, indices: tuple[int, ...]) -> Scanner:
+    def _scanner(self, indices: frozenset[int]) -> Scanner:
         if indices not in self._scanners:
             self._scanners[indices] = Scanner(self._state.of_blocks(indices))
         return self._scanners[indices]
@@ -172,10 +179,10 @@ class StateCarrier:
     def _holder(self, key: Key) -> Holder | None:
         return self._state.holders.get(key[0])
 
-    def _readable(self, changes: Mapping[Key, Any], blocks: frozenset[int]) -> dict[Key, Any]:
-        """The changes that some of `blocks` may read."""
-        holders = ((key, value, self._holder(key)) for key, value in changes.items())
-        return {key: value for key, value, holder in holders if holder is not None and holder.blocks & blocks}
+    def _readable(self, keys: Iterable[Key], blocks: frozenset[int]) -> list[Key]:
+        """The keys that some of `blocks` may read."""
+        holders = ((key, self._holder(key)) for key in keys)
+        return sorted(key for key, holder in holders if holder is not None and holder.blocks & blocks)
 
     def _is_own(self, key: Key) -> bool:
         """Whether it is the state of code that runs on this rank."""
@@ -218,14 +225,17 @@ class StateCarrier:
             return "a tensor, and in this cube the blocks work on other parts of the samples or features than the step"
         return None
 
-    def _check_counters(self, early: frozenset[Key], late: Mapping[Key, Any]) -> None:
-        """Reject a number that is changed before and after the stack: other micro-batches' steps run in between."""
+    def _check_order(self, early: frozenset[Key], late: Mapping[Key, Any]) -> None:
+        """Reject what is counted or collected before and after the blocks: other micro-batches' steps run in between.
+
+        Other values are replaced, not continued, so that each micro-batch's own is right.
+        """
         for key in early & late.keys():
-            if type(late[key]) in (int, float):
+            if type(late[key]) in (int, float) or key[1] == CONTENT:
                 raise UnsupportedError(
-                    f"{'.'.join(key)} is changed in the step before the blocks are called and again after it, but the "
-                    f"steps of other micro-batches run in between and change it, too. Change it in one of the two "
-                    f"places, or in on_train_batch_start."
+                    f"{'.'.join(part for part in key if part != CONTENT)} is changed in the step before the blocks are "
+                    f"called and again after it, but the steps of other micro-batches run in between and change it, "
+                    f"too. Change it in one of the two places, or in on_train_batch_start."
                 )
 
 

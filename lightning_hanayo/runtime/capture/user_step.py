@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.module_hooks import check_hooks, num_hooks
 from lightning_hanayo.runtime.batch import Batch, StepFunction
 from lightning_hanayo.runtime.capture.block_tracer import BlockTracer
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
@@ -33,9 +35,19 @@ class UserStep:
     _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
+    _parts: list[nn.Module] = field(default_factory=list, init=False)
+    """all modules in the blocks"""
+    _num_hooks: int = field(default=0, init=False)
+    """that were there, and accepted, when they were last counted"""
 
     def begin_batch(self) -> None:
-        """Called before each batch."""
+        """Called before each batch, where the stack has several stages.
+
+        Raises:
+            UnsupportedError: since the run began, a hook was put on a module in a block.
+        """
+        self._parts = self._parts or [part for block in self.blocks for part in block.modules()]
+        self._check_hooks()
         self.carriers.begin_batch()
 
     def run(self, batch: Batch, microbatch: int) -> Any:
@@ -54,6 +66,7 @@ class UserStep:
         assert batch.step is not None
         self._enter(batch, microbatch)
         self._under_way[microbatch] = self._start(batch.step, microbatch, self.carriers)
+        self._check_hooks()
         return self._under_way[microbatch][1].message
 
     def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
@@ -98,6 +111,13 @@ class UserStep:
         self._under_way.clear()
         self._dry_runs.clear()
         self._calls.close()
+
+    def _check_hooks(self) -> None:
+        number = num_hooks(self._parts)
+        if number != self._num_hooks:
+            self._num_hooks = number
+            named = (block.named_modules(prefix=f"{self.name}[{i}]") for i, block in enumerate(self.blocks))
+            check_hooks(chain.from_iterable(named))
 
     def _enter(self, batch: Batch, microbatch: int | None) -> None:
         self.carriers.enter()

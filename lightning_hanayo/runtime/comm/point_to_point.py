@@ -28,6 +28,8 @@ MAX_SIGNATURES = 64
 """how many signatures' specs are kept: those of the latest batches"""
 MAX_SPARE_BUFFERS = 2
 """how many unused buffers of one spec are kept for the next messages: more would be idle memory"""
+MAX_SPARE_SPECS = 512
+"""how many specs have such buffers: a plain value that differs in each batch makes a new spec each time"""
 
 
 class MessageKey(NamedTuple):
@@ -143,6 +145,8 @@ class PointToPointChannel:
     def _wait_and_recycle(self, sends: Iterable[PendingSend]) -> None:
         for sent, work in sends:
             work.wait()
+            if len(self._spare_buffers) > MAX_SPARE_SPECS:
+                self._spare_buffers.clear()
             if isinstance(sent, SendBuffer) and len(spare := self._spare_buffers[sent.spec]) < MAX_SPARE_BUFFERS:
                 spare.append(sent)
 

@@ -1,0 +1,230 @@
+"""Carrying attributes between a step on rank 0, with block 0, and blocks 1 and 2 on rank 1.
+
+rank 0    step 0 |leave|  step 1 |leave|     |deliver| step 0 |end|     |deliver| step 1 |end|
+rank 1                           running 0                   running 1
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.capture.carried import BlockRun
+from lightning_hanayo.runtime.capture.module_state import ModuleState
+from lightning_hanayo.runtime.capture.state_carrier import StateCarrier
+from lightning_hanayo.runtime.comm.pytree import Flattener, unflatten
+
+
+class Box:
+    level: Any = 0.0
+
+
+class Block(nn.Module):
+    def __init__(self, box: Box) -> None:
+        super().__init__()
+        self.box = box
+        self.calls = 0
+        self.register_buffer("sigma", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.aux = x.mean() * self.box.level
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = Box()
+        self.layers = nn.ModuleList(Block(self.box) for _ in range(3))
+        self.phase = 0
+        self.results: list[Any] = []
+
+
+class Rank:
+    """One rank's model and carrier."""
+
+    def __init__(self, own: set[int], num_local: int | None, **options: Any) -> None:
+        self.model = Model()
+        self.blocks = list(self.model.layers)
+        state = ModuleState(self.model, self.blocks, "layers")
+        self.carrier = StateCarrier(state, self.blocks, own, num_local, **options)
+
+    def leave(self) -> tuple[Any, Any]:
+        tree, left = self.carrier.leave(None)
+        return sent(tree), left
+
+    def run(self, tree: Any, *indices: int) -> Any:
+        blocks = [self.blocks[i] for i in indices]
+        with self.carrier.running(tree, BlockRun(blocks, is_last=True)) as result:
+            for block in blocks:
+                block(torch.ones(2))
+        return sent(result[0])
+
+
+def sent(tree: Any) -> Any:
+    """What arrives."""
+    flattener = Flattener()
+    skeleton = flattener.flatten(tree)
+    return unflatten(skeleton, [tensor.clone() for tensor in flattener.tensors])
+
+
+@pytest.fixture
+def ranks() -> SimpleNamespace:
+    made = SimpleNamespace(first=Rank({0}, 1), second=Rank({1, 2}, None))
+    made.first.carrier.begin_batch()
+    return made
+
+
+def test_nothing_travels_where_nothing_is_set(ranks: SimpleNamespace) -> None:
+    assert ranks.first.leave()[0] is None
+
+
+def test_the_step_sets_what_blocks_elsewhere_read(ranks: SimpleNamespace) -> None:
+    ranks.first.model.box.level = 0.5
+    tree, _ = ranks.first.leave()
+    ranks.second.run(tree, 1)
+    assert ranks.second.model.box.level == 0.5 and ranks.second.blocks[1].aux == 0.5
+
+
+def test_the_step_reads_what_blocks_elsewhere_have_set(ranks: SimpleNamespace) -> None:
+    ranks.first.model.box.level = 2.0
+    tree, left = ranks.first.leave()
+    tree = ranks.second.run(tree, 1, 2)
+    ranks.first.carrier.deliver(tree, left)
+    assert [block.aux for block in ranks.first.blocks[1:]] == [2, 2]
+    assert [block.calls for block in ranks.first.blocks] == [0, 1, 1]
+
+
+def test_each_micro_batch_has_its_own_values(ranks: SimpleNamespace) -> None:
+    model, carrier, suspended = ranks.first.model, ranks.first.carrier, []
+    for level in (1.0, 2.0, 3.0):
+        carrier.enter()
+        model.box.level = level
+        suspended.append(ranks.first.leave())
+    for number, (tree, left) in enumerate(suspended):
+        tree = ranks.second.run(tree, 1, 2)
+        carrier.enter()
+        delivered = carrier.deliver(tree, left)
+        assert model.box.level == model.layers[2].aux == number + 1
+        carrier.end(delivered)
+        assert model.box.level == 3.0, "the latest step's value is restored"
+
+
+def test_a_value_that_later_steps_only_read_is_theirs_too(ranks: SimpleNamespace) -> None:
+    model, carrier = ranks.first.model, ranks.first.carrier
+    model.box.level = 1.0
+    second = ranks.first.leave()
+    carrier.enter()
+    third = ranks.first.leave()
+    levels = [ranks.second.run(tree, 1) and ranks.second.model.box.level for tree, _ in (second, third)]
+    assert levels == [1.0, 1.0]
+
+
+def test_what_a_step_sets_at_its_end_stays_and_travels_with_the_next(ranks: SimpleNamespace) -> None:
+    model, carrier = ranks.first.model, ranks.first.carrier
+    delivered = carrier.deliver(*ranks.first.leave())
+    model.layers[2].train(False)
+    carrier.end(delivered)
+    carrier.begin_batch()
+    ranks.second.run(ranks.first.leave()[0], 2)
+    assert not ranks.second.blocks[2].training
+
+
+def test_counters_of_blocks_go_on(ranks: SimpleNamespace) -> None:
+    for expected in (1, 2, 3):
+        ranks.first.carrier.enter()
+        tree, left = ranks.first.leave()
+        tree = ranks.second.run(tree, 1)
+        ranks.first.carrier.end(ranks.first.carrier.deliver(tree, left))
+        assert ranks.second.blocks[1].calls == ranks.first.blocks[1].calls == expected
+
+
+def test_what_steps_collect_after_the_blocks_is_not_lost(ranks: SimpleNamespace) -> None:
+    model, carrier = ranks.first.model, ranks.first.carrier
+    first, second = ranks.first.leave(), ranks.first.leave()
+    for number, suspended in enumerate((first, second)):
+        carrier.enter()
+        delivered = carrier.deliver(*suspended)
+        model.results.append(number)
+        carrier.end(delivered)
+        if number == 0:
+            third = ranks.first.leave()
+    carrier.deliver(*third)
+    assert model.results == [0, 1]
+
+
+def test_what_is_collected_before_and_after_the_blocks_is_rejected(ranks: SimpleNamespace) -> None:
+    model, carrier = ranks.first.model, ranks.first.carrier
+    model.results.append("before")
+    first, _ = ranks.first.leave(), ranks.first.leave()
+    delivered = carrier.deliver(*first)
+    model.results.append("after")
+    with pytest.raises(UnsupportedError, match="Model.results is changed in the step before the blocks"):
+        carrier.end(delivered)
+
+
+def test_a_counter_that_is_changed_before_and_after_the_blocks_is_rejected(ranks: SimpleNamespace) -> None:
+    model, carrier, suspended = ranks.first.model, ranks.first.carrier, []
+    for _ in range(2):
+        model.phase += 1
+        suspended.append(ranks.first.leave())
+    delivered = carrier.deliver(*suspended[0])
+    model.phase += 1
+    with pytest.raises(UnsupportedError, match="Model.phase is changed in the step before the blocks"):
+        carrier.end(delivered)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model.layers[1], "activation", torch.relu), r"layers\[1\].activation .* can't be sent"),
+        (lambda model: model.layers[1].sigma.fill_(2), r"layers\[1\].sigma was set in the step to other values in pl"),
+        (lambda model: setattr(model.box, "level", torch.empty((), device="meta")), "is on another pipeline rank"),
+    ],
+    ids=["a function", "a buffer in place", "a placeholder"],
+)
+def test_what_cannot_travel_to_a_block_is_rejected(ranks: SimpleNamespace, change: Any, message: str) -> None:
+    change(ranks.first.model)
+    with pytest.raises(UnsupportedError, match=message):
+        ranks.first.leave()
+
+
+def test_what_cannot_travel_to_the_step_is_rejected_when_it_is_read(ranks: SimpleNamespace) -> None:
+    with ranks.second.carrier.running(None, BlockRun([ranks.second.blocks[1]], is_last=True)) as result:
+        ranks.second.blocks[1].cache = object()
+    ranks.first.carrier.deliver(sent(result[0]), ranks.first.leave()[1])
+    with pytest.raises(UnsupportedError, match=r"layers\[1\].cache was set by a block to a builtins.object"):
+        _ = ranks.first.blocks[1].cache + 1
+
+
+def test_tensors_do_not_cross_where_ranks_of_a_cube_see_other_parts() -> None:
+    rank = Rank({0}, 0, has_tensors=False)
+    rank.model.box.level = 0.5
+    assert list(rank.leave()[0].values()) == [("value", 0.5)]
+    rank.model.box.level = torch.ones(())
+    with pytest.raises(UnsupportedError, match="other parts of the samples"):
+        rank.leave()
+
+
+def test_numbers_travel_as_tensors_so_that_messages_keep_their_structure(ranks: SimpleNamespace) -> None:
+    skeletons = []
+    for level in (0.1, 0.2):
+        ranks.first.model.box.level = level
+        flattener = Flattener()
+        skeletons.append(flattener.flatten(ranks.first.leave()[0]))
+    assert skeletons[0] == skeletons[1]
+
+
+def test_gradients_flow_through_what_is_carried(ranks: SimpleNamespace) -> None:
+    level = torch.ones((), requires_grad=True)
+    ranks.first.model.box.level = level * 3
+    tree, left = ranks.first.carrier.leave(None)
+    with ranks.second.carrier.running(tree, BlockRun([ranks.second.blocks[2]], is_last=True)) as result:
+        ranks.second.blocks[2](torch.ones(2))
+    ranks.first.carrier.deliver(result[0], left)
+    ranks.first.blocks[2].aux.backward()
+    assert level.grad == 3

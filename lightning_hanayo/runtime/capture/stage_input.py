@@ -22,7 +22,7 @@ from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, renumber, tensor_indices, unflatten
 
 NO_OUTPUT: Skeleton = ("plain", "NoneType", None)
-NOTHING_CARRIED: Skeleton = ("tuple",)
+NO_TREES: Skeleton = ("tuple",)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StageInput:
     call_of_block: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     sequence_length: int = 0
-    carried: Skeleton = NOTHING_CARRIED
+    carried: Skeleton = NO_TREES
 
     @staticmethod
     def from_message(message: Message) -> "StageInput":

@@ -72,8 +72,8 @@ class UserStep:
     def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
         """Resume a step suspended at the first block with that block's output; return the calls of the other blocks."""
         self._enter(batch, microbatch)
-        nothing = (None,) * len(after.trees)  # what the first block has stored is delivered with the others' values
-        return self._run_to_last_block(self._under_way[microbatch], (after.output, nothing))
+        no_trees = (None,) * len(after.trees)  # what the first block has stored is delivered with the others' values
+        return self._run_to_last_block(self._under_way[microbatch], (after.output, no_trees))
 
     def finish(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> tuple[Any, int]:
         """Resume with the stack's output, and what was carried.

@@ -11,12 +11,17 @@ from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 
 HABITS = [habit for group in GROUPS.values() for habit in group]
-# By default each habit runs on a pipeline or on waves, and on a cube or on both, in turn.
-DEFAULT = [
-    (habit, layout)
-    for index, habit in enumerate(HABITS)
-    for layout in (("pipeline", "waves")[index % 2], ("cube", "both")[index // 2 % 2])
-]
+NAMES = list(LAYOUTS)
+
+
+def layouts_by_default(index: int, habit: Habit) -> list[str]:
+    """One layout for each habit, in turn; one of the other kind too, if its outcome is of another type there."""
+    first, other = NAMES[index % 4], NAMES[(index + 2) % 4]
+    differs = type(habit.outcomes[first]) is not type(habit.outcomes[other])
+    return [first, other] if differs else [first]
+
+
+DEFAULT = [(habit, layout) for i, habit in enumerate(HABITS) for layout in layouts_by_default(i, habit)]
 
 
 def _name(value: Habit | str) -> str:

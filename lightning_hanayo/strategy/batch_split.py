@@ -5,13 +5,18 @@ a cube               0: rank 0's share | rank 1's | ... 1: rank 0's | ... each r
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NoReturn
 
 from typing_extensions import override
 
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.runtime import microbatches
+from lightning_hanayo.runtime.batches.plan import BatchPlan, BatchRule, BatchSource
+from lightning_hanayo.runtime.batches.reader import BatchReader
+from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject, MicrobatchReshard
 from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares, shares
 from lightning_hanayo.tensor3d.mesh import Mesh
@@ -21,26 +26,38 @@ from lightning_hanayo.tensor3d.mesh import Mesh
 class SplitBatch:
     """A batch cut into pieces. A piece is a micro-batch, or in a cube one rank's share of a micro-batch."""
 
-    microbatch_sizes: Sequence[int]
-    """samples of each micro-batch"""
     pieces: Sequence[Any]
     """in the order of their samples; None where a rank has none"""
-    sizes: Sequence[int]
-    """samples of each piece"""
+    sizes: PieceSizes
     own: Sequence[int]
     """for each micro-batch, which piece is this rank's"""
     step_inputs: Sequence[Any]
     """what this rank's user code gets for each micro-batch: its piece, or a padding sample"""
-    block_inputs: Sequence[Any]
-    """for each micro-batch, the samples that this rank's blocks work on"""
+    block_input: Callable[[int], Any]
+    """makes the samples of a micro-batch that this rank's blocks work on"""
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many micro-batches there are."""
+        return len(self.step_inputs)
 
 
 class BatchSplitter(ABC):
     """Splits batches on a process of pipeline rank 0 (one per rank of the cube), and merges what their steps return."""
 
-    @abstractmethod
-    def split(self, batch: Any, sizes: Sequence[int]) -> SplitBatch:
-        """Cut `batch` into micro-batches of so many samples, and these into the ranks' pieces."""
+    def __init__(self, rule: BatchRule = BatchRule()) -> None:  # noqa: B008
+        self.rule = rule
+        self._reader = BatchReader(rule)
+
+    def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
+        """Cut `batch` into at most `limit` micro-batches, and these into the ranks' pieces.
+
+        Raises:
+            HanayoError: it can't be cut.
+        """
+        if self.rule.split is not None:
+            return self._split_by_user(batch, self._call_user(batch, limit), source)
+        return self._split_by_plan(batch, self._reader.plan(batch, source), limit)
 
     @abstractmethod
     def all_gather(self, value: Any) -> list[Any]:
@@ -57,77 +74,192 @@ class BatchSplitter(ABC):
         """
         per_microbatch = zip(*self.all_gather(list(results)), strict=True)
         per_piece = [result for row in per_microbatch for result in row]
-        kept = [i for i, size in enumerate(split.sizes) if size]
+        kept = [i for i, piece in enumerate(split.pieces) if piece is not None]
         return microbatches.merge(
-            [per_piece[i] for i in kept],
-            [split.sizes[i] for i in kept],
-            [weights[i] for i in kept],
-            has_loss=has_loss,
+            [per_piece[i] for i in kept], split.sizes.of(kept), [weights[i] for i in kept], has_loss=has_loss
         )
+
+    @abstractmethod
+    def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch: ...
+
+    @abstractmethod
+    def _split_by_user(self, batch: Any, pieces: list[Any], source: BatchSource) -> SplitBatch: ...
+
+    def _call_user(self, batch: Any, limit: int) -> list[Any]:
+        """The micro-batches that the user's function makes.
+
+        Raises:
+            HanayoError: they are not a list, none, or too many.
+        """
+        assert self.rule.split is not None
+        made = self.rule.split(batch, limit)
+        if not isinstance(made, (list, tuple)) or not 0 < len(made) <= limit:
+            got = f"{len(made)} items" if isinstance(made, (list, tuple)) else f"a {type(made).__name__}"
+            raise HanayoError(f"split_batch(batch, {limit}) returned {got}; expected a list of 1 to {limit} pieces")
+        return list(made)
+
+    def _sizes(self, pieces: Sequence[Any], source: BatchSource) -> PieceSizes:
+        """Count the samples of pieces that the user's function has made, as far as the rule can count them."""
+        found = [None if piece is None else self._plan_or_none(piece, source) for piece in pieces]
+        are_known = all(plan is not None for plan, piece in zip(found, pieces, strict=True) if piece is not None)
+        first = [plan.part_sizes[0] if plan is not None else 0 for plan in found]
+        return PieceSizes([first], self.rule.batch_dim, are_known)
+
+    def _plan_or_none(self, piece: Any, source: BatchSource) -> BatchPlan | None:
+        try:
+            return self._reader.plan(piece, source)
+        except HanayoError:
+            return None
 
 
 class WholeSplitter(BatchSplitter):
     """For a rank that holds its stages alone: it runs whole micro-batches."""
 
     @override
-    def split(self, batch: Any, sizes: Sequence[int]) -> SplitBatch:
-        pieces = microbatches.split(batch, sizes)
-        return SplitBatch(sizes, pieces, sizes, range(len(sizes)), pieces, pieces)
+    def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
+        if limit > 1:
+            return super().split(batch, limit, source)
+        return _whole([batch], PieceSizes([[1]], self.rule.batch_dim))  # nothing is cut, so nothing is refused
 
     @override
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
+    @override
+    def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch:
+        count = plan.num_microbatches(limit)
+        parts = [microbatches.sizes(size, count) for size in plan.part_sizes]
+        pieces = [batch] if count == 1 else [plan.select(batch, row) for row in _rows(parts)]
+        return _whole(pieces, PieceSizes(parts, self.rule.batch_dim))
+
+    @override
+    def _split_by_user(self, batch: Any, pieces: list[Any], source: BatchSource) -> SplitBatch:
+        return _whole(pieces, self._sizes(pieces, source))
+
 
 class ReplicatedSplitter(WholeSplitter):
     """For the ranks of a cube that all run whole micro-batches outside the stack, alike."""
 
-    def __init__(self, mesh: Mesh, boundary: MicrobatchReshard) -> None:
+    def __init__(self, rule: BatchRule, mesh: Mesh, boundary: MicrobatchReshard) -> None:
+        super().__init__(rule)
         self._mesh = mesh
         self._boundary = boundary
 
     @override
-    def split(self, batch: Any, sizes: Sequence[int]) -> SplitBatch:
-        self._boundary.begin([shares(samples, self._mesh.sizes) for samples in sizes])
-        return super().split(batch, sizes)
+    def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
+        made = BatchSplitter.split(self, batch, limit, source)
+        self._boundary.begin([shares(samples, self._mesh.sizes) for samples in made.sizes.parts[0]])
+        return made
 
 
 class SharedSplitter(BatchSplitter):
     """For the ranks of a cube of which each runs user code on its share of every micro-batch.
 
     Args:
+        rule: how batches are cut.
         mesh: the cube.
         boundary: is told the shares.
         all_gather: gathers Python objects from all ranks of the cube.
     """
 
-    def __init__(self, mesh: Mesh, boundary: MicrobatchReshard, all_gather: AllGatherObject) -> None:
+    def __init__(self, rule: BatchRule, mesh: Mesh, boundary: MicrobatchReshard, all_gather: AllGatherObject) -> None:
+        super().__init__(rule)
         self._mesh = mesh
         self._boundary = boundary
         self._all_gather = all_gather
 
     @override
-    def split(self, batch: Any, sizes: Sequence[int]) -> SplitBatch:
-        whole = microbatches.split(batch, sizes)
-        table = [shares(samples, self._mesh.sizes) for samples in sizes]
-        self._boundary.begin(table)
-        rank, num_ranks = self._mesh.index("xyz"), self._mesh.num_ranks
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._all_gather(value)
 
-        def cut(m: int, *parts: Share) -> Any:
-            samples = [i for share in parts for i in range(share.start, share.stop)]
-            return microbatches.select_samples(whole[m], samples, sizes[m])
+    @override
+    def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch:
+        count = plan.num_microbatches(limit, self._mesh.num_ranks)
+        if not count:
+            raise UnsupportedError(
+                f"the loaders' parts of the batch have {' and '.join(map(str, plan.part_sizes))} samples, which the "
+                f"{self._mesh.num_ranks} ranks of a cube can't share in the same proportions. Choose batch sizes that "
+                f"it divides, or set cube_outside='replicate'."
+            )
+        rows = _rows([microbatches.sizes(size, count) for size in plan.part_sizes])
+        tables = [[shares(len(samples), self._mesh.sizes) for samples in row] for row in rows]  # [micro-batch][part]
+        self._boundary.begin([table[0] for table in tables])
 
-        pieces = [None if share.is_padding else cut(m, share) for m, row in enumerate(table) for share in row]
-        own = [m * num_ranks + rank for m in range(len(sizes))]
-        return SplitBatch(
-            sizes,
-            pieces,
-            [0 if share.is_padding else share.size for row in table for share in row],
-            own,
-            [cut(m, row[rank]) if pieces[own[m]] is None else pieces[own[m]] for m, row in enumerate(table)],
-            [cut(m, *block_shares(row, self._mesh)) for m, row in enumerate(table)],
+        def cut(m: int, *of_parts: Sequence[Share]) -> Any:
+            picks = [
+                [samples[i] for share in own for i in range(share.start, share.stop)]
+                for samples, own in zip(rows[m], of_parts, strict=True)
+            ]
+            return plan.select(batch, picks)
+
+        def piece(m: int, rank: int) -> Any:
+            return cut(m, *([table[rank]] for table in tables[m]))
+
+        return self._shared(
+            [[None if s.is_padding else piece(m, r) for r, s in enumerate(table[0])] for m, table in enumerate(tables)],
+            PieceSizes(
+                [
+                    [0 if s.is_padding else s.size for table in tables for s in table[part]]
+                    for part in range(len(plan.part_sizes))
+                ],
+                self.rule.batch_dim,
+            ),
+            padding=lambda m: piece(m, self._mesh.index("xyz")),
+            block_input=lambda m: cut(m, *(block_shares(table, self._mesh) for table in tables[m])),
         )
 
     @override
-    def all_gather(self, value: Any) -> list[Any]:
-        return self._all_gather(value)
+    def _split_by_user(self, batch: Any, pieces: list[Any], source: BatchSource) -> SplitBatch:
+        """The user's function also cuts a micro-batch into the ranks' shares; it may make fewer than ranks."""
+        num_ranks = self._mesh.num_ranks
+        made = [self._call_user(piece, num_ranks) for piece in pieces]
+        rows = [[*row, *[None] * (num_ranks - len(row))] for row in made]
+        sizes = self._sizes([piece for row in rows for piece in row], source)
+        counts = [[size or 1 for size in sizes.parts[0][m * num_ranks :][:num_ranks]] for m in range(len(rows))]
+        self._boundary.begin([_shares(len(of), row) for of, row in zip(made, counts, strict=True)])
+        return self._shared(rows, sizes, padding=lambda m: made[m][0], block_input=_no_block_input)
+
+    def _shared(
+        self,
+        rows: Sequence[Sequence[Any]],
+        sizes: PieceSizes,
+        *,
+        padding: Callable[[int], Any],
+        block_input: Callable[[int], Any],
+    ) -> SplitBatch:
+        """Pieces by micro-batch and rank. `padding` makes what a rank without a piece runs."""
+        rank = self._mesh.index("xyz")
+        return SplitBatch(
+            [piece for row in rows for piece in row],
+            sizes,
+            [m * self._mesh.num_ranks + rank for m in range(len(rows))],
+            [padding(m) if row[rank] is None else row[rank] for m, row in enumerate(rows)],
+            block_input,
+        )
+
+
+def _whole(pieces: Sequence[Any], sizes: PieceSizes) -> SplitBatch:
+    """Micro-batches that one rank runs whole."""
+    return SplitBatch(pieces, sizes, range(len(pieces)), pieces, lambda m: pieces[m])
+
+
+def _rows(parts: Sequence[Sequence[int]]) -> list[list[range]]:
+    """For each micro-batch, the samples of each part."""
+    ends = [list(accumulate(sizes)) for sizes in parts]
+    ranges = [[range(e - s, e) for s, e in zip(*pair, strict=True)] for pair in zip(parts, ends, strict=True)]
+    return [list(row) for row in zip(*ranges, strict=True)]
+
+
+def _shares(num_present: int, counts: Sequence[int]) -> tuple[Share, ...]:
+    """Shares of so many samples, one after the other; ranks above the present ones run the first share once more."""
+    ends = list(accumulate(counts))
+    present = [Share(end - size, end) for end, size in zip(ends, counts, strict=True)][:num_present]
+    return (*present, *[Share(0, counts[0], is_padding=True)] * (len(counts) - num_present))
+
+
+def _no_block_input(_: int) -> NoReturn:
+    raise UnsupportedError(
+        "blocks get a mask for some samples of a micro-batch and none for others, and split_batch has cut it for the "
+        "ranks of a cube, so that they can't run all its samples once more. Pass masks always, or set "
+        "cube_outside='replicate'."
+    )

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.runtime.microbatches import num_samples
+from lightning_hanayo.runtime.microbatches import PieceSizes
 
-LossWeight = Literal["samples", "tokens", "sum"] | Callable[[Any], float]
+LossWeight = Literal["samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float]
 IGNORED_LABEL = -100
 
 
@@ -41,36 +41,36 @@ class LossWeighting:
         self._num_data = num_data
         self._group = group
 
-    def for_training(self, pieces: Sequence[Any]) -> PieceWeights:
+    def for_training(self, pieces: Sequence[Any], sizes: PieceSizes) -> PieceWeights:
         """Weights that sum to 1 over all data ranks. Called by all data ranks.
 
         By samples (and for sums) every data rank counts the same, as in DDP; otherwise by what it has, summed over
         the data ranks.
 
         Raises:
-            HanayoError: `"tokens"`, and no labels are found.
+            HanayoError: labels are to be counted, and none are found; or samples, and they can't be counted.
         """
         if self._rule == "sum":
-            in_mean = _proportions(_counts(pieces, "samples"))
+            in_mean = _proportions(_counts(pieces, sizes, "samples"))
             present = tuple(float(piece is not None) for piece in pieces)
             return PieceWeights(in_mean, present, tuple(one / self._num_data for one in present))
-        counts = _counts(pieces, self._rule)
+        counts = _counts(pieces, sizes, self._rule)
         in_mean, local = _proportions(counts), sum(counts)
         total = local * self._num_data if self._rule == "samples" else self._sum_over_data_ranks(local)
         return PieceWeights(in_mean, in_mean, tuple(n / total if total else 0.0 for n in counts))
 
-    def for_evaluation(self, pieces: Sequence[Any]) -> PieceWeights:
+    def for_evaluation(self, pieces: Sequence[Any], sizes: PieceSizes) -> PieceWeights:
         """As in training, without other data ranks: there is no gradient. By samples where the rule can't be applied.
 
         Evaluation batches may lack the labels that training batches have.
         """
-        rule: LossWeight = self._rule if self._rule != "sum" and self._can_count(pieces) else "samples"
-        in_mean = _proportions(_counts(pieces, rule))
+        rule: LossWeight = self._rule if self._rule != "sum" and self._can_count(pieces, sizes) else "samples"
+        in_mean = _proportions(_counts(pieces, sizes, rule))
         return PieceWeights(in_mean, in_mean, in_mean)
 
-    def _can_count(self, pieces: Sequence[Any]) -> bool:
+    def _can_count(self, pieces: Sequence[Any], sizes: PieceSizes) -> bool:
         try:
-            _counts(pieces, self._rule)
+            _counts(pieces, sizes, self._rule)
         except Exception:  # the user's function was written for training batches
             return False
         return True
@@ -88,21 +88,29 @@ def _proportions(counts: Sequence[float]) -> tuple[float, ...]:
     return tuple(n / total if total else 0.0 for n in counts)
 
 
-def _counts(pieces: Sequence[Any], rule: Any) -> list[float]:
+def _counts(pieces: Sequence[Any], sizes: PieceSizes, rule: Any) -> list[float]:
     """How much each piece counts; 0 where a rank has none."""
+    present = sum(piece is not None for piece in pieces)
+    if rule == "samples":
+        if present > 1 and not sizes.are_known:
+            raise HanayoError(
+                "loss_weight='samples' weighs the micro-batches by their samples, which can't be counted in what "
+                "split_batch returned: its tensors have different numbers of rows. Pass loss_weight=lambda "
+                "micro_batch: ..., which returns the number of samples, or of what else the loss is a mean of."
+            )
+        return [0.0 if piece is None else float(n) for n, piece in zip(sizes.parts[0], pieces, strict=True)]
     return [0.0 if piece is None else _count(piece, rule) for piece in pieces]
 
 
-def _count(piece: Any, rule: Literal["samples", "tokens"] | Callable[[Any], float]) -> float:
-    """The number of samples, of labels that aren't -100, or what the user's function returns."""
-    if rule == "samples":
-        return num_samples(piece)
-    if rule == "tokens":
-        return int((_labels(piece) != IGNORED_LABEL).sum())
-    return float(rule(piece))
+def _count(piece: Any, rule: Literal["tokens", "shifted_tokens"] | Callable[[Any], float]) -> float:
+    """The number of labels that aren't -100, or what the user's function returns."""
+    if callable(rule):
+        return float(rule(piece))
+    labels = _labels(piece, rule)
+    return int(((labels[..., 1:] if rule == "shifted_tokens" else labels) != IGNORED_LABEL).sum())
 
 
-def _labels(piece: Any) -> Tensor:
+def _labels(piece: Any, rule: str) -> Tensor:
     """`batch["labels"]`, `batch.labels`, or the last tensor of a tuple: it must hold integers."""
     if isinstance(piece, Mapping):
         labels = piece.get("labels")
@@ -112,7 +120,7 @@ def _labels(piece: Any) -> Tensor:
         labels = getattr(piece, "labels", None)
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise HanayoError(
-            "loss_weight='tokens' counts the labels that aren't -100, but the batch has none: expected "
+            f"loss_weight={rule!r} counts the labels that aren't -100, but the batch has none: expected "
             "batch['labels'], batch.labels or the last item of a tuple, as integers. Pass a function instead."
         )
     return labels

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.planner.layout import check_schedule
+from lightning_hanayo.runtime.batches.plan import BatchRule, SplitFunction
 from lightning_hanayo.schedule import CostModel
 from lightning_hanayo.strategy.loss_weight import LossWeight
 
@@ -33,6 +34,9 @@ class Options:
     cube_pieces: int
     cube_tokens: int | None
     timeout: timedelta
+    batch_dim: int
+    split_batch: SplitFunction | None
+    whole: Sequence[str]
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches"):
@@ -43,7 +47,7 @@ class Options:
         if isinstance(self.balance, str):
             self._choice("balance", ("parameters", "time"))
         if not callable(self.loss_weight):
-            self._choice("loss_weight", ("samples", "tokens", "sum"))
+            self._choice("loss_weight", ("samples", "tokens", "shifted_tokens", "sum"))
         if self.activation_budget is not None and self.activation_budget <= 0:
             raise HanayoError(f"activation_budget={self.activation_budget}: expected a positive number of M_a, or None")
         if self.cube_pieces < 1:
@@ -52,7 +56,25 @@ class Options:
         sizes: tuple[Any, ...] = (self.cube,) * 3 if isinstance(self.cube, int) else tuple(self.cube)
         if len(sizes) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
             raise HanayoError(f"cube={self.cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
+        self._check_batch_rule()
         check_schedule(self.schedule)
+
+    @property
+    def batch_rule(self) -> BatchRule:
+        """How batches are cut."""
+        return BatchRule(self.batch_dim, self.split_batch, frozenset(self.whole))
+
+    def _check_batch_rule(self) -> None:
+        dim: Any = self.batch_dim
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            raise HanayoError(f"batch_dim={self.batch_dim!r}: expected a whole number from 0 on")
+        if self.split_batch is not None and not callable(self.split_batch):
+            raise HanayoError(
+                f"split_batch={self.split_batch!r}: expected a function (batch, n) that returns a list of at most n "
+                f"micro-batches, or None"
+            )
+        if isinstance(self.whole, str) or not all(isinstance(name, str) for name in self.whole):
+            raise HanayoError(f"whole={self.whole!r}: expected a sequence of names, such as ('weights',)")
 
     def _choice(self, name: str, choices: tuple[str, ...]) -> None:
         value: Any = getattr(self, name)

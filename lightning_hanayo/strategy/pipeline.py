@@ -8,9 +8,9 @@ from torch import nn
 
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.planner.layout import Layout
-from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.batch import Batch
+from lightning_hanayo.runtime.batches.plan import BatchSource
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
@@ -87,10 +87,9 @@ class Pipeline:
     """None: random numbers come from torch's own generators, unchanged"""
     _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
 
-    def split(self, batch: Any) -> SplitBatch:
+    def split(self, batch: Any, source: BatchSource) -> SplitBatch:
         """Cut a batch into micro-batches: as many as the layout has, or as it has samples."""
-        sizes = microbatches.sizes(microbatches.num_samples(batch), self.layout.num_microbatches)
-        return self.splitter.split(batch, sizes)
+        return self.splitter.split(batch, self.layout.num_microbatches, source)
 
     def lead(self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool) -> None:
         """On pipeline rank 0: announce a batch and run it. Training leaves its gradients in `.grad`.

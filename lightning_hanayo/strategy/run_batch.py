@@ -15,6 +15,7 @@ from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradien
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.stages.first_last import loss_of
 from lightning_hanayo.strategy.lightning import progress, user_hooks
+from lightning_hanayo.strategy.lightning.loaders import source_of
 from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
 from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
 from lightning_hanayo.strategy.session import Session
@@ -72,20 +73,20 @@ def _run(
     pipeline = session.pipeline
     if pipeline.rank > 0:
         return pipeline.follow(trains=trains, reduce=reduce)
-    split = pipeline.split(batch)
-    weights = session.weigh(split.pieces, trains=trains)
+    split = pipeline.split(batch, source_of(trainer))
+    weights = session.weigh(split.pieces, split.sizes, trains=trains)
     log = MicrobatchLog(trainer, split, weights.in_mean, pipeline.splitter)
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
     running = Batch(
-        microbatches.signature(batch, split.microbatch_sizes, kind),
+        microbatches.signature(batch, split.sizes.parts, kind),
         pipeline.reduces_in_batch(reduce),
         step=lambda m: step(split.step_inputs[m]),
-        dry_run_step=lambda m: step(split.block_inputs[m]),
+        dry_run_step=lambda m: step(split.block_input(m)),
         on_user_code=log.enter,
         loss_weights=[weights.in_gradient[piece] * scale for piece in split.own],
     )
     with log.collecting():
-        count = len(split.microbatch_sizes)
+        count = split.num_microbatches
         pipeline.lead(running, count, progress.batch_key(trainer), trains=trains, reduce=reduce)
     results = [running.results[m] for m in range(count)]
     return pipeline.splitter.merge(results, split, weights.in_loss, has_loss=trains)

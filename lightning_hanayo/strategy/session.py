@@ -14,6 +14,7 @@ from lightning_hanayo.errors import available
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy.failure import Failures
@@ -68,10 +69,10 @@ class Session:
         """This rank's part of the pipeline."""
         return available(self._pipeline, "the pipeline exists once the Trainer has set up the model")
 
-    def weigh(self, pieces: Sequence[Any], *, trains: bool) -> PieceWeights:
+    def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool) -> PieceWeights:
         """The weights of a batch's pieces. In training called by all data ranks."""
         weighting = LossWeighting(self._options.loss_weight, self.topology.data, self._groups.data_control)
-        return weighting.for_training(pieces) if trains else weighting.for_evaluation(pieces)
+        return weighting.for_training(pieces, sizes) if trains else weighting.for_evaluation(pieces, sizes)
 
     @property
     def has_pipeline(self) -> bool:

@@ -63,8 +63,10 @@ class HanayoStrategy(MeshParallelStrategy):
             "auto": 2P.
         blocks: qualified name of the block stack, such as "model.layers"; None: the outermost list of blocks of one
             class that has the most parameters.
-        loss_weight: a micro-batch's weight in the mean loss: "samples", "tokens" (labels that aren't -100), or a
-            function of the micro-batch that returns a number; "sum" for a loss that is a sum over samples.
+        loss_weight: a micro-batch's weight in the mean loss: "samples", "tokens" (labels that aren't -100),
+            "shifted_tokens" (the same without each sequence's first label, `labels[..., 1:]`: for causal models of
+            transformers, which shift their labels), or a function of the micro-batch that returns a number; "sum" for a
+            loss that is a sum over samples.
         activation_budget: the most activations that a rank may hold, in multiples of one micro-batch's (M_a); None: P.
         cube_outside: what each rank of a cube gets of a micro-batch outside the stack: "share", its own part of the
             samples, or "replicate", all of them.
@@ -81,6 +83,13 @@ class HanayoStrategy(MeshParallelStrategy):
         cube_tokens: tokens per micro-batch, for choosing how linear layers in unregistered blocks are sharded;
             None: 2048.
         timeout: how long a transfer may take before it counts as failed.
+        batch_dim: the dimension of the samples in a batch's tensors, 1 if they are sequence-first, [seq, batch, ...].
+            Tensors without it are cut along dimension 0, and so are those that have as many rows as the batch has
+            samples only there: labels [batch], masks [batch, seq].
+        split_batch: a function of a batch and a number n that returns a list of 1 to n micro-batches, instead of the
+            usual rule. In a cube it is called once more with each micro-batch and the number of ranks that share it.
+        whole: names of what is the same for all samples, and stays whole: keys of mappings, and fields of dataclasses,
+            on any level.
 
     Raises:
         HanayoError: a bad value, or sizes that don't multiply to the number of processes; before any of them starts.
@@ -96,7 +105,7 @@ class HanayoStrategy(MeshParallelStrategy):
         data_parallel_size: int | Literal["auto"] = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         blocks: str | None = None,
-        loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], float] = "samples",
+        loss_weight: Literal["samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float] = "samples",
         activation_budget: float | None = None,
         cube_outside: Literal["share", "replicate"] = "share",
         schedule: str = "auto",
@@ -107,6 +116,9 @@ class HanayoStrategy(MeshParallelStrategy):
         cube_tokens: int | None = None,
         costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields
         timeout: timedelta = timedelta(minutes=30),
+        batch_dim: int = 0,
+        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
+        whole: Sequence[str] = (),
     ) -> None:
         arguments = locals() | {"costs": costs_from(costs)}
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))

@@ -6,6 +6,7 @@
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,10 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.runtime.microbatches import merge, num_samples, signature, sizes, split
+from lightning_hanayo.runtime.batches.plan import BatchRule
+from lightning_hanayo.runtime.batches.reader import BatchReader
+from lightning_hanayo.runtime.microbatches import PieceSizes, signature, sizes
+from lightning_hanayo.runtime.microbatches import merge as merge_pieces
 
 Pair = namedtuple("Pair", "x y")
 PARTS = [3, 3, 3, 2]
@@ -92,6 +96,20 @@ class Fields(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(vars(self))
+
+
+def num_samples(batch: Any) -> int:
+    (samples,) = BatchReader(BatchRule()).plan(batch).part_sizes
+    return samples
+
+
+def split(batch: Any, parts: list[int]) -> list[Any]:
+    plan = BatchReader(BatchRule()).plan(batch)
+    return [plan.select(batch, [range(end - size, end)]) for end, size in zip(accumulate(parts), parts, strict=True)]
+
+
+def merge(results: Any, parts: list[int], weights: list[float], *, has_loss: bool = False) -> Any:
+    return merge_pieces(results, PieceSizes([parts]), weights, has_loss=has_loss)
 
 
 @given(some.integers(1, 200), some.integers(1, 40))
@@ -195,11 +213,11 @@ def test_a_batch_without_tensors_raises_an_error() -> None:
 
 def test_signature_differs_by_shape_cut_and_kind() -> None:
     others = [
-        signature({"x": X}, PARTS, "train"), signature({"x": X[:, :1]}, PARTS, "train"),
-        signature({"x": X.float()}, PARTS, "train"), signature({"x": X}, [6, 5], "train"),
-        signature({"x": X}, PARTS, "validate"),
+        signature({"x": X}, [PARTS], "train"), signature({"x": X[:, :1]}, [PARTS], "train"),
+        signature({"x": X.float()}, [PARTS], "train"), signature({"x": X}, [[6, 5]], "train"),
+        signature({"x": X}, [PARTS], "validate"),
     ]  # fmt: skip
-    assert len(set(others)) == len(others) and signature({"x": X + 1}, PARTS, "train") == others[0]
+    assert len(set(others)) == len(others) and signature({"x": X + 1}, [PARTS], "train") == others[0]
 
 
 def pieces(make: Any) -> list[Any]:

@@ -10,13 +10,18 @@ import pytest
 import torch
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.strategy.loss_weight import LossWeighting, PieceWeights
 
 Batch = namedtuple("Batch", "x labels")
 
 
 def weights(pieces: list[Any], rule: Any, num_data: int = 1) -> PieceWeights:
-    return LossWeighting(rule, num_data, group=None).for_training(pieces)
+    return LossWeighting(rule, num_data, group=None).for_training(pieces, sizes_of(pieces))
+
+
+def sizes_of(pieces: list[Any]) -> PieceSizes:
+    return PieceSizes([[len(piece) for piece in pieces]])
 
 
 def labels(counted: int) -> torch.Tensor:
@@ -50,7 +55,8 @@ def test_a_function_by_the_user() -> None:
 
 def test_evaluation_counts_samples_where_the_rule_does_not_apply() -> None:
     for rule in ("tokens", "sum", lambda piece: piece["labels"].sum()):
-        found = LossWeighting(rule, 2, group=None).for_evaluation([torch.ones(3), torch.ones(1)])
+        pieces = [torch.ones(3), torch.ones(1)]
+        found = LossWeighting(rule, 2, group=None).for_evaluation(pieces, sizes_of(pieces))
         assert found.in_mean == found.in_loss == (3 / 4, 1 / 4)
 
 

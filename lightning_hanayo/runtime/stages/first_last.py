@@ -18,10 +18,10 @@ from lightning_hanayo.runtime.autograd import graph_boundary
 from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.batch import Batch
+from lightning_hanayo.runtime.batches.containers import with_values
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.user_step import UserStep, missing_values_error
 from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
-from lightning_hanayo.runtime.microbatches import with_values
 from lightning_hanayo.runtime.stages.base import Stage
 
 

@@ -3,13 +3,14 @@
 On these ranks hooks that would work on data are skipped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,9 +18,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
 )
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.batches.plan import BatchSource
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
@@ -138,6 +141,25 @@ def wrap_loader(loader: Any, pipe_rank: int, get_relay: GetRelay, get_cube: GetG
         return PlaceholderLoader(loader, get_relay)
     shared = loader if get_cube is None else CubeLoader(loader, get_relay, get_cube)
     return shared if _has_certain_length(loader) else AnnouncingLoader(shared, get_relay)
+
+
+def source_of(trainer: "pl.Trainer") -> BatchSource:
+    """Where the batch under way comes from, on a rank with data."""
+    stage = trainer.state.stage
+    loop: Any = trainer._active_loop
+    combined: CombinedLoader | None = loop._combined_loader
+    if combined is None:
+        return BatchSource("" if stage is None else stage.value)
+    is_collated = all(getattr(loader, "collate_fn", None) is default_collate for loader in combined.flattened)
+    loaders = None if combined._mode == "sequential" else _shape_of(combined.iterables)
+    return BatchSource("" if stage is None else stage.value, loaders, is_collated)
+
+
+def _shape_of(loaders: Any) -> Any:
+    """The containers of several loaders, with None for each of them."""
+    if isinstance(loaders, Mapping):
+        return {key: _shape_of(value) for key, value in loaders.items()}
+    return list(map(_shape_of, loaders)) if isinstance(loaders, (list, tuple)) else None
 
 
 def skip_hooks_without_data(module: "pl.LightningModule", attributes: TemporaryAttributes) -> None:

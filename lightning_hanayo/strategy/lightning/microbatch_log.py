@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -13,8 +13,16 @@ from lightning_hanayo.runtime.capture.user_step import missing_values_error
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.lightning.torchmetrics_state import copy_state, restore_state
 
-LogCall = tuple[Any, int, Any]
-"""value, batch size, and the value of a torchmetric on this micro-batch"""
+
+class LogCall(NamedTuple):
+    """One call of `self.log` on a piece."""
+
+    value: Any
+    batch_size: int
+    is_of_batch: bool
+    """whether Lightning has read the batch size from the whole batch, as the user gave none"""
+    cache: Any
+    """the value of a torchmetric on this micro-batch"""
 
 
 class MicrobatchLog:
@@ -51,13 +59,13 @@ class MicrobatchLog:
             yield
             self._restore_metrics()
             return
-        batch, log = results.batch, results.update_metrics
+        log = results.update_metrics
         results.update_metrics = self._keep
         try:
             yield
         finally:
             del results.update_metrics
-            results.batch, results.batch_size = batch, None
+            results.batch_size = None
             self._restore_metrics()
         for key, calls in self._gathered().items():
             for i in range(max(map(len, calls.values()))):  # a key may be logged several times in one step
@@ -67,13 +75,10 @@ class MicrobatchLog:
         """Called before the user code of that micro-batch runs; None: what the code logs doesn't count."""
         self._restore_metrics()
         piece = None if microbatch is None else self._split.own[microbatch]
-        self._piece = piece if piece is not None and self._split.sizes[piece] else None
+        self._piece = piece if piece is not None and self._split.pieces[piece] is not None else None
         if self._piece is None:
             metrics = (part for part in self._trainer.lightning_module.modules() if isinstance(part, Metric))
             self._saved_states = [(metric, copy_state(metric)) for metric in metrics]
-        if self._results is not None and microbatch is not None:
-            self._results.batch = self._split.step_inputs[microbatch]
-            self._results.batch_size = None
 
     def _restore_metrics(self) -> None:
         """Undo what code on a padding sample has added to metrics."""
@@ -91,13 +96,16 @@ class MicrobatchLog:
         calls = self._calls.setdefault(key, {})
         if self._piece is not None:
             cache = value._forward_cache if isinstance(value, Metric) else None
-            calls.setdefault(self._piece, []).append((value, batch_size, cache))
+            calls.setdefault(self._piece, []).append(
+                LogCall(value, batch_size, self._results.batch_size is not None, cache)
+            )
+        self._results.batch_size = None  # so that it is set again if the next call reads it
 
     def _gathered(self) -> dict[str, dict[int, list[LogCall]]]:
         """The calls of all ranks, by key and piece. Metric objects stay on their ranks."""
         plain = {
             key: {
-                piece: [(None if isinstance(value, Metric) else value, size, cache) for value, size, cache in own]
+                piece: [call._replace(value=None) if isinstance(call.value, Metric) else call for call in own]
                 for piece, own in calls.items()
             }
             for key, calls in self._calls.items()
@@ -109,12 +117,13 @@ class MicrobatchLog:
 
     def _log_merged(self, key: str, calls: dict[int, LogCall], log: Callable[..., None]) -> None:
         metric = self._results[key]
-        batch_size = sum(size for _, size, _ in calls.values())
+        own_sizes = [call.batch_size for call in calls.values() if not call.is_of_batch]
+        batch_size = sum(own_sizes) or next(iter(calls.values())).batch_size
         if metric.is_tensor:
-            log(key, self._merged({piece: value for piece, (value, _, _) in calls.items()}, metric.meta), batch_size)
+            log(key, self._merged({piece: call.value for piece, call in calls.items()}, metric.meta), batch_size)
             return
         log(key, self._metrics[key], batch_size)
-        caches = {piece: cache for piece, (_, _, cache) in calls.items() if isinstance(cache, Tensor)}
+        caches = {piece: call.cache for piece, call in calls.items() if isinstance(call.cache, Tensor)}
         if caches:
             metric._forward_cache = self._mean(caches)
 

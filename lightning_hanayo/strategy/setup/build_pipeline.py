@@ -100,7 +100,7 @@ def build_pipeline(
     )
     gradients = _gradient_sync(model, ownership, rank, context.groups, cube)
     engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams=streams)
-    splitter = WholeSplitter() if cube is None else cube.splitter
+    splitter = WholeSplitter(context.options.batch_rule) if cube is None else cube.splitter
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
     return Pipeline(layout, ownership, rank, engine, context.relay, parameters, gradients, splitter, user_step, streams)
 

@@ -32,12 +32,13 @@ class Cube:
         self._options = options
         self._shares_samples = options.cube_outside == "share"
         stream_dims = StreamDims(plan.batch_dim, plan.sequence_dim) if plan.is_registered else None
-        reshard = (SharedReshard if self._shares_samples else ReplicatedReshard)(self.mesh, stream_dims)
+        make_reshard = SharedReshard if self._shares_samples else ReplicatedReshard
+        reshard = make_reshard(self.mesh, stream_dims, options.batch_dim)
         self.boundary = MicrobatchReshard(reshard, partial(all_gather_objects, groups.plane))
         self.splitter: BatchSplitter = (
-            SharedSplitter(self.mesh, self.boundary, partial(all_gather_objects, groups.whole))
+            SharedSplitter(options.batch_rule, self.mesh, self.boundary, partial(all_gather_objects, groups.whole))
             if self._shares_samples
-            else ReplicatedSplitter(self.mesh, self.boundary)
+            else ReplicatedSplitter(options.batch_rule, self.mesh, self.boundary)
         )
         self.queues: dict[int, WeightGradientQueue] = {}
         self.outside = OutsideParameters([], self.mesh, {})

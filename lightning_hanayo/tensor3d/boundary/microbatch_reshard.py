@@ -1,6 +1,7 @@
 """Reshards the micro-batches of a batch: implements the runtime's `BoundaryReshard` for the ranks of a cube."""
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, Reshard
 from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares
+from lightning_hanayo.tensor3d.boundary.sample_shares import shares as sample_shares
 
 AllGatherObject = Callable[[Any], list[Any]]
 """called by all ranks of a group, each with a picklable object; returns the objects of all, in rank order"""
@@ -22,12 +24,12 @@ class MicrobatchReshard:
     def __init__(self, reshard: Reshard, all_gather_object: AllGatherObject) -> None:
         self._reshard = reshard
         self._all_gather_object = all_gather_object
-        self._shares: Sequence[Sequence[Share]] = ()
+        self._shares: list[Sequence[Share]] = []
         self._lengths: dict[int, int] = {}
 
     def begin(self, shares: Sequence[Sequence[Share]]) -> None:
         """Begin a batch: for each micro-batch, the share of every rank of the cube."""
-        self._shares = shares
+        self._shares = list(shares)
         self._lengths.clear()
 
     def shard_arguments(
@@ -83,15 +85,19 @@ class MicrobatchReshard:
 
         None if structures or shapes differ between ranks.
         """
-        shares = self._shares[microbatch]
+        shares, dims = self._shares[microbatch], self._reshard.stream_dims
         if isinstance(self._reshard, ReplicatedReshard):
-            samples = sum(share.size for share in shares if not share.is_padding)
-            return [tensor.dim() > 0 and len(tensor) == samples for tensor in tensors]
+            if dims is not None and streams:
+                rows = tensors[next(iter(streams))].shape[dims.batch_dim]
+                shares = self._shares[microbatch] = sample_shares(rows, self._reshard.mesh.sizes)
+            return [self._reshard.sample_dim(tensor, shares) is not None for tensor in tensors]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         of_all_ranks = self._all_gather_object((structure, shapes))
         self._check_lengths(of_all_ranks, streams)
         if any(other[0] != structure for other in of_all_ranks):
             return None
+        if streams:
+            shares = self._shares[microbatch] = self._as_counted(shares, of_all_ranks, next(iter(streams)))
         sizes = [share.size for share in block_shares(tuple(shares), self._reshard.mesh)]
         is_batch = [
             all(other[i][:1] == (size,) for (_, other), size in zip(of_all_ranks, sizes, strict=True))
@@ -104,6 +110,22 @@ class MicrobatchReshard:
             if i not in streams
         )
         return is_batch if agree else None
+
+    def _as_counted(self, shares: Sequence[Share], of_all_ranks: list[Any], stream: int) -> Sequence[Share]:
+        """Returns the shares with as many rows as the residual stream has on each rank of this rank's plane.
+
+        They differ from the samples where the user's code makes several rows of one sample.
+        """
+        dims = self._reshard.stream_dims
+        assert dims is not None
+        per_x = self._reshard.mesh.size("yz")
+        first = self._reshard.mesh.index("x") * per_x
+        counted = list(shares)
+        for rank, (_, shapes) in enumerate(of_all_ranks):
+            if stream < len(shapes):
+                old = counted[first + rank]
+                counted[first + rank] = replace(old, stop=old.start + shapes[stream][dims.batch_dim])
+        return counted
 
     def _check_lengths(self, of_all_ranks: list[Any], streams: Collection[int]) -> None:
         """Check that residual streams have one length on all ranks.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares
 from lightning_hanayo.tensor3d.collectives import (
     all_gather,
@@ -37,12 +38,14 @@ class StreamDims:
 class Reshard(ABC):
     """How one rank's tensors are resharded. All ranks of the cube call its methods together, in the main thread.
 
-    Without `stream_dims` the blocks are generic and keep the layout outside.
+    Without `stream_dims` the blocks are generic and keep the layout outside, where `batch_dim` is the dimension of the
+    samples in tensors that have it.
     """
 
-    def __init__(self, mesh: Mesh, stream_dims: StreamDims | None) -> None:
+    def __init__(self, mesh: Mesh, stream_dims: StreamDims | None, batch_dim: int = 0) -> None:
         self.mesh = mesh
         self.stream_dims = stream_dims
+        self.batch_dim = batch_dim
         self._plane = mesh.axis("yz")
 
     @abstractmethod
@@ -103,7 +106,7 @@ class ReplicatedReshard(Reshard):
     @override
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
         if self.stream_dims is None:
-            return self._samples_in(x, shares, 0)
+            return self._samples_in(x, shares, self.sample_dim(x, shares) or 0)
         x = self._samples_in(x, shares, self.stream_dims.batch_dim)
         x = local_shard(x, self.mesh.axis("y"), self.stream_dims.sequence_dim)
         return local_shard(x, self.mesh.axis("z"), -1)
@@ -111,14 +114,20 @@ class ReplicatedReshard(Reshard):
     @override
     def stream_out(self, x: Tensor, shares: Sequence[Share], sequence_length: int) -> Tensor:
         if self.stream_dims is None:
-            return self._samples_out(x, shares, 0)
+            return self._samples_out(x, shares, self.batch_dim if self.batch_dim < x.dim() else 0)
         x = all_gather_replicated(x, self.mesh.axis("z"), -1)
         x = all_gather_replicated(x, self.mesh.axis("y"), self.stream_dims.sequence_dim, sequence_length)
         return self._samples_out(x, shares, self.stream_dims.batch_dim)
 
     @override
     def argument_in(self, x: Tensor, shares: Sequence[Share], *, is_batch: bool) -> Tensor:
-        return self._samples_in(x, shares, 0) if is_batch else x
+        return self._samples_in(x, shares, self.sample_dim(x, shares) or 0) if is_batch else x
+
+    def sample_dim(self, x: Tensor, shares: Sequence[Share]) -> int | None:
+        """Returns the dimension in which a block's argument has an entry for each sample of the micro-batch."""
+        samples = sum(share.size for share in shares if not share.is_padding)
+        dims = (self.batch_dim, 0) if self.stream_dims is None else (0,)
+        return next((dim for dim in dims if dim < x.dim() and x.shape[dim] == samples), None)
 
     def _samples_in(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
         """Returns the samples that this rank's blocks work on, or a padding sample if there is none."""
@@ -131,6 +140,12 @@ class ReplicatedReshard(Reshard):
     def _samples_out(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
         """Returns the whole micro-batch in its order, without padding samples."""
         axis, samples = self._samples(shares)
+        if x.shape[dim] != len(samples[axis.rank]):
+            raise UnsupportedError(
+                f"the stack's output has the shape {tuple(x.shape)}, but {len(samples[axis.rank])} samples were "
+                f"expected in dimension {dim}: with cube_outside='replicate' the blocks' arguments and outputs need "
+                f"one row for each sample of the micro-batch. Use cube_outside='share'."
+            )
         largest = max(map(len, samples))
         position: dict[int, int] = {}
         for rank, own in enumerate(samples):

@@ -11,10 +11,11 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.batches.plan import BatchSource
 from lightning_hanayo.strategy.batch_split import WholeSplitter
 from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
 
-SPLIT = WholeSplitter().split(torch.zeros(4, 1), (3, 1))
+SPLIT = WholeSplitter().split(torch.zeros(4, 1), 2, BatchSource())
 
 
 def logged(values: list[list[float]], shares: tuple[float, ...] = (0.75, 0.25), **options: Any) -> _ResultCollection:

@@ -1,0 +1,136 @@
+"""The plan of one batch: which tensors are cut by rows, which lists by items, and what stays whole.
+
+{"x": [8, 16], "y": [8], "table": [1, 16], "boxes": [[2, 4], [0, 4], ... 8 tensors], "scale": []}
+   by rows     by rows     whole              by items                                 whole
+
+A batch of several loaders (Lightning's CombinedLoader) has a part from each, and a part has its own number of samples.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hanayo.runtime.batches.containers import children, with_children
+
+SplitFunction = Callable[[Any, int], Sequence[Any]]
+"""The user's: cuts a batch into at most so many micro-batches."""
+
+
+@dataclass(frozen=True)
+class BatchRule:
+    """The options `batch_dim`, `split_batch` and `whole` of `HanayoStrategy`, which documents them."""
+
+    batch_dim: int = 0
+    split: SplitFunction | None = None
+    whole: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Where a batch comes from.
+
+    Args:
+        stage: training, validation ...; batches of one stage are alike.
+        loaders: the containers of the loaders that the batch has a part of each from, with None for each loader; None
+            if there is only one loader.
+        is_collated: whether torch's `default_collate` has made the batch. It makes no lists of samples.
+    """
+
+    stage: str = ""
+    loaders: Any = None
+    is_collated: bool = False
+
+
+ONE_LOADER = BatchSource()
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Stays as it is."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor or an array, cut along a dimension."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list with one item for each sample."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A container, whose items are cut."""
+
+    cuts: dict[Any, "Cut"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of several loaders gave."""
+
+    number: int
+    cut: "Cut"
+
+
+Cut = Whole | Rows | Items | Inside | Part
+WHOLE = Whole()
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one batch is cut. `part_sizes` are the samples of each loader's part; usually there is one part.
+
+    Example:
+        >>> plan = BatchReader(BatchRule()).plan({"x": torch.zeros(8, 16), "table": torch.zeros(1, 16)})
+        >>> plan.part_sizes, plan.select(batch, [range(2, 4)])["x"].shape
+        ((8,), (2, 16))
+    """
+
+    cut: Cut
+    part_sizes: tuple[int, ...]
+
+    def select(self, batch: Any, samples: Sequence[Sequence[int]]) -> Any:
+        """Return the samples with these indices, for each part: views of tensors where they are consecutive."""
+        return _select(batch, self.cut, samples, 0)
+
+    def num_microbatches(self, limit: int, num_ranks: int = 1) -> int:
+        """At most `limit`, and as many as there are samples.
+
+        Parts of different sizes are cut alike, or a micro-batch would have no weight in the loss that is right for
+        all of them: each part into equal pieces, which `num_ranks` ranks can share evenly. 0 if that is impossible.
+        """
+        if len(set(self.part_sizes)) == 1:
+            return min(limit, self.part_sizes[0])
+        fitting = (n for n in range(limit, 0, -1) if all(size % (n * num_ranks) == 0 for size in self.part_sizes))
+        return next(fitting, 0)
+
+
+def joined(cuts: dict[Any, Cut]) -> Cut:
+    """How to cut a container; one in which nothing is cut stays whole."""
+    return Inside(cuts) if any(cut != WHOLE for cut in cuts.values()) else WHOLE
+
+
+def _select(value: Any, cut: Cut, samples: Sequence[Sequence[int]], part: int) -> Any:
+    if isinstance(cut, Part):
+        return _select(value, cut.cut, samples, cut.number)
+    if isinstance(cut, Inside):
+        items = children(value) or {}
+        return with_children(value, {key: _select(item, cut.cuts[key], samples, part) for key, item in items.items()})
+    if isinstance(cut, Items):
+        return type(value)([value[i] for i in samples[part]])
+    return _rows(value, cut.dim, samples[part]) if isinstance(cut, Rows) else value
+
+
+def _rows(value: Any, dim: int, indices: Sequence[int]) -> Any:
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        return value.index_select(dim, torch.tensor(indices, device=value.device))
+    first, last = indices[0], indices[-1]
+    rows: Any = slice(first, last + 1) if list(indices) == list(range(first, last + 1)) else list(indices)
+    return value[(slice(None),) * dim + (rows,)]

@@ -1,0 +1,314 @@
+"""Reads a batch: how many samples it has, and what in it is cut how.
+
+A batch has N samples for the N of which all its tensors make sense. The first tensor with more than one row leaves few
+candidates: its number of rows, and the lengths of the lists around it. docs/guides/batches.md has the rules.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.runtime.batches.containers import Array, children, holds_arrays
+from lightning_hanayo.runtime.batches.plan import (
+    ONE_LOADER,
+    WHOLE,
+    BatchPlan,
+    BatchRule,
+    BatchSource,
+    Cut,
+    Inside,
+    Items,
+    Part,
+    Rows,
+    joined,
+)
+from lightning_hanayo.runtime.batches.refusal import SPLIT_BATCH, check_layout, check_opaque, disagreement, step_to
+
+Meaning = Literal["columns", "samples"] | int
+"""What a list holds: columns of all samples, or samples. For a tensor: the dimension of its samples."""
+
+
+class BatchReader:
+    """Plans batches by one rule.
+
+    What a list holds may be doubtful in one batch and certain in others: three pictures with three channels, for
+    example. Then it holds what it has held in an earlier batch.
+    """
+
+    def __init__(self, rule: BatchRule) -> None:
+        self.rule = rule
+        self._settled: dict[str, dict[str, Meaning]] = {}
+
+    def plan(self, batch: Any, source: BatchSource = ONE_LOADER) -> BatchPlan:
+        """Decide how to cut a batch.
+
+        Raises:
+            HanayoError: it has no tensor.
+            UnsupportedError: its tensors don't agree on a number of samples, or something in it can't be cut.
+        """
+        sizes: list[int] = []
+        cut = self._parts(batch, source.loaders, source, "batch", sizes)
+        if not sizes:
+            raise HanayoError(
+                f"a batch of type {type(batch).__name__} has no tensor to cut into micro-batches. Use {SPLIT_BATCH}."
+            )
+        return BatchPlan(cut, tuple(sizes))
+
+    def _parts(self, value: Any, loaders: Any, source: BatchSource, path: str, sizes: list[int]) -> Cut:
+        """Plan each loader's part on its own. A loader that has ended gives None, which stays."""
+        items, of_loaders = children(value), children(loaders)
+        if items is not None and of_loaders is not None and items.keys() == of_loaders.keys():
+            inside = {key: (item, of_loaders[key], path + step_to(value, key)) for key, item in items.items()}
+            return Inside({k: self._parts(item, one, source, p, sizes) for k, (item, one, p) in inside.items()})
+        reading = self._read(value, source, path)
+        if reading is None:
+            return WHOLE
+        sizes.append(reading.samples)
+        return Part(len(sizes) - 1, reading.cut)
+
+    def _read(self, batch: Any, source: BatchSource, path: str) -> "Reading | None":
+        candidates = _candidates(batch, self.rule, path)
+        if not candidates:
+            check_opaque(batch, path)
+            return None
+        settled = self._settled.setdefault(source.stage, {})
+        readings = _readings(batch, candidates, self.rule, source, settled, path)
+        if not readings or [one.cost for one in readings[1:2]] == [readings[0].cost]:
+            possible = [reading.samples for reading in readings]
+            raise disagreement(
+                batch, path, possible, whole=self.rule.whole, is_sequence_first=lambda: self._is_sequence_first(batch)
+            )
+        best, *others = readings
+        doubtful = best.doubtful | {where: shape for other in others for where, shape in other.as_samples.items()}
+        for where, shape in doubtful.items():
+            if where not in settled and not source.is_collated:
+                _warn(where, shape)
+        settled.update({where: meaning for where, meaning in best.meanings.items() if where not in doubtful})
+        return best
+
+    def _is_sequence_first(self, batch: Any) -> bool:
+        """Whether all tensors agree along dimension 1."""
+        rule = replace(self.rule, batch_dim=1)
+        readings = _readings(batch, _candidates(batch, rule, "batch"), rule, ONE_LOADER, {}, "batch")
+        return self.rule.batch_dim == 0 and bool(readings) and not readings[0].cost
+
+
+@dataclass
+class Reading:
+    """A batch read as one of `samples` samples."""
+
+    samples: int
+    cut: Cut = WHOLE
+    cost: int = 0
+    """the higher, the less usual"""
+    meanings: dict[str, Meaning] = field(default_factory=dict)
+    as_samples: dict[str, "ListShape"] = field(default_factory=dict)
+    """lists read as samples, which might be columns"""
+    doubtful: dict[str, "ListShape"] = field(default_factory=dict)
+    """lists read as columns, which might be samples"""
+
+
+@dataclass(frozen=True)
+class ListShape:
+    """The length of a list, the rows of the first tensor in it, and whether it is a list and not a tuple."""
+
+    length: int
+    rows: int
+    is_list: bool
+
+
+class _Mismatch(Exception):
+    """Something does not fit the number of samples."""
+
+
+@dataclass
+class _Reader:
+    """Reads a batch as one of so many samples. `root` is the path of what a loader gave."""
+
+    rule: BatchRule
+    source: BatchSource
+    settled: Mapping[str, Meaning]
+    root: str
+    reading: Reading
+
+    def read(self, value: Any, path: str, key: Any = None) -> Cut:
+        """How to cut `value`.
+
+        Raises:
+            _Mismatch: a tensor has another number of rows.
+        """
+        if isinstance(key, str) and key in self.rule.whole:
+            return WHOLE
+        if isinstance(value, Array):
+            return self._array(value, path)
+        if _is_list(value):
+            return self._list(value, path) if holds_arrays(value) else self._plain_list(value, path)
+        if children(value) is None:
+            check_opaque(value, path)
+        return self._container(value, path)
+
+    def _array(self, value: Any, path: str) -> Cut:
+        if not value.ndim:
+            return WHOLE
+        dims = _sample_dims(value, self.rule)
+        fitting = [dim for dim in dims if value.shape[dim] == self.reading.samples]
+        if not fitting:
+            if value.shape[dims[0]] == 1:
+                return WHOLE
+            raise _Mismatch
+        settled = self.settled.get(path)
+        dim = settled if isinstance(settled, int) and settled in fitting else fitting[0]
+        self.reading.cost += dim not in (dims[0], settled)
+        if len(fitting) == 1:
+            self.reading.meanings[path] = dim
+        return Rows(dim)
+
+    def _list(self, value: Any, path: str) -> Cut:
+        """A list that holds tensors: of columns if that is possible and usual, otherwise of samples."""
+        columns = self._as_columns(value, path)
+        is_clean = columns is not None and _are_columns(value, columns.cut)
+        is_returned = path == self.root and isinstance(value, tuple)  # by the collate_fn: `return x, y`
+        fits = len(value) == self.reading.samples and _are_alike(value)
+        may_be_samples = fits and not is_returned and not self.source.is_collated
+        settled = self.settled.get(path)
+        if may_be_samples and (columns is None or settled == "samples" or not (is_clean or settled == "columns")):
+            self.reading.cost += settled != "samples"
+            self.reading.meanings[path] = "samples"
+            if not _is_ragged(value):
+                self.reading.as_samples[path] = _shape_of(value)
+            return Items()
+        if columns is None:
+            raise _Mismatch
+        self.reading.cost += columns.cost + 2 * (not is_clean)
+        self.reading.meanings |= columns.meanings | {path: "columns"}
+        self.reading.as_samples |= columns.as_samples
+        self.reading.doubtful |= columns.doubtful | ({path: _shape_of(value)} if may_be_samples else {})
+        return columns.cut
+
+    def _as_columns(self, value: Any, path: str) -> Reading | None:
+        inside = replace(self, reading=Reading(self.reading.samples))
+        try:
+            inside.reading.cut = inside._container(value, path)
+        except _Mismatch:
+            return None
+        return inside.reading
+
+    def _plain_list(self, value: Any, path: str) -> Cut:
+        """A list without tensors, such as names: cut if it has an item for each sample."""
+        is_transposed = self.source.is_collated and all(isinstance(item, (list, tuple)) for item in value)
+        if len(value) == self.reading.samples and self.settled.get(path) != "columns" and not is_transposed:
+            self.reading.meanings[path] = "samples"
+            return Items()
+        self.reading.meanings[path] = "columns"
+        return self._container(value, path)
+
+    def _container(self, value: Any, path: str) -> Cut:
+        items = (children(value) or {}).items()
+        return joined({key: self.read(item, path + step_to(value, key), key) for key, item in items})
+
+
+def _readings(
+    batch: Any,
+    candidates: Sequence[int],
+    rule: BatchRule,
+    source: BatchSource,
+    settled: Mapping[str, Meaning],
+    path: str,
+) -> list[Reading]:
+    """All numbers of samples that make sense, the most usual reading first."""
+    found = []
+    for samples in candidates:
+        reading = Reading(samples)
+        try:
+            reading.cut = _Reader(rule, source, settled, path, reading).read(batch, path)
+        except _Mismatch:
+            continue
+        found.append(reading)
+    return sorted(found, key=lambda reading: reading.cost)
+
+
+def _candidates(batch: Any, rule: BatchRule, path: str) -> list[int]:
+    """The numbers of samples that explain the first tensor with more than one row; without one, 1 is possible too."""
+    numbers: list[int] = []
+    for value, lengths in _arrays(batch, rule, path):
+        dims = _sample_dims(value, rule)
+        if value.ndim and value.shape[dims[0]] != 1:
+            numbers = [*(value.shape[dim] for dim in dims), *lengths]
+            break
+        numbers = [*numbers, *lengths, *([1] if value.ndim else [])]
+    return list(dict.fromkeys(numbers))
+
+
+def _arrays(value: Any, rule: BatchRule, path: str, lengths: tuple[int, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """All tensors that may be cut, each with the lengths of the lists around it."""
+    if isinstance(value, Array):
+        check_layout(value, path)
+        yield value, lengths
+        return
+    around = (*lengths, len(value)) if _is_list(value) else lengths
+    for key, item in (children(value) or {}).items():
+        if not (isinstance(key, str) and key in rule.whole):
+            yield from _arrays(item, rule, path + step_to(value, key), around)
+
+
+def _is_list(value: Any) -> bool:
+    """A list or a tuple, but no named tuple."""
+    return isinstance(value, (list, tuple)) and children(value) is not None and not hasattr(value, "_fields")
+
+
+def _sample_dims(value: Any, rule: BatchRule) -> list[int]:
+    """The dimensions that may be the samples', the usual one first."""
+    return [rule.batch_dim, 0] if 0 < rule.batch_dim < value.ndim else [0]
+
+
+def _are_columns(items: Sequence[Any], cut: Cut) -> bool:
+    """Whether items that can be cut look like columns.
+
+    In each something is cut. Containers hold a tensor of several dimensions and no single number, as samples do.
+    """
+    if not isinstance(cut, Inside) or WHOLE in cut.cuts.values():
+        return False
+    return all(isinstance(item, Array) or not _looks_like_a_sample(item) for item in items)
+
+
+def _looks_like_a_sample(item: Any) -> bool:
+    inside = list(_leaves_outside_lists(item))
+    has_numbers = any(not leaf.ndim if isinstance(leaf, Array) else leaf is not None for leaf in inside)
+    return has_numbers or all(leaf.ndim < 2 for leaf in inside if isinstance(leaf, Array))
+
+
+def _leaves_outside_lists(value: Any) -> Iterator[Any]:
+    items = children(value)
+    if items is None:
+        yield value
+    elif holds_arrays(value):
+        for item in items.values():
+            yield from _leaves_outside_lists(item)
+
+
+def _are_alike(items: Sequence[Any]) -> bool:
+    """Whether they may be samples: of one type, and tensors with the same number of dimensions and dtype."""
+    kinds = {(type(item), item.ndim, item.dtype) if isinstance(item, Array) else type(item) for item in items}
+    return len(kinds - {type(None)}) <= 1
+
+
+def _is_ragged(items: Sequence[Any]) -> bool:
+    """Whether the tensors in the items differ in their rows, so that they can't be columns."""
+    return len({array.shape[0] for array, _ in _arrays(items, BatchRule(), "") if array.ndim}) > 1
+
+
+def _shape_of(items: Sequence[Any]) -> ListShape:
+    rows = next((array.shape[0] for array, _ in _arrays(items, BatchRule(), "") if array.ndim), 0)
+    return ListShape(len(items), rows, isinstance(items, list))
+
+
+def _warn(path: str, shape: ListShape) -> None:
+    """Tuples of a few columns are usual: a collate_fn returns `(x, y)`. Lists are more often lists of samples."""
+    if shape.is_list or shape.length >= shape.rows:
+        warnings.warn(
+            f"{path} is a list of {shape.length} items with {shape.rows} rows each, which may be columns or samples; "
+            f"they are cut as columns. If they are samples, use {SPLIT_BATCH}.",
+            stacklevel=2,
+        )

@@ -1,0 +1,105 @@
+"""What can't be cut into micro-batches: the errors, with the option that helps."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.batches.containers import Array, children, holds_arrays
+
+SPLIT_BATCH = "HanayoStrategy(split_batch=lambda batch, n: ...), a function that returns at most n micro-batches"
+MAX_SHAPES = 12
+"""how many shapes a message lists"""
+
+
+def step_to(container: Any, key: Any) -> str:
+    """How Python code gets from a container to an item."""
+    return f"[{key!r}]" if isinstance(container, Mapping) or isinstance(key, int) else f".{key}"
+
+
+def check_layout(value: Any, path: str) -> None:
+    """Reject tensors without rows of one size.
+
+    Raises:
+        UnsupportedError: a nested tensor, or a sparse one that has no rows.
+    """
+    if isinstance(value, Tensor) and (value.is_nested or value.layout not in (torch.strided, torch.sparse_coo)):
+        layout = "jagged or nested" if value.is_nested else str(value.layout)
+        raise _uncuttable(f"{path} is a tensor with the layout {layout}", path)
+
+
+def check_opaque(value: Any, path: str) -> None:
+    """Reject an object that is no container and holds tensors: what else in it depends on the samples isn't known.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    attributes = dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
+    slots = {name: getattr(value, name, None) for cls in type(value).__mro__ for name in _slots(cls)}
+    items = list(value) if isinstance(value, (set, frozenset, deque)) else []
+    if isinstance(value, PackedSequence) or holds_arrays([attributes, slots, items]):
+        raise _uncuttable(f"{path} is a {type(value).__qualname__} that holds tensors", path)
+
+
+def disagreement(
+    batch: Any, path: str, possible: list[int], *, whole: frozenset[str], is_sequence_first: Callable[[], bool]
+) -> UnsupportedError:
+    """The error for tensors that don't agree on a number of samples, with all shapes by key path.
+
+    Args:
+        batch: or one loader's part of it.
+        path: of it, in Python.
+        possible: the numbers of samples that would explain all tensors, if there are several.
+        whole: names that stay whole.
+        is_sequence_first: whether `batch_dim=1` would help.
+    """
+    shapes = dict(_named_shapes(batch, whole, path))
+    shown = [f"{where} {shape}" for where, shape in shapes.items()]
+    rest = f" and {len(shown) - MAX_SHAPES} more" if len(shown) > MAX_SHAPES else ""
+    numbers = f"may have {' or '.join(map(str, sorted(possible)))} samples"
+    problem = numbers if possible else "has tensors with different numbers of rows"
+    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first() else _whole(shapes)
+    return UnsupportedError(
+        f"{path} {problem}, and can't be cut into micro-batches: {', '.join(shown[:MAX_SHAPES])}{rest}. "
+        f"Use {advice}{SPLIT_BATCH}."
+    )
+
+
+def _whole(shapes: dict[str, tuple[int, ...]]) -> str:
+    """Advice to leave the tensors whole whose rows differ from the others'."""
+    rows = [shape[0] for shape in shapes.values() if shape]
+    usual = max(rows, key=rows.count)
+    names = (_name(where) for where, shape in shapes.items() if shape and shape[0] not in (usual, 1))
+    odd = tuple(dict.fromkeys(names))
+    if "" in odd or not 0 < len(odd) <= 3 or rows.count(usual) == 1 < len(rows) - 1:
+        return ""
+    return f"HanayoStrategy(whole={odd!r}) if all samples share {'it' if len(odd) == 1 else 'them'}, or "
+
+
+def _uncuttable(what: str, path: str) -> UnsupportedError:
+    whole = f", or HanayoStrategy(whole=({_name(path)!r},)) if all samples share it" if _name(path) else ""
+    return UnsupportedError(f"{what}, which can't be cut into micro-batches. Use {SPLIT_BATCH}{whole}.")
+
+
+def _name(path: str) -> str:
+    """The key or field that a path ends with; "" for an index, and for the batch itself."""
+    last = path.replace("]", "").replace("[", ".").rpartition(".")[2].strip("'")
+    return "" if last.isdigit() or last == path else last
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    names = cls.__dict__.get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _named_shapes(value: Any, whole: frozenset[str], path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if isinstance(value, Array):
+        yield path, tuple(value.shape)
+        return
+    for key, item in (children(value) or {}).items():
+        if not (isinstance(key, str) and key in whole):
+            yield from _named_shapes(item, whole, path + step_to(value, key))

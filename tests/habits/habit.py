@@ -90,7 +90,7 @@ class Habit:
         name: what users do, in plain English with code in backticks; the row's first cell.
         model: makes the module; weights are those of seed 0. It may fill a dictionary `seen` with numbers that its
             code has read, by any name; they are compared, too.
-        batches: makes the batches, of any type, with fp64 numbers.
+        batches: makes the batches, of any type, with fp64 numbers; or a dictionary of loaders.
         outcomes: by the name of the layout.
         always_exact: whether it must be exact on all layouts.
         strategy: further options of HanayoStrategy.
@@ -100,7 +100,7 @@ class Habit:
 
     name: str
     model: Callable[[], LightningModule]
-    batches: Callable[[], list[Any]]
+    batches: Callable[[], list[Any] | dict[str, Any]]
     outcomes: Mapping[str, HabitOutcome]
     always_exact: bool = False
     strategy: Mapping[str, Any] = field(default_factory=dict)
@@ -161,7 +161,8 @@ def fit(habit: Habit, layout: Layout, pieces: int = 1) -> Result:
         _run_in_pieces(module, pieces)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, make_loader(habit.batches()))
+        batches = habit.batches()
+        trainer.fit(module, make_loader(batches) if isinstance(batches, list) else batches)
     return Result(callback.outcome, dict(getattr(module, "seen", {})), [str(one.message) for one in caught])
 
 

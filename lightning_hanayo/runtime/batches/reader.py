@@ -89,10 +89,12 @@ class BatchReader:
         return best
 
     def _is_sequence_first(self, batch: Any) -> bool:
-        """Whether all tensors agree along dimension 1."""
+        """Whether the tensors with the most dimensions agree along dimension 1, and the others make sense."""
         rule = replace(self.rule, batch_dim=1)
         readings = _readings(batch, _candidates(batch, rule, "batch"), rule, ONE_LOADER, {}, "batch")
-        return self.rule.batch_dim == 0 and bool(readings) and not readings[0].cost
+        shapes = [value.shape for value, _ in _arrays(batch, rule, "batch")]
+        largest = {shape[1:2] for shape in shapes if len(shape) == max(map(len, shapes))}
+        return self.rule.batch_dim == 0 and bool(readings) and largest == {(readings[0].samples,)}
 
 
 @dataclass

@@ -4,6 +4,7 @@ one rank per stage   micro-batch 0 | micro-batch 1 | ...                  each w
 a cube               0: rank 0's share | rank 1's | ... 1: rank 0's | ... each rank runs user code on its own share
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,18 +99,30 @@ class BatchSplitter(ABC):
             raise HanayoError(f"split_batch(batch, {limit}) returned {got}; expected a list of 1 to {limit} pieces")
         return list(made)
 
-    def _sizes(self, pieces: Sequence[Any], source: BatchSource) -> PieceSizes:
-        """Count the samples of pieces that the user's function has made, as far as the rule can count them."""
-        found = [None if piece is None else self._plan_or_none(piece, source) for piece in pieces]
-        are_known = all(plan is not None for plan, piece in zip(found, pieces, strict=True) if piece is not None)
-        first = [plan.part_sizes[0] if plan is not None else 0 for plan in found]
-        return PieceSizes([first], self.rule.batch_dim, are_known)
+    def _sizes(self, batch: Any, pieces: Sequence[Any], source: BatchSource) -> PieceSizes:
+        """The samples of pieces that the user's function has made, if the rule counts as many in the whole batch."""
+        counts = [0 if piece is None else self._count(piece, source) for piece in pieces]
+        total = self._count(batch, source)
+        return PieceSizes([counts], self.rule.batch_dim, are_known=0 < total == sum(counts))
 
-    def _plan_or_none(self, piece: Any, source: BatchSource) -> BatchPlan | None:
+    def _count(self, piece: Any, source: BatchSource) -> int:
+        """The samples of a piece by the usual rule; 0 if it has none for it."""
         try:
-            return self._reader.plan(piece, source)
+            return BatchReader(self.rule, warns=False).plan(piece, source).part_sizes[0]
         except HanayoError:
-            return None
+            return 0
+
+    def _num_microbatches(self, plan: BatchPlan, limit: int, num_ranks: int = 1) -> int:
+        """How many micro-batches to make; warns if parts of different sizes allow fewer than they have samples."""
+        count = plan.num_microbatches(limit, num_ranks)
+        if 0 < count < min(limit, *plan.part_sizes):
+            warnings.warn(
+                f"the loaders' batches of {' and '.join(map(str, plan.part_sizes))} samples are cut into {count} "
+                f"micro-batches instead of {limit}, so that each has the same proportion of all of them. More are "
+                f"possible if the batch sizes are multiples of {limit * num_ranks}.",
+                stacklevel=2,
+            )
+        return count
 
 
 class WholeSplitter(BatchSplitter):
@@ -127,14 +140,14 @@ class WholeSplitter(BatchSplitter):
 
     @override
     def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch:
-        count = plan.num_microbatches(limit)
+        count = self._num_microbatches(plan, limit)
         parts = [microbatches.sizes(size, count) for size in plan.part_sizes]
         pieces = [batch] if count == 1 else [plan.select(batch, row) for row in _rows(parts)]
         return _whole(pieces, PieceSizes(parts, self.rule.batch_dim))
 
     @override
     def _split_by_user(self, batch: Any, pieces: list[Any], source: BatchSource) -> SplitBatch:
-        return _whole(pieces, self._sizes(pieces, source))
+        return _whole(pieces, self._sizes(batch, pieces, source))
 
 
 class ReplicatedSplitter(WholeSplitter):
@@ -174,7 +187,7 @@ class SharedSplitter(BatchSplitter):
 
     @override
     def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch:
-        count = plan.num_microbatches(limit, self._mesh.num_ranks)
+        count = self._num_microbatches(plan, limit, self._mesh.num_ranks)
         if not count:
             raise UnsupportedError(
                 f"the loaders' parts of the batch have {' and '.join(map(str, plan.part_sizes))} samples, which the "
@@ -214,7 +227,7 @@ class SharedSplitter(BatchSplitter):
         num_ranks = self._mesh.num_ranks
         made = [self._call_user(piece, num_ranks) for piece in pieces]
         rows = [[*row, *[None] * (num_ranks - len(row))] for row in made]
-        sizes = self._sizes([piece for row in rows for piece in row], source)
+        sizes = self._sizes(batch, [piece for row in rows for piece in row], source)
         counts = [[size or 1 for size in sizes.parts[0][m * num_ranks :][:num_ranks]] for m in range(len(rows))]
         self._boundary.begin([_shares(len(of), row) for of, row in zip(made, counts, strict=True)])
         return self._shared(rows, sizes, padding=lambda m: made[m][0], block_input=_no_block_input)

@@ -94,9 +94,9 @@ def _counts(pieces: Sequence[Any], sizes: PieceSizes, rule: Any) -> list[float]:
     if rule == "samples":
         if present > 1 and not sizes.are_known:
             raise HanayoError(
-                "loss_weight='samples' weighs the micro-batches by their samples, which can't be counted in what "
-                "split_batch returned: its tensors have different numbers of rows. Pass loss_weight=lambda "
-                "micro_batch: ..., which returns the number of samples, or of what else the loss is a mean of."
+                "micro-batches are weighed by their samples, which can't be counted in what split_batch returned: its "
+                "tensors have different numbers of rows. Set loss_weight=lambda micro_batch: ..., which returns the "
+                "number of samples, or of whatever the loss is a mean of."
             )
         return [0.0 if piece is None else float(n) for n, piece in zip(sizes.parts[0], pieces, strict=True)]
     return [0.0 if piece is None else _count(piece, rule) for piece in pieces]

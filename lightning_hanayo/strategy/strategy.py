@@ -84,8 +84,8 @@ class HanayoStrategy(MeshParallelStrategy):
             None: 2048.
         timeout: how long a transfer may take before it counts as failed.
         batch_dim: the dimension of the samples in a batch's tensors, 1 if they are sequence-first, [seq, batch, ...].
-            Tensors without it are cut along dimension 0, and so are those that have as many rows as the batch has
-            samples only there: labels [batch], masks [batch, seq].
+            Tensors without it are cut along dimension 0, labels [batch]; and so are tensors with fewer dimensions than
+            others that have the number of samples only there, masks [batch, seq].
         split_batch: a function of a batch and a number n that returns a list of 1 to n micro-batches, instead of the
             usual rule. In a cube it is called once more with each micro-batch and the number of ranks that share it.
         whole: names of what is the same for all samples, and stays whole: keys of mappings, and fields of dataclasses,

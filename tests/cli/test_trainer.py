@@ -38,6 +38,10 @@ class Model(LightningModule):
         return DataLoader(torch.ones(4, self.width), batch_size=2)
 
 
+def halves(batch, n):
+    return batch.chunk(n)
+
+
 class LateError(Model):
     def on_fit_start(self):
         raise HanayoError("found out late")
@@ -90,6 +94,17 @@ def test_help_lists_lightnings_options(capsys: pytest.CaptureFixture[str]) -> No
     output = capsys.readouterr().out
     for option in ("usage: hanayo", "--trainer.max_steps", "--config", "--report.every_n_steps"):
         assert option in output
+
+
+def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "cut.yaml").write_text(
+        "trainer:\n  strategy:\n    class_path: lightning_hanayo.HanayoStrategy\n    init_args:\n      batch_dim: 1\n"
+        "      whole: [weights]\n      split_batch: plain_model.halves\n      loss_weight: shifted_tokens\n"
+    )
+    assert run("fit", "--model=plain_model.Model", "--config=cut.yaml", "--print_config") == 0
+    printed = capsys.readouterr().out
+    for line in ("batch_dim: 1", "- weights", "split_batch: plain_model.halves", "loss_weight: shifted_tokens"):
+        assert line in printed
 
 
 @pytest.mark.parametrize(

@@ -200,15 +200,16 @@ def test_a_mapping_that_cant_be_made_raises_an_error_with_advice() -> None:
         split(Unpacked(X, X), PARTS)
 
 
-def test_values_of_another_length_are_shared() -> None:
-    mask, flag = torch.ones(5, 5), torch.tensor(1.0)
+def test_values_of_all_samples_are_shared() -> None:
+    mask, flag = torch.ones(1, 5), torch.tensor(1.0)
     for piece in split({"x": X, "mask": mask, "flag": flag, "k": 3, "some": ["a", "b"]}, PARTS):
         assert piece["mask"] is mask and piece["flag"] is flag and (piece["k"], piece["some"]) == (3, ["a", "b"])
 
 
 def test_a_batch_without_tensors_raises_an_error() -> None:
-    with pytest.raises(HanayoError, match="a batch of type dict has no tensor"):
-        num_samples({"names": ["a"], "scalar": torch.tensor(1)})
+    for batch in ({"scalar": torch.tensor(1)}, {"names": ["a"], "others": ["b", "c"]}):
+        with pytest.raises(HanayoError, match="a batch of type dict has no tensor or list to cut"):
+            num_samples(batch)
 
 
 def test_signature_differs_by_shape_cut_and_kind() -> None:

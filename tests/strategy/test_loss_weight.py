@@ -43,6 +43,15 @@ def test_tokens(form: Any) -> None:
     assert found.in_mean == found.in_gradient == (3 / 8, 1 / 8, 0.0, 4 / 8)
 
 
+def test_labels_that_the_model_shifts() -> None:
+    """The first label of each sequence predicts nothing."""
+    sequences = [torch.tensor([[1, 2, -100], [-100, 3, 4]]), torch.tensor([[1, -100, 5]])]
+    found = weights([{"labels": part} for part in sequences], "shifted_tokens")
+    assert found.in_mean == (3 / 4, 1 / 4)
+    with pytest.raises(HanayoError, match="loss_weight='shifted_tokens' counts the labels"):
+        weights([torch.ones(2)], "shifted_tokens")
+
+
 def test_samples_count_equally_on_every_data_rank() -> None:
     found = weights([torch.ones(n) for n in (3, 3, 2)], "samples", num_data=2)
     assert found.in_mean == (3 / 8, 3 / 8, 2 / 8) and found.in_gradient == (3 / 16, 3 / 16, 2 / 16)

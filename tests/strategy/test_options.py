@@ -22,6 +22,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cube_outside": "shared"}, "did you mean 'share'"),
     ({"activation_budget": 0}, "activation_budget=0: expected a positive number"),
     ({"schedule": "1f1bb"}, "did you mean '1f1b'"),
+    ({"batch_dim": -1}, "batch_dim=-1: expected a whole number from 0 on"),
+    ({"batch_dim": True}, "batch_dim=True"),
+    ({"split_batch": 4}, "split_batch=4: expected a function (batch, n)"),
+    ({"whole": "weights"}, "whole='weights': expected a sequence of names, such as ('weights',)"),
+    ({"whole": [1]}, "whole=[1]"),
     ({"costs": "nowhere.json"}, "nowhere.json can't be read"),
 ]
 
@@ -34,7 +39,15 @@ def test_named(options: dict[str, Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"cube": (1, 1, 1)}, {"loss_weight": len}, {"balance": [1, 2]}, {"num_waves": "auto"}]
+    "options",
+    [
+        {},
+        {"cube": (1, 1, 1)},
+        {"loss_weight": len},
+        {"balance": [1, 2]},
+        {"num_waves": "auto"},
+        {"whole": ["a"], "split_batch": max},
+    ],
 )
 def test_good_ones(options: dict[str, Any]) -> None:
     HanayoStrategy(**options)

@@ -68,7 +68,8 @@ def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
             cause = error
     raise HanayoError(
         f"a {cls.__module__}.{cls.__qualname__} can't be made with other values, which each micro-batch needs. "
-        f"Let its __init__ take a dictionary, or give it __copy__ and __setitem__."
+        f"Let its __init__ take a dictionary, or give it __copy__ and __setitem__, or set "
+        f"HanayoStrategy(split_batch=lambda batch, n: ...), a function that returns at most n micro-batches."
     ) from cause
 
 

@@ -27,6 +27,10 @@ class BatchRule:
     split: SplitFunction | None = None
     whole: frozenset[str] = frozenset()
 
+    def sample_dim(self, ndim: int) -> int:
+        """The dimension where a tensor with so many dimensions usually has its samples."""
+        return self.batch_dim if self.batch_dim < ndim else 0
+
 
 @dataclass(frozen=True)
 class BatchSource:
@@ -103,8 +107,8 @@ class BatchPlan:
     def num_microbatches(self, limit: int, num_ranks: int = 1) -> int:
         """At most `limit`, and as many as there are samples.
 
-        Parts of different sizes are cut alike, or a micro-batch would have no weight in the loss that is right for
-        all of them: each part into equal pieces, which `num_ranks` ranks can share evenly. 0 if that is impossible.
+        Parts of different sizes are cut into equal pieces, which `num_ranks` ranks can share evenly: otherwise no
+        weight of a micro-batch in the loss would be right for all parts. 0 if that is impossible.
         """
         if len(set(self.part_sizes)) == 1:
             return min(limit, self.part_sizes[0])

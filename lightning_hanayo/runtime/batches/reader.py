@@ -4,13 +4,21 @@ A batch has N samples for the N of which all its tensors make sense. The first t
 candidates: its number of rows, and the lengths of the lists around it. docs/guides/batches.md has the rules.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.batches.containers import Array, children, holds_arrays
+from lightning_hanayo.runtime.batches.lists import (
+    ListShape,
+    are_alike,
+    are_columns,
+    is_list,
+    is_ragged,
+    shape_of,
+    warn_of_doubt,
+)
 from lightning_hanayo.runtime.batches.plan import (
     ONE_LOADER,
     WHOLE,
@@ -34,25 +42,27 @@ class BatchReader:
     """Plans batches by one rule.
 
     What a list holds may be doubtful in one batch and certain in others: three pictures with three channels, for
-    example. Then it holds what it has held in an earlier batch.
+    example. Then it holds what it has held in an earlier batch; without one, columns, and a warning says so.
     """
 
-    def __init__(self, rule: BatchRule) -> None:
+    def __init__(self, rule: BatchRule, *, warns: bool = True) -> None:
         self.rule = rule
+        self._warns = warns
         self._settled: dict[str, dict[str, Meaning]] = {}
 
     def plan(self, batch: Any, source: BatchSource = ONE_LOADER) -> BatchPlan:
         """Decide how to cut a batch.
 
         Raises:
-            HanayoError: it has no tensor.
+            HanayoError: it has neither tensors nor lists.
             UnsupportedError: its tensors don't agree on a number of samples, or something in it can't be cut.
         """
         sizes: list[int] = []
         cut = self._parts(batch, source.loaders, source, "batch", sizes)
         if not sizes:
             raise HanayoError(
-                f"a batch of type {type(batch).__name__} has no tensor to cut into micro-batches. Use {SPLIT_BATCH}."
+                f"a batch of type {type(batch).__name__} has no tensor or list to cut into micro-batches. "
+                f"Use {SPLIT_BATCH}."
             )
         return BatchPlan(cut, tuple(sizes))
 
@@ -77,14 +87,12 @@ class BatchReader:
         readings = _readings(batch, candidates, self.rule, source, settled, path)
         if not readings or [one.cost for one in readings[1:2]] == [readings[0].cost]:
             possible = [reading.samples for reading in readings]
-            raise disagreement(
-                batch, path, possible, whole=self.rule.whole, is_sequence_first=lambda: self._is_sequence_first(batch)
-            )
+            raise disagreement(batch, path, possible, self.rule, is_sequence_first=self._is_sequence_first(batch))
         best, *others = readings
         doubtful = best.doubtful | {where: shape for other in others for where, shape in other.as_samples.items()}
         for where, shape in doubtful.items():
-            if where not in settled and not source.is_collated:
-                _warn(where, shape)
+            if self._warns and where not in settled and not source.is_collated:
+                warn_of_doubt(where, shape)
         settled.update({where: meaning for where, meaning in best.meanings.items() if where not in doubtful})
         return best
 
@@ -106,19 +114,10 @@ class Reading:
     cost: int = 0
     """the higher, the less usual"""
     meanings: dict[str, Meaning] = field(default_factory=dict)
-    as_samples: dict[str, "ListShape"] = field(default_factory=dict)
+    as_samples: dict[str, ListShape] = field(default_factory=dict)
     """lists read as samples, which might be columns"""
-    doubtful: dict[str, "ListShape"] = field(default_factory=dict)
+    doubtful: dict[str, ListShape] = field(default_factory=dict)
     """lists read as columns, which might be samples"""
-
-
-@dataclass(frozen=True)
-class ListShape:
-    """The length of a list, the rows of the first tensor in it, and whether it is a list and not a tuple."""
-
-    length: int
-    rows: int
-    is_list: bool
 
 
 class _Mismatch(Exception):
@@ -127,12 +126,18 @@ class _Mismatch(Exception):
 
 @dataclass
 class _Reader:
-    """Reads a batch as one of so many samples. `root` is the path of what a loader gave."""
+    """Reads a batch as one of so many samples.
+
+    Args:
+        root: the path of what a loader gave.
+        max_ndim: the most dimensions that a tensor in it has. Tensors with fewer may have their samples in dimension 0.
+    """
 
     rule: BatchRule
     source: BatchSource
     settled: Mapping[str, Meaning]
     root: str
+    max_ndim: int
     reading: Reading
 
     def read(self, value: Any, path: str, key: Any = None) -> Cut:
@@ -145,7 +150,7 @@ class _Reader:
             return WHOLE
         if isinstance(value, Array):
             return self._array(value, path)
-        if _is_list(value):
+        if is_list(value):
             return self._list(value, path) if holds_arrays(value) else self._plain_list(value, path)
         if children(value) is None:
             check_opaque(value, path)
@@ -154,7 +159,7 @@ class _Reader:
     def _array(self, value: Any, path: str) -> Cut:
         if not value.ndim:
             return WHOLE
-        dims = _sample_dims(value, self.rule)
+        dims = [self.rule.sample_dim(value.ndim), *([0] if value.ndim < self.max_ndim else [])]
         fitting = [dim for dim in dims if value.shape[dim] == self.reading.samples]
         if not fitting:
             if value.shape[dims[0]] == 1:
@@ -170,23 +175,23 @@ class _Reader:
     def _list(self, value: Any, path: str) -> Cut:
         """A list that holds tensors: of columns if that is possible and usual, otherwise of samples."""
         columns = self._as_columns(value, path)
-        is_clean = columns is not None and _are_columns(value, columns.cut)
+        is_clean = columns is not None and are_columns(value, columns.cut)
         is_returned = path == self.root and isinstance(value, tuple)  # by the collate_fn: `return x, y`
-        fits = len(value) == self.reading.samples and _are_alike(value)
-        may_be_samples = fits and not is_returned and not self.source.is_collated
+        fits = len(value) == self.reading.samples and are_alike(value)
+        may_be_samples = fits and not is_returned and (columns is None or not self.source.is_collated)
         settled = self.settled.get(path)
         if may_be_samples and (columns is None or settled == "samples" or not (is_clean or settled == "columns")):
-            self.reading.cost += settled != "samples"
+            self.reading.cost += (settled != "samples") + 2 * (settled == "columns")
             self.reading.meanings[path] = "samples"
-            if not _is_ragged(value):
-                self.reading.as_samples[path] = _shape_of(value)
+            if not is_ragged(value):
+                self.reading.as_samples[path] = shape_of(value)
             return Items()
         if columns is None:
             raise _Mismatch
-        self.reading.cost += columns.cost + 2 * (not is_clean)
+        self.reading.cost += columns.cost + 2 * (not is_clean) + 2 * (settled == "samples")
         self.reading.meanings |= columns.meanings | {path: "columns"}
         self.reading.as_samples |= columns.as_samples
-        self.reading.doubtful |= columns.doubtful | ({path: _shape_of(value)} if may_be_samples else {})
+        self.reading.doubtful |= columns.doubtful | ({path: shape_of(value)} if may_be_samples else {})
         return columns.cut
 
     def _as_columns(self, value: Any, path: str) -> Reading | None:
@@ -221,10 +226,11 @@ def _readings(
 ) -> list[Reading]:
     """All numbers of samples that make sense, the most usual reading first."""
     found = []
+    max_ndim = max((value.ndim for value, _ in _arrays(batch, rule, path)), default=0)
     for samples in candidates:
         reading = Reading(samples)
         try:
-            reading.cut = _Reader(rule, source, settled, path, reading).read(batch, path)
+            reading.cut = _Reader(rule, source, settled, path, max_ndim, reading).read(batch, path)
         except _Mismatch:
             continue
         found.append(reading)
@@ -232,15 +238,19 @@ def _readings(
 
 
 def _candidates(batch: Any, rule: BatchRule, path: str) -> list[int]:
-    """The numbers of samples that explain the first tensor with more than one row; without one, 1 is possible too."""
+    """The numbers of samples that explain the first tensor with more than one row; without one, 1 is possible too.
+
+    Without tensors: the length of the lists, if it is one.
+    """
     numbers: list[int] = []
-    for value, lengths in _arrays(batch, rule, path):
-        dims = _sample_dims(value, rule)
-        if value.ndim and value.shape[dims[0]] != 1:
-            numbers = [*(value.shape[dim] for dim in dims), *lengths]
+    arrays = _arrays(batch, rule, path)
+    for value, lengths in sorted(arrays, key=lambda pair: -pair[0].ndim) if rule.batch_dim else arrays:
+        if value.ndim and value.shape[rule.sample_dim(value.ndim)] != 1:
+            numbers = [value.shape[rule.sample_dim(value.ndim)], *lengths]
             break
         numbers = [*numbers, *lengths, *([1] if value.ndim else [])]
-    return list(dict.fromkeys(numbers))
+    of_lists = set(_lengths(batch, rule))
+    return list(dict.fromkeys(numbers)) or (list(of_lists) if len(of_lists) == 1 else [])
 
 
 def _arrays(value: Any, rule: BatchRule, path: str, lengths: tuple[int, ...] = ()) -> Iterator[tuple[Any, Any]]:
@@ -249,68 +259,17 @@ def _arrays(value: Any, rule: BatchRule, path: str, lengths: tuple[int, ...] = (
         check_layout(value, path)
         yield value, lengths
         return
-    around = (*lengths, len(value)) if _is_list(value) else lengths
+    around = (*lengths, len(value)) if is_list(value) else lengths
     for key, item in (children(value) or {}).items():
         if not (isinstance(key, str) and key in rule.whole):
             yield from _arrays(item, rule, path + step_to(value, key), around)
 
 
-def _is_list(value: Any) -> bool:
-    """A list or a tuple, but no named tuple."""
-    return isinstance(value, (list, tuple)) and children(value) is not None and not hasattr(value, "_fields")
-
-
-def _sample_dims(value: Any, rule: BatchRule) -> list[int]:
-    """The dimensions that may be the samples', the usual one first."""
-    return [rule.batch_dim, 0] if 0 < rule.batch_dim < value.ndim else [0]
-
-
-def _are_columns(items: Sequence[Any], cut: Cut) -> bool:
-    """Whether items that can be cut look like columns.
-
-    In each something is cut. Containers hold a tensor of several dimensions and no single number, as samples do.
-    """
-    if not isinstance(cut, Inside) or WHOLE in cut.cuts.values():
-        return False
-    return all(isinstance(item, Array) or not _looks_like_a_sample(item) for item in items)
-
-
-def _looks_like_a_sample(item: Any) -> bool:
-    inside = list(_leaves_outside_lists(item))
-    has_numbers = any(not leaf.ndim if isinstance(leaf, Array) else leaf is not None for leaf in inside)
-    return has_numbers or all(leaf.ndim < 2 for leaf in inside if isinstance(leaf, Array))
-
-
-def _leaves_outside_lists(value: Any) -> Iterator[Any]:
-    items = children(value)
-    if items is None:
-        yield value
-    elif holds_arrays(value):
-        for item in items.values():
-            yield from _leaves_outside_lists(item)
-
-
-def _are_alike(items: Sequence[Any]) -> bool:
-    """Whether they may be samples: of one type, and tensors with the same number of dimensions and dtype."""
-    kinds = {(type(item), item.ndim, item.dtype) if isinstance(item, Array) else type(item) for item in items}
-    return len(kinds - {type(None)}) <= 1
-
-
-def _is_ragged(items: Sequence[Any]) -> bool:
-    """Whether the tensors in the items differ in their rows, so that they can't be columns."""
-    return len({array.shape[0] for array, _ in _arrays(items, BatchRule(), "") if array.ndim}) > 1
-
-
-def _shape_of(items: Sequence[Any]) -> ListShape:
-    rows = next((array.shape[0] for array, _ in _arrays(items, BatchRule(), "") if array.ndim), 0)
-    return ListShape(len(items), rows, isinstance(items, list))
-
-
-def _warn(path: str, shape: ListShape) -> None:
-    """Tuples of a few columns are usual: a collate_fn returns `(x, y)`. Lists are more often lists of samples."""
-    if shape.is_list or shape.length >= shape.rows:
-        warnings.warn(
-            f"{path} is a list of {shape.length} items with {shape.rows} rows each, which may be columns or samples; "
-            f"they are cut as columns. If they are samples, use {SPLIT_BATCH}.",
-            stacklevel=2,
-        )
+def _lengths(value: Any, rule: BatchRule) -> Iterator[int]:
+    """The lengths of the outermost lists that may be cut."""
+    if is_list(value):
+        yield len(value)
+        return
+    for key, item in (children(value) or {}).items():
+        if not (isinstance(key, str) and key in rule.whole):
+            yield from _lengths(item, rule)

@@ -1,7 +1,7 @@
 """What can't be cut into micro-batches: the errors, with the option that helps."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.containers import Array, children, holds_arrays
+from lightning_hanayo.runtime.batches.plan import BatchRule
 
 SPLIT_BATCH = "HanayoStrategy(split_batch=lambda batch, n: ...), a function that returns at most n micro-batches"
 MAX_SHAPES = 12
@@ -46,7 +47,7 @@ def check_opaque(value: Any, path: str) -> None:
 
 
 def disagreement(
-    batch: Any, path: str, possible: list[int], *, whole: frozenset[str], is_sequence_first: Callable[[], bool]
+    batch: Any, path: str, possible: list[int], rule: BatchRule, *, is_sequence_first: bool
 ) -> UnsupportedError:
     """The error for tensors that don't agree on a number of samples, with all shapes by key path.
 
@@ -54,28 +55,27 @@ def disagreement(
         batch: or one loader's part of it.
         path: of it, in Python.
         possible: the numbers of samples that would explain all tensors, if there are several.
-        whole: names that stay whole.
+        rule: how it was to be cut.
         is_sequence_first: whether `batch_dim=1` would help.
     """
-    shapes = dict(_named_shapes(batch, whole, path))
+    shapes = dict(_named_shapes(batch, rule.whole, path))
     shown = [f"{where} {shape}" for where, shape in shapes.items()]
     rest = f" and {len(shown) - MAX_SHAPES} more" if len(shown) > MAX_SHAPES else ""
     numbers = f"may have {' or '.join(map(str, sorted(possible)))} samples"
     problem = numbers if possible else "has tensors with different numbers of rows"
-    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first() else _whole(shapes)
+    advice = "HanayoStrategy(batch_dim=1) if it is sequence-first, or " if is_sequence_first else _whole(shapes, rule)
     return UnsupportedError(
         f"{path} {problem}, and can't be cut into micro-batches: {', '.join(shown[:MAX_SHAPES])}{rest}. "
         f"Use {advice}{SPLIT_BATCH}."
     )
 
 
-def _whole(shapes: dict[str, tuple[int, ...]]) -> str:
-    """Advice to leave the tensors whole whose rows differ from the others'."""
-    rows = [shape[0] for shape in shapes.values() if shape]
-    usual = max(rows, key=rows.count)
-    names = (_name(where) for where, shape in shapes.items() if shape and shape[0] not in (usual, 1))
-    odd = tuple(dict.fromkeys(names))
-    if "" in odd or not 0 < len(odd) <= 3 or rows.count(usual) == 1 < len(rows) - 1:
+def _whole(shapes: dict[str, tuple[int, ...]], rule: BatchRule) -> str:
+    """Advice to leave the tensors whole whose rows differ from those of most others."""
+    rows = {where: shape[rule.sample_dim(len(shape))] for where, shape in shapes.items() if shape}
+    counts = Counter(rows.values()).most_common(2)
+    odd = tuple(dict.fromkeys(_name(where) for where, size in rows.items() if size not in (counts[0][0], 1)))
+    if "" in odd or not 0 < len(odd) <= 3 or (len(counts) == 2 and counts[0][1] == counts[1][1]):
         return ""
     return f"HanayoStrategy(whole={odd!r}) if all samples share {'it' if len(odd) == 1 else 'them'}, or "
 

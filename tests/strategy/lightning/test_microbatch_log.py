@@ -53,6 +53,21 @@ def test_the_same_key_twice_in_a_step() -> None:
     assert (step, epoch) == (1.0, 0.5), "the last one, and the mean of both, as in one process"
 
 
+def test_the_batch_size_is_what_lightning_reads_from_the_whole_batch() -> None:
+    """As in one process: micro-batches of a list may give another size than the batch does."""
+    results = _ResultCollection(training=True)
+    for length, value in ((2, 1.0), (6, 5.0)):
+        results.batch = [{"x": torch.ones(length)}] * 4
+        log = MicrobatchLog(SimpleNamespace(_results=results), SPLIT, (0.5, 0.5), WholeSplitter())  # type: ignore[arg-type]
+        with log.collecting():
+            for m in range(2):
+                log.enter(m)
+                results.log("training_step", "read", torch.tensor(value), on_epoch=True)
+                results.log("training_step", "given", torch.tensor(value), on_epoch=True, batch_size=3)
+    means = [float(results.metrics(False)["callback"][name]) for name in ("read", "given")]
+    assert means == [(2 * 1.0 + 6 * 5.0) / 8, 3.0]
+
+
 def test_without_a_share_not_even_a_nan_counts() -> None:
     assert step_and_epoch(logged([[2.0], [float("nan")]], shares=(1.0, 0.0))) == (2.0, 2.0)
 

@@ -1,0 +1,83 @@
+"""Batches become micro-batches: by the usual rule, by the user's function, and for several loaders.
+
+8 and 4 samples, 4 micro-batches   2 1 | 2 1 | 2 1 | 2 1          8 and 6: 4 3 | 4 3
+"""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.runtime.batches.plan import BatchRule, BatchSource
+from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
+from lightning_hanayo.strategy.loss_weight import LossWeighting
+
+LOADERS = BatchSource(loaders={"a": None, "b": None})
+
+
+def split(batch: Any, limit: int, rule: BatchRule = BatchRule(), source: BatchSource = BatchSource()) -> SplitBatch:  # noqa: B008
+    return WholeSplitter(rule).split(batch, limit, source)
+
+
+def test_parts_of_different_sizes_are_cut_in_the_same_proportions() -> None:
+    made = split({"a": torch.arange(8), "b": torch.arange(4)}, 4, source=LOADERS)
+    assert [[len(part) for part in piece.values()] for piece in made.pieces] == [[2, 1]] * 4
+    assert torch.equal(torch.cat([piece["b"] for piece in made.pieces]), torch.arange(4))
+    merged = WholeSplitter().merge([piece["b"] for piece in made.pieces], made, [0.25] * 4, has_loss=False)
+    assert torch.equal(merged, torch.arange(4)), "results as long as one of the parts are concatenated"
+
+
+def test_fewer_micro_batches_are_announced() -> None:
+    with pytest.warns(UserWarning, match="8 and 6 samples are cut into 2 micro-batches instead of 4"):
+        made = split({"a": torch.arange(8), "b": torch.arange(6)}, 4, source=LOADERS)
+    assert [[len(part) for part in piece.values()] for piece in made.pieces] == [[4, 3]] * 2
+
+
+def test_parts_of_one_size_need_not_be_divisible() -> None:
+    made = split({"a": torch.arange(7), "b": torch.arange(7)}, 4, source=LOADERS)
+    assert [len(piece["a"]) for piece in made.pieces] == [2, 2, 2, 1]
+
+
+def test_with_one_micro_batch_nothing_is_refused() -> None:
+    batch = {"x": torch.ones(4, 2), "y": torch.ones(3)}
+    assert split(batch, 1).pieces == [batch]
+
+
+def by_two(batch: Any, n: int) -> list[Any]:
+    return list(batch.split(2))
+
+
+def test_the_users_function_is_checked() -> None:
+    assert [len(piece) for piece in split(torch.ones(6), 4, BatchRule(split=by_two)).pieces] == [2, 2, 2]
+    with pytest.raises(HanayoError, match=r"split_batch\(batch, 4\) returned 5 items; expected a list of 1 to 4"):
+        split(torch.ones(10), 4, BatchRule(split=by_two))
+    with pytest.raises(HanayoError, match="returned a Tensor"):
+        split(torch.ones(10), 4, BatchRule(split=lambda batch, n: batch))
+
+
+def test_samples_that_cant_be_counted_need_a_weight() -> None:
+    """Graphs of 3 and 5 nodes: each piece alone looks like one of 3 or 5 samples."""
+    graphs = {"nodes": torch.ones(8), "y": torch.ones(2)}
+
+    def cut(batch: Any, n: int) -> list[Any]:
+        return [{"nodes": nodes, "y": torch.ones(1)} for nodes in batch["nodes"].split((3, 5))]
+
+    made = split(graphs, 4, BatchRule(split=cut))
+    with pytest.raises(HanayoError, match="can't be counted in what split_batch returned.*loss_weight=lambda"):
+        LossWeighting("samples", 1, None).for_training(made.pieces, made.sizes)
+    found = LossWeighting(lambda piece: len(piece["y"]), 1, None).for_training(made.pieces, made.sizes)
+    assert found.in_mean == (0.5, 0.5)
+    results = [piece["nodes"] for piece in made.pieces]
+    assert len(WholeSplitter().merge(results, made, found.in_mean, has_loss=False)) == 8
+
+
+def test_sequence_first_results_are_concatenated_along_their_samples() -> None:
+    rule = BatchRule(batch_dim=1)
+    x = torch.arange(15.0).reshape(3, 5, 1)
+    made = split(x, 4, rule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        merged = WholeSplitter(rule).merge(list(made.pieces), made, [0.25] * 4, has_loss=False)
+    assert torch.equal(merged, x)

@@ -192,7 +192,7 @@ class SharedSplitter(BatchSplitter):
             raise UnsupportedError(
                 f"the loaders' parts of the batch have {' and '.join(map(str, plan.part_sizes))} samples, which the "
                 f"{self._mesh.num_ranks} ranks of a cube can't share in the same proportions. Choose batch sizes that "
-                f"it divides, or set cube_outside='replicate'."
+                f"are multiples of {self._mesh.num_ranks}, or with registered blocks cube_outside='replicate'."
             )
         rows = _rows([microbatches.sizes(size, count) for size in plan.part_sizes])
         tables = [[shares(len(samples), self._mesh.sizes) for samples in row] for row in rows]  # [micro-batch][part]

@@ -192,6 +192,19 @@ class SequenceFirst(models.MLP):
         return functional.cross_entropy(self(batch["x"]).mean(0), batch["y"])
 
 
+class TwoViews(models.Trained):
+    """Two views of each sample go through the stack in one tensor: twice as many rows as samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, models.NUM_BLOCKS, enable_nested_tensor=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        first, second = self.encoder(torch.cat([batch["x"], batch["x"].flip(1)])).mean(1).chunk(2)
+        return (first - second).square().mean()
+
+
 class SequenceFirstEncoder(models.Trained):
     """PyTorch's own encoder with batch_first=False."""
 
@@ -299,6 +312,7 @@ HABITS = [
         "sequence-first tensors, without `batch_dim`", SequenceFirst, sequence_first,
         everywhere(Refused(r"different numbers of rows.*batch_dim=1")),
     ),
+    exact("two views of each sample in one call of `nn.TransformerEncoder`", TwoViews, sequences),
     exact(
         "graphs in one tensor of nodes, with `split_batch` and `loss_weight`", GraphNetwork, graphs,
         split_batch=split_graphs, loss_weight=num_graphs,

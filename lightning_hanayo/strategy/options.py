@@ -68,12 +68,18 @@ class Options:
         dim: Any = self.batch_dim
         if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
             raise HanayoError(f"batch_dim={self.batch_dim!r}: expected a whole number from 0 on")
+        if dim and self.loss_weight == "shifted_tokens":
+            raise HanayoError(
+                f"loss_weight='shifted_tokens' needs labels [batch, seq], but batch_dim={dim}. Set loss_weight=lambda "
+                f"micro_batch: int((micro_batch['labels'][1:] != -100).sum())"
+            )
         if self.split_batch is not None and not callable(self.split_batch):
             raise HanayoError(
                 f"split_batch={self.split_batch!r}: expected a function (batch, n) that returns a list of at most n "
                 f"micro-batches, or None"
             )
-        if isinstance(self.whole, str) or not all(isinstance(name, str) for name in self.whole):
+        names: Any = self.whole
+        if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
             raise HanayoError(f"whole={self.whole!r}: expected a sequence of names, such as ('weights',)")
 
     def _choice(self, name: str, choices: tuple[str, ...]) -> None:

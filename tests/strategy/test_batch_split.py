@@ -45,6 +45,10 @@ def test_with_one_micro_batch_nothing_is_refused() -> None:
     assert split(batch, 1).pieces == [batch]
 
 
+def test_a_batch_without_samples_is_one_micro_batch() -> None:
+    assert split(torch.ones(0, 2), 4).num_microbatches == 1
+
+
 def by_two(batch: Any, n: int) -> list[Any]:
     return list(batch.split(2))
 

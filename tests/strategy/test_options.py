@@ -24,9 +24,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "1f1bb"}, "did you mean '1f1b'"),
     ({"batch_dim": -1}, "batch_dim=-1: expected a whole number from 0 on"),
     ({"batch_dim": True}, "batch_dim=True"),
+    ({"batch_dim": 1, "loss_weight": "shifted_tokens"}, "loss_weight='shifted_tokens' needs labels [batch, seq]"),
     ({"split_batch": 4}, "split_batch=4: expected a function (batch, n)"),
     ({"whole": "weights"}, "whole='weights': expected a sequence of names, such as ('weights',)"),
     ({"whole": [1]}, "whole=[1]"),
+    ({"whole": None}, "whole=None"),
     ({"costs": "nowhere.json"}, "nowhere.json can't be read"),
 ]
 

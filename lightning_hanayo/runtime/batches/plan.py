@@ -105,13 +105,13 @@ class BatchPlan:
         return _select(batch, self.cut, samples, 0)
 
     def num_microbatches(self, limit: int, num_ranks: int = 1) -> int:
-        """At most `limit`, and as many as there are samples.
+        """At most `limit`, and at most as many as there are samples.
 
         Parts of different sizes are cut into equal pieces, which `num_ranks` ranks can share evenly: otherwise no
         weight of a micro-batch in the loss would be right for all parts. 0 if that is impossible.
         """
         if len(set(self.part_sizes)) == 1:
-            return min(limit, self.part_sizes[0])
+            return max(1, min(limit, self.part_sizes[0]))
         fitting = (n for n in range(limit, 0, -1) if all(size % (n * num_ranks) == 0 for size in self.part_sizes))
         return next(fitting, 0)
 

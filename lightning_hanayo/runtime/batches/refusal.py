@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ def check_opaque(value: Any, path: str) -> None:
     Raises:
         UnsupportedError: it does.
     """
+    if isinstance(value, (str, bytes, Number, type(None))):  # most values: they need no search
+        return
     attributes = dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
     slots = {name: getattr(value, name, None) for cls in type(value).__mro__ for name in _slots(cls)}
     items = list(value) if isinstance(value, (set, frozenset, deque)) else []

@@ -72,7 +72,8 @@ def _run(
     """Run a batch and merge what the step returned; None above pipeline rank 0. `scale`: the gradient of the loss."""
     pipeline = session.pipeline
     if pipeline.rank > 0:
-        return pipeline.follow(trains=trains, reduce=reduce)
+        with session.norms.batch():
+            return pipeline.follow(trains=trains, reduce=reduce)
     split = pipeline.split(batch, source_of(trainer))
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     log = MicrobatchLog(trainer, split, weights.in_mean, pipeline.splitter)
@@ -85,7 +86,7 @@ def _run(
         on_user_code=log.enter,
         loss_weights=[weights.in_gradient[piece] * scale for piece in split.own],
     )
-    with log.collecting():
+    with log.collecting(), session.norms.batch():
         count = split.num_microbatches
         pipeline.lead(running, count, progress.batch_key(trainer), trains=trains, reduce=reduce)
     results = [running.results[m] for m in range(count)]

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from lightning_hanayo.errors import available
 from lightning_hanayo.planner.layout import Layout
@@ -18,10 +17,8 @@ from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.strategy.gradient_clipping import clip_by_norm, clip_by_norm_of_shards
 from lightning_hanayo.strategy.lightning import (
     loaders,
-    precision,
     shared_metrics,
     signals,
     torchmetrics_state,
@@ -41,6 +38,8 @@ from lightning_hanayo.strategy.setup.build_pipeline import (
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.whole_model import norm_functions
+from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
 from lightning_hanayo.topology import Topology
 
 
@@ -61,6 +60,7 @@ class Session:
         self._open_groups: ProcessGroups | None = groups
         self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
         self._pipeline: Pipeline | None = None
+        self._norms: GradientNorms | None = None
         self.cube: Cube | None = None
         self._is_open = True
 
@@ -68,6 +68,11 @@ class Session:
     def pipeline(self) -> Pipeline:
         """This rank's part of the pipeline."""
         return available(self._pipeline, "the pipeline exists once the Trainer has set up the model")
+
+    @property
+    def norms(self) -> GradientNorms:
+        """Norms over the whole model's gradients."""
+        return available(self._norms, "norms of the whole model exist once the Trainer has set up the model")
 
     def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool) -> PieceWeights:
         """The weights of a batch's pieces. In training called by all data ranks."""
@@ -95,6 +100,9 @@ class Session:
         streams, example = self._random_streams(trainer, plan.layout, seed), user_hooks.example_run(module)
         self._pipeline = build_pipeline(module, plan, prepared, self._rank_context(seed, streams), example)
         self._adapt(trainer, module)
+        self._norms = self._make_norms(module)
+        if self.topology.replica_size > 1:
+            norm_functions.start(self._norms)
 
     def close(self) -> None:
         """End the run, once the other ranks have received what this one sent. After `abandon`: do nothing."""
@@ -103,6 +111,7 @@ class Session:
         self._is_open = False
         self.failures.stop()
         self.attributes.restore()
+        self._stop_norms()
         for relay in self._relays:
             relay.finish()
         if self._pipeline is not None:
@@ -119,12 +128,18 @@ class Session:
         self._open_groups = None
         self.failures.stop()
         self.attributes.restore()
+        self._stop_norms()
         if self._pipeline is not None:
             self._pipeline.abandon()
             restore_forwards(self._pipeline)
         for relay in self._relays:
             relay.forget()
             relay.transport.close()
+
+    def _stop_norms(self) -> None:
+        if self._norms is not None:
+            norm_functions.stop(self._norms)
+            self._norms.close()
 
     @property
     def _groups(self) -> ProcessGroups:
@@ -165,7 +180,6 @@ class Session:
 
     def _adapt(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         attributes = self.attributes
-        precision.clip_with(trainer.precision_plugin, self._clip, attributes)
         signals.keep_sigterm_local(trainer, attributes)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
         # The ranks of a cube log the same values: rank 0's are used for all of them.
@@ -176,11 +190,16 @@ class Session:
         if self.topology.replica_size > 1:  # summaries and graphs would run the model outside a step
             attributes.set(module, "example_input_array", None)
 
-    def _clip(self, parameters: list[Tensor], max_norm: float) -> None:
-        if self.cube is not None:
-            clip_by_norm_of_shards(parameters, max_norm, self._groups.replica, self.cube.num_replicas)
-        else:
-            clip_by_norm(parameters, max_norm, self._groups.control if self.topology.pipe > 1 else None)
+    def _make_norms(self, module: "pl.LightningModule") -> GradientNorms:
+        shards = None if self.cube is None else self.cube.num_replicas
+        several = self.topology.replica_size > 1
+        return GradientNorms(
+            list(module.parameters()),
+            self._groups.replica if several else None,
+            num_replicas=shards,
+            relay=self.pipe_relay,
+            device=self.device,
+        )
 
 
 def plan_for(

@@ -1,4 +1,4 @@
-"""Gradients are clipped by the whole model's norm, bit for bit as torch does it in one process.
+"""Norms and clipping use the whole model's gradients, bit for bit as torch computes them in one process.
 
 parameters   p0  p1  p2  p3  p4         p4 has no gradient anywhere
 rank 0       x       x                  x: has its gradient
@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
-from lightning_hanayo.strategy.gradient_clipping import clip_by_norm
+from lightning_hanayo.strategy.whole_model import norm_functions
+from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
 from tests.harness.pool import Pool
 
 SHAPES = [(40, 30), (7,), (), (3, 5, 2), (4,)]
@@ -31,12 +33,17 @@ def clip(dtype: torch.dtype, poison: float | None, max_norm: float, norm_type: f
     dist.init_process_group("gloo")
     found = parameters(dtype, poison)
     if dist.get_world_size() == 1:
-        total = nn.utils.clip_grad_norm_(found, max_norm, norm_type)
+        total = clip_grad_norm_(found, max_norm, norm_type)
     else:
         for index, parameter in enumerate(found):
             if index % 2 != dist.get_rank():
                 found[index] = nn.Parameter(parameter.detach().to("meta"))
-        total = clip_by_norm(found, max_norm, dist.group.WORLD, norm_type)
+        norms = GradientNorms(found, dist.group.WORLD, device=torch.device("cpu"))
+        norm_functions.start(norms)
+        try:
+            total = clip_grad_norm_(iter(found), max_norm, norm_type)
+        finally:
+            norm_functions.stop(norms)
     return [total, *(parameter.grad for parameter in found)]
 
 
@@ -52,7 +59,7 @@ def test_bit_equal_to_torch(pool: Pool, dtype: torch.dtype, poison: float | None
         assert ours is None if expected is None else torch.equal(ours.nan_to_num(7), expected.nan_to_num(7)), index
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [0.0, 1.0, 3.0, -1.5, float("inf"), -float("inf")])
 def test_other_norms(pool: Pool, norm_type: float) -> None:
     (alone,) = pool.run(1, clip, torch.float64, None, 0.1, norm_type)
     for ours in pool.run(2, clip, torch.float64, None, 0.1, norm_type):

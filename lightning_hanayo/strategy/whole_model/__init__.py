@@ -1,0 +1,1 @@
+"""What user code computes over all parameters, of which a rank has only its own: norms of gradients, skipped steps."""

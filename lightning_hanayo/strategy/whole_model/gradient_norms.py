@@ -1,0 +1,219 @@
+"""Norms of the whole model's gradients, of which each rank holds its own, or its shards of them.
+
+One process takes the norm of each parameter's gradient, then the norm of these norms. So the ranks exchange the norms
+of their own parameters, and all compute the second step alike. On pipelines both steps are torch's, bit for bit: adding
+the zeros of the ranks that don't own a parameter is exact.
+
+index in the module    0   1   2   3   4        parameter 4 has no gradient anywhere
+rank 0                n0   .   .  n3   .        all-reduce ->  n0 n1 n2 n3  ->  norm, on every rank
+rank 1                 .  n1  n2   .   .
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from math import isinf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.tensor3d.layers.guarded_weight import GuardedWeight
+
+
+@dataclass(frozen=True)
+class OwnGradient:
+    """A gradient that this rank holds: its parameter's index in the module, and its place in what the user has passed.
+
+    The place decides the order in which norms are added; where users pass placeholders, too, it is that of one process.
+    """
+
+    index: int
+    place: int
+    value: Tensor
+
+
+class GradientNorms:
+    """Norms over the parameters of one module. Its methods are called by all ranks that train one copy of it.
+
+    Args:
+        parameters: the module's, in its order, which is the same on all ranks; other ranks' are placeholders.
+        group: the ranks that train one copy of the module, for CPU tensors; None if there is one.
+        num_replicas: how many ranks of a cube hold the same shard of a parameter; None without a cube.
+        relay: announces each call along the pipeline, so that a call on some ranks only is an error, not a deadlock.
+        device: of this rank's gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        *,
+        num_replicas: Callable[[Tensor], int] | None = None,
+        relay: Relay | None = None,
+        device: torch.device,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._indices: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self._parameters)}
+        self._group = group
+        self._num_replicas = num_replicas
+        self._relay = relay
+        self._device = device
+        self.in_batch = False
+
+    def includes(self, parameter: Tensor) -> bool:
+        """Whether it is one of the module's, on whichever rank."""
+        return parameter in self._indices
+
+    def without_guards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The parameters themselves, where a 3-D layer has given a guarded alias for its weight."""
+        if not any(isinstance(tensor, GuardedWeight) for tensor in tensors):
+            return list(tensors)
+        own = {_memory_of(parameter): parameter for parameter in self._parameters if not parameter.is_meta}
+        return [own.get(_memory_of(t), t) if isinstance(t, GuardedWeight) else t for t in tensors]
+
+    def close(self) -> None:
+        """Forget the other ranks: the run has ended."""
+        self._group = self._relay = None
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """While a batch runs, gradients are incomplete, and user code runs on some ranks only."""
+        self.in_batch = True
+        try:
+            yield
+        finally:
+            self.in_batch = False
+
+    def check_outside_batch(self, function: str) -> None:
+        """Check that no batch is running.
+
+        Raises:
+            UnsupportedError: one is, so that only some ranks call the function.
+        """
+        if self.in_batch:
+            raise UnsupportedError(
+                f"{function} was called on the module's parameters in a step or in a block. There the gradients aren't "
+                f"complete, and only pipeline rank 0 runs the step. Call it in on_before_optimizer_step or "
+                f"configure_gradient_clipping, which run on all ranks."
+            )
+
+    def gradients_of(self, parameters: Sequence[Tensor]) -> list[OwnGradient]:
+        """The gradients that this rank holds of some of the module's parameters."""
+        return [
+            OwnGradient(self._indices[parameter], place, parameter.grad)
+            for place, parameter in enumerate(parameters)
+            if not parameter.is_meta and parameter.grad is not None
+        ]
+
+    def recognize(self, tensors: Sequence[Tensor]) -> list[OwnGradient | None]:
+        """The entries for this rank's gradients, or values of parameters; None for a tensor that is neither."""
+        by_memory, tensors = self._by_memory(), self.without_guards(tensors)
+        indices = [self._indices.get(tensor, by_memory.get(_memory_of(tensor))) for tensor in tensors]
+        return [
+            None if index is None or tensor.is_meta else OwnGradient(index, place, tensor.detach())
+            for place, (index, tensor) in enumerate(zip(indices, tensors, strict=True))
+        ]
+
+    def total(self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None) -> Tensor:
+        """The norm over all ranks' gradients; 0 if there are none. The ranks pass their own of one set."""
+        norms = self.each(gradients, norm_type, foreach=foreach)
+        if not norms:
+            return torch.tensor(0.0)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), norm_type)
+        return total.to(self._device)
+
+    def by_parameter(
+        self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
+    ) -> Mapping[Tensor, Tensor]:
+        """The norm of each parameter that has a gradient on some rank, other ranks' placeholders included."""
+        norms = self.each(gradients, norm_type, foreach=foreach)
+        return {self._parameters[i]: norm.to(self._device, self._parameters[i].dtype) for i, norm in norms}
+
+    def each(
+        self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None
+    ) -> list[tuple[int, Tensor]]:
+        """The index and the norm of each gradient, in the user's order; on the CPU, in one dtype."""
+        if self._relay is not None:
+            self._relay.broadcast("norm")
+        table = self._exchange(self._own_table(gradients, norm_type, foreach), norm_type)
+        norms, present, counts, places = table[0], table[1], table[2] / table[1], table[3] / table[1]
+        found = sorted(present.nonzero().flatten().tolist(), key=lambda i: (places[i].item(), i))
+        if not found:
+            return []
+        dtype = reduce(torch.promote_types, {self._parameters[i].dtype for i in found})
+        return [(i, norms[i].to(dtype)) for i in found for _ in range(round(counts[i].item()))]
+
+    def _by_memory(self) -> dict[tuple[int, int], int]:
+        """The indices of this rank's parameters, by the memory of their values and their gradients."""
+        own = [(i, parameter) for i, parameter in enumerate(self._parameters) if not parameter.is_meta]
+        values = {_memory_of(p): i for i, p in own if p.numel()}
+        return values | {_memory_of(p.grad): i for i, p in own if p.grad is not None and p.numel()}
+
+    def _own_table(self, gradients: Sequence[OwnGradient], norm_type: float, foreach: bool | None) -> Tensor:
+        """[4, parameters]: norms, or their powers of shards; 1 for those that are here; how often and where passed."""
+        table = torch.zeros(4, len(self._parameters), dtype=torch.float64)
+        counts = Counter(gradient.index for gradient in gradients)
+        first = {gradient.index: gradient for gradient in reversed(gradients) if gradient.value.numel()}
+        if not first:
+            return table
+        indices = list(first)
+        norms = _norms([gradient.value for gradient in first.values()], norm_type, foreach)
+        if self._num_replicas is not None and not isinf(norm_type):
+            replicas = [self._num_replicas(self._parameters[i]) for i in indices]
+            norms = norms ** (norm_type or 1) / torch.tensor(replicas, dtype=torch.float64)
+        table[0, indices] = norms
+        table[1, indices] = 1.0
+        table[2, indices] = torch.tensor([counts[i] for i in indices], dtype=torch.float64)
+        table[3, indices] = torch.tensor([first[i].place for i in indices], dtype=torch.float64)
+        return table
+
+    def _exchange(self, table: Tensor, norm_type: float) -> Tensor:
+        """The sum of all ranks' tables, with whole norms in its first row."""
+        if self._group is None:
+            return table
+        if self._num_replicas is None:
+            dist.all_reduce(table, group=self._group)
+        elif isinf(norm_type):
+            table = _with_extremes(_all_gather(table, self._group), norm_type)
+        else:
+            dist.all_reduce(table, group=self._group)
+            table[0] **= 1 / (norm_type or 1)
+        return table
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """The address and the number of elements: what a tensor has in common with its `.data` and `.detach()`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return (tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)), tensor.numel()
+
+
+def _norms(gradients: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of each, computed as torch does it with this `foreach`; on the CPU in fp64."""
+    if foreach is False:
+        norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
+    else:
+        norms = list(torch._foreach_norm(gradients, norm_type))
+    return torch.stack(norms).to("cpu", torch.float64)
+
+
+def _all_gather(table: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(table) for _ in range(group.size())]
+    dist.all_gather(parts, table, group=group)
+    return torch.stack(parts)
+
+
+def _with_extremes(tables: Tensor, norm_type: float) -> Tensor:
+    """The sums of tables, [ranks, 4, parameters], but the largest norm (the smallest for -inf) of a parameter's shards.
+
+    A reduction by gloo would lose NaN.
+    """
+    table = tables.sum(0)
+    missing = tables[:, 0].masked_fill(tables[:, 1] == 0, -norm_type)
+    extremes = missing.amax(0) if norm_type > 0 else missing.amin(0)
+    table[0] = torch.where(table[1] > 0, extremes, 0.0)
+    return table

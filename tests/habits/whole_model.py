@@ -1,0 +1,114 @@
+"""Habits: norms and clips over all parameters, optimizers, and steps that are skipped."""
+
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from tests.habits.habit import EXACT, Habit, Refused, everywhere
+from tests.harness import models
+
+VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
+
+
+class Seen(models.MLP):
+    """Keeps what its hooks have computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+
+    def see(self, name: str, value: Any) -> None:
+        self.seen[f"{name} {self.global_step}"] = float(value)
+
+
+class ClipsInHook(Seen):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.see("norm", clip_grad_norm_(self.parameters(), 0.1))
+        self.see("clipped", clip_grad_norm_([p for p in self.parameters() if p.grad is not None], 9.0, float("inf")))
+
+
+class Configures(Seen):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.see("norm", torch.nn.utils.clip_grad_norm_(parameters, 0.1, error_if_nonfinite=True, foreach=False))
+        self.clip_gradients(optimizer, 0.05, "norm")
+
+
+class ReadsTotal(Seen):
+    def on_after_backward(self) -> None:
+        for order in (0.0, 1.0, 2.0, 3.5, float("inf")):
+            gradients = [p.grad.detach() for p in self.parameters() if p.grad is not None]
+            self.see(f"gradients {order}", get_total_norm(gradients, order))
+        self.see("weights", get_total_norm(self.parameters()))
+
+
+class ClipsValues(Seen):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_value_(self.parameters(), 0.01)
+
+
+class LogsNorms(Seen):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        for name, value in {**norms, **grad_norm(self.head, "inf", "|")}.items():
+            self.see(name, value)
+
+
+class ClipsParts(Seen):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.see("head", clip_grad_norm_(self.head.parameters(), 0.05))
+        self.see("blocks", clip_grad_norm_(self.blocks[:3].parameters(), 0.01, 1.0))
+        for i, block in enumerate(self.blocks):
+            self.see(f"block {i}", clip_grad_norm_(block.up.weight, 0.02))
+
+
+class ClipsInStep(models.MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        clip_grad_norm_(self.parameters(), 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class OtherModel(Seen):
+    """Clips another model's gradients, too, which every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = [torch.nn.Linear(3, 3)]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        (other,) = self.other
+        torch.manual_seed(3)
+        other(torch.randn(2, 3)).square().sum().backward()
+        self.see("other", clip_grad_norm_(other.parameters(), 0.5))
+        self.see("total", get_total_norm([p.grad for p in islice(other.parameters(), 2)]))
+
+
+HABITS = [
+    Habit(
+        "`clip_grad_norm_`, imported by name, in `on_before_optimizer_step`",
+        ClipsInHook,
+        VECTORS,
+        everywhere(EXACT),
+        True,
+    ),
+    Habit("`configure_gradient_clipping` that clips twice", Configures, VECTORS, everywhere(EXACT), True),
+    Habit("`get_total_norm` of gradients and of weights", ReadsTotal, VECTORS, everywhere(EXACT), True),
+    Habit("`clip_grad_value_` in a hook", ClipsValues, VECTORS, everywhere(EXACT), True),
+    Habit("Lightning's `grad_norm`, logged", LogsNorms, VECTORS, everywhere(EXACT), True),
+    Habit("`clip_grad_norm_` of a part of the model", ClipsParts, VECTORS, everywhere(EXACT), True),
+    Habit(
+        "`Trainer(gradient_clip_val=...)`",
+        models.MLP,
+        VECTORS,
+        everywhere(EXACT),
+        True,
+        trainer=partial(dict, gradient_clip_val=0.1),
+    ),
+    Habit("`clip_grad_norm_` of another model's parameters", OtherModel, VECTORS, everywhere(EXACT)),
+    Habit("`clip_grad_norm_` in `training_step`", ClipsInStep, VECTORS, everywhere(Refused("in a step or in a block"))),
+]

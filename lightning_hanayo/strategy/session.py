@@ -40,6 +40,7 @@ from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.strategy.whole_model import norm_functions
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
+from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
 from lightning_hanayo.topology import Topology
 
 
@@ -56,6 +57,7 @@ class Session:
         self.pipe_relay = self._relay(groups.pipe_ranks, groups)
         is_cube = prod(topology.cube) > 1
         self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
+        self.votes = StepVotes(self.pipe_relay, rank)
         self._options = options
         self._open_groups: ProcessGroups | None = groups
         self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
@@ -184,6 +186,8 @@ class Session:
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
         # The ranks of a cube log the same values: rank 0's are used for all of them.
         shared_metrics.share_metrics(trainer, self.replica_relay, attributes, computes=computes, warns=warns)
+        if self.topology.world_size > 1:
+            vote_on_steps(module, attributes)
         torchmetrics_state.sync_metrics_over(module, self._groups.metrics, attributes)
         if self._pipe_rank > 0:
             loaders.skip_hooks_without_data(module, attributes)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -255,6 +256,10 @@ class HanayoStrategy(MeshParallelStrategy):
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
             return self._evaluate(self.module.predict_step, batch, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        return self.session.votes.step(partial(super().optimizer_step, optimizer, model=model, **kwargs), closure)
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         return run_batch.evaluate(self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs))

@@ -88,6 +88,48 @@ class OtherModel(Seen):
         self.see("total", get_total_norm([p.grad for p in islice(other.parameters(), 2)]))
 
 
+class SkipsNonFinite(Seen):
+    """Steps only where all gradients that it finds are finite; those of one block are NaN in the second step."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.blocks[2].parameters():
+            if self.global_step == 1 and parameter.grad is not None and not parameter.is_meta:
+                parameter.grad.fill_(float("nan"))
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer_closure()
+        gradients = [p.grad for p in self.parameters() if p.grad is not None and not p.is_meta]
+        if all(gradient.isfinite().all() for gradient in gradients):
+            optimizer.step()
+        self.see("step", self.global_step)
+
+
+class SkipsByChance(Seen):
+    """Skips the second step on one rank: a random number that isn't seeded, a time, a file."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if batch_idx == 1 and self.trainer.global_rank == self.trainer.world_size - 1:
+            optimizer_closure()
+        else:
+            optimizer.step(optimizer_closure)
+        self.see("step", self.global_step)
+
+
+class SkipsClosure(models.MLP):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if self.trainer.global_rank == 0:
+            optimizer.step(optimizer_closure)
+
+
+class WarmsUp(models.MLP):
+    """The usual override: sets the learning rate, and steps."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (batch_idx + 1)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
 HABITS = [
     Habit(
         "`clip_grad_norm_`, imported by name, in `on_before_optimizer_step`",
@@ -111,4 +153,15 @@ HABITS = [
     ),
     Habit("`clip_grad_norm_` of another model's parameters", OtherModel, VECTORS, everywhere(EXACT)),
     Habit("`clip_grad_norm_` in `training_step`", ClipsInStep, VECTORS, everywhere(Refused("in a step or in a block"))),
+    Habit("`optimizer_step` that sets the learning rate", WarmsUp, VECTORS, everywhere(EXACT)),
+    Habit("`optimizer_step` that skips a step if a gradient is NaN", SkipsNonFinite, VECTORS, everywhere(EXACT)),
+    Habit(
+        "`optimizer_step` that skips a step by a random number of one rank", SkipsByChance, VECTORS, everywhere(EXACT)
+    ),
+    Habit(
+        "`optimizer_step` that skips the closure on some ranks",
+        SkipsClosure,
+        VECTORS,
+        everywhere(Refused("didn't run optimizer_closure on rank")),
+    ),
 ]

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_hanayo.errors import UnsupportedError

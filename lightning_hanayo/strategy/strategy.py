@@ -35,7 +35,8 @@ from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session, plan_for
 from lightning_hanayo.strategy.setup.build_pipeline import PreparedModel
-from lightning_hanayo.strategy.setup.checks import check_optimizers, check_run
+from lightning_hanayo.strategy.setup.checks import check_run
+from lightning_hanayo.strategy.setup.optimizers import check_optimizers
 
 
 class HanayoStrategy(MeshParallelStrategy):

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from tests.habits.habit import EXACT, Habit, Refused, everywhere
+from tests.habits.habit import EXACT, Habit, Refused, everywhere, on
 from tests.harness import models
 
 VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
@@ -130,6 +130,70 @@ class WarmsUp(models.MLP):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
 
+class WithOptimizer(models.MLP):
+    """Trained by an optimizer of this class."""
+
+    optimizer: type[torch.optim.Optimizer]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.parameters(), lr=1e-2)  # type: ignore[call-arg]
+
+
+class LayerwiseSGD(torch.optim.Optimizer):
+    """Scales each parameter's update by the ratio of two norms, as LAMB and LARS do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            own = [parameter for parameter in group["params"] if parameter.grad is not None]
+            factor = self.factor(own)
+            for parameter in own:
+                ratio = (parameter.norm() + 0.1) / (parameter.grad.norm() + 0.1)
+                parameter.sub_(group["lr"] * factor * ratio * parameter.grad)
+        return loss
+
+    def factor(self, parameters: Any) -> Any:
+        return 1.0
+
+
+class DeclaredSGD(LayerwiseSGD):
+    is_parameterwise = True
+
+
+class NormalizedSGD(LayerwiseSGD):
+    """Divides by the norm of the whole gradient."""
+
+    def factor(self, parameters: Any) -> Any:
+        return 1.0 / torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+
+
+class Layerwise(WithOptimizer):
+    optimizer = LayerwiseSGD
+
+
+class Declared(WithOptimizer):
+    optimizer = DeclaredSGD
+
+
+class Normalized(WithOptimizer):
+    optimizer = NormalizedSGD
+
+
+class TrainedByAdafactor(WithOptimizer):
+    optimizer = torch.optim.Adafactor
+
+
+class TrainedByMuon(models.MLP):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Muon([parameter for parameter in self.parameters() if parameter.dim() == 2], lr=1e-2)
+
+
+PER_PARAMETER = on(pipelines=EXACT, cubes=Refused("isn't known to work on each element"))
+
 HABITS = [
     Habit(
         "`clip_grad_norm_`, imported by name, in `on_before_optimizer_step`",
@@ -163,5 +227,18 @@ HABITS = [
         SkipsClosure,
         VECTORS,
         everywhere(Refused("didn't run optimizer_closure on rank")),
+    ),
+    Habit("`torch.optim.Adafactor`", TrainedByAdafactor, VECTORS, PER_PARAMETER),
+    Habit("`torch.optim.Muon`", TrainedByMuon, VECTORS, PER_PARAMETER),
+    Habit("an optimizer of your own with norms of each parameter, such as LAMB", Layerwise, VECTORS, PER_PARAMETER),
+    Habit("the same, which declares `is_parameterwise = True`", Declared, VECTORS, PER_PARAMETER),
+    Habit(
+        "an optimizer of your own with a norm over all parameters",
+        Normalized,
+        VECTORS,
+        on(
+            pipelines=Refused("NormalizedSGD computes with all parameters"),
+            cubes=Refused("isn't known to work on each element"),
+        ),
     ),
 ]

@@ -1,13 +1,11 @@
 """Rejects what a pipeline can't run, each with an error that names it, before the first message."""
 
-from collections.abc import Sequence
 from math import prod
 from typing import NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
-from torch import nn, optim
-from torch.optim import LBFGS, Optimizer
+from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, takes_dataloader_iter
@@ -47,28 +45,6 @@ def check_not_converted(module: nn.Module) -> None:
                 f"{name} holds one rank's part of its weights: another Trainer has trained this "
                 f"{type(module).__name__} on a cube of ranks. Build it anew and load a checkpoint, or continue with "
                 f"the same Trainer."
-            )
-
-
-def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> None:
-    """Reject optimizers that look across parameters, of which a rank has only its own; in a cube, across elements.
-
-    Raises:
-        UnsupportedError: more than one optimizer, or one that isn't elementwise.
-    """
-    if len(optimizers) > 1:
-        raise UnsupportedError("several optimizers need manual optimization, which a pipeline can't run")
-    for optimizer in optimizers:
-        if topology.replica_size > 1 and isinstance(optimizer, LBFGS):
-            raise UnsupportedError(
-                "LBFGS treats all parameters as one vector, but a rank holds only its own. Use an optimizer that "
-                "works on each parameter alone, such as AdamW."
-            )
-        if prod(topology.cube) > 1 and optimizer.param_groups and not _is_elementwise(optimizer):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} isn't known to work on each element of a parameter alone, and in a cube a "
-                f"rank holds a part of each: norms, rows or whole matrices would be wrong. Use AdamW or SGD, or set "
-                f"`is_elementwise = True` on the optimizer if it is one."
             )
 
 
@@ -132,14 +108,3 @@ def _check_callbacks(trainer: "pl.Trainer", topology: Topology) -> None:
                 f"the callback {type(callback).__name__} computes with all parameters, but a rank holds only "
                 f"its own. Leave it out, or set requires_grad and average over checkpoints yourself."
             )
-
-
-_ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.RMSprop,
-    optim.Rprop, optim.Adadelta, optim.ASGD,
-)  # fmt: skip
-
-
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an element's update depends on that element alone: torch's own optimizers, and those that say so."""
-    return bool(getattr(optimizer, "is_elementwise", type(optimizer) in _ELEMENTWISE))

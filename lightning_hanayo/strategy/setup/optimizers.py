@@ -1,0 +1,126 @@
+"""Which optimizers work where: on a pipeline a rank has only its own parameters, in a cube only a part of each.
+
+an element's update depends on    the element       pipelines, cubes
+                                  its parameter     pipelines
+                                  all parameters    one rank
+"""
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from math import prod
+from typing import Literal
+
+from torch import optim
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.setup.optimizer_probe import looks_across_parameters
+from lightning_hanayo.topology import Topology
+
+Scope = Literal["element", "parameter", "model"]
+"""what an element's update depends on"""
+
+_TORCH: dict[type[Optimizer], Scope] = {
+    **dict.fromkeys(
+        (
+            optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.RMSprop,
+            optim.Rprop, optim.Adadelta, optim.ASGD, optim.SparseAdam,
+        ),
+        "element",
+    ),
+    optim.Adafactor: "parameter",
+    optim.Muon: "parameter",
+}  # fmt: skip
+
+_OTHERS: dict[str, Scope] = {
+    **dict.fromkeys(
+        (
+            "AdaBelief", "AdaBound", "AdEMAMix", "ADOPT", "Adan", "AdamWScheduleFree", "DeepSpeedCPUAdam", "FusedAdam",
+            "FusedSGD", "Lion", "QHAdam", "RAdamScheduleFree", "SGDScheduleFree", "SophiaG", "Tiger", "Yogi",
+        ),
+        "element",
+    ),
+    **dict.fromkeys(
+        (
+            "Adafactor", "AdamP", "CAME", "Fromage", "FusedLAMB", "FusedNovoGrad", "GaLoreAdafactor", "GaLoreAdamW",
+            "Kron", "LAMB", "LARC", "LARS", "LDoG", "Lamb", "Lars", "NovoGrad", "Ranger", "SGDP", "SOAP", "Shampoo",
+            "SingleDeviceMuon", "StableAdamW",
+        ),
+        "parameter",
+    ),
+    **dict.fromkeys(
+        (
+            "ASAM", "Adahessian", "Adai", "AdaiV2", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion",
+            "DAdaptSGD", "DoG", "DoWG", "GSAM", "LookSAM", "Mechanic", "Muon", "MuonWithAuxAdam", "Prodigy",
+            "ProdigyPlusScheduleFree", "Ranger21", "SAM", "SophiaH", "WSAM",
+        ),
+        "model",
+    ),
+}  # fmt: skip
+"""by the names of their classes: this package imports none of them; `Muon` is torch's, others communicate themselves"""
+
+_QUANTIZED = ("bitsandbytes", "torchao")
+"""packages whose states are quantized in blocks of one parameter"""
+_WRAPPERS = {"Lookahead": "optimizer", "ScheduleFreeWrapper": "base"}
+"""treat each element alone, around the optimizer in this attribute"""
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> None:
+    """Reject optimizers that look across parameters, of which a rank has only its own; in a cube, across elements.
+
+    Warns of an optimizer of which it isn't known. Called by all ranks.
+
+    Raises:
+        UnsupportedError: more than one optimizer, or one that would compute with what other ranks hold.
+    """
+    if len(optimizers) > 1:
+        raise UnsupportedError("several optimizers need manual optimization, which a pipeline can't run")
+    for optimizer in optimizers:
+        if topology.replica_size > 1 and optimizer.param_groups:
+            _check(optimizer, _scope(optimizer), in_cube=prod(topology.cube) > 1)
+
+
+def _check(optimizer: Optimizer, scope: Scope | None, *, in_cube: bool) -> None:
+    name = type(optimizer).__name__
+    if scope == "model" or (scope is None and not in_cube and looks_across_parameters(optimizer)):
+        raise UnsupportedError(
+            f"{name} computes with all parameters together (one vector, a norm or a mean over them, several passes), "
+            f"but a rank holds only its own. Use an optimizer that works on each parameter alone, such as AdamW."
+        )
+    if in_cube and scope != "element":
+        raise UnsupportedError(
+            f"{name} isn't known to work on each element of a parameter alone, and in a cube a rank holds a part of "
+            f"each: norms, rows or whole matrices would be wrong. Use AdamW or SGD, or set `is_elementwise = True` on "
+            f"the optimizer if it is one."
+        )
+    if scope is None:
+        warnings.warn(
+            f"{name} isn't known to work on each parameter alone, and on a pipeline a norm or a mean over all "
+            f"parameters would be of one rank's. `hanayo check` compares some steps with one process. If they are equal, set "
+            f"`is_parameterwise = True` on the optimizer.",
+            stacklevel=2,
+        )
+
+
+def _scope(optimizer: Optimizer) -> Scope | None:
+    """What an element's update depends on: as the optimizer declares it, or as it is known; None: unknown."""
+    if getattr(optimizer, "is_elementwise", False):
+        return "element"
+    if getattr(optimizer, "is_parameterwise", False):
+        return "parameter"
+    kind = type(optimizer)
+    if kind.__name__ in _WRAPPERS:
+        inner = getattr(optimizer, _WRAPPERS[kind.__name__], None)
+        return _scope(inner) if isinstance(inner, Optimizer) else None
+    if isinstance(optimizer, LBFGS) or optimizer.defaults.get("max_grad_norm"):
+        return "model"
+    if kind.__module__.partition(".")[0] in _QUANTIZED:
+        return "parameter"
+    return _scope_of_torch(kind) or _OTHERS.get(kind.__name__)
+
+
+def _scope_of_torch(kind: type[Optimizer]) -> Scope | None:
+    """That of torch's optimizer whose `step` the class has."""
+    step = inspect.unwrap(kind.step)  # torch wraps it when the first optimizer of a class is made
+    return next((scope for one, scope in _TORCH.items() if inspect.unwrap(one.step) is step), None)

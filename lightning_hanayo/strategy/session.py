@@ -1,6 +1,7 @@
 """One run of the Trainer on one rank: connections to other ranks, the pipeline, and what is changed for the run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -8,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from lightning_hanayo.errors import available
 from lightning_hanayo.planner.layout import Layout
@@ -38,7 +40,7 @@ from lightning_hanayo.strategy.setup.build_pipeline import (
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
-from lightning_hanayo.strategy.whole_model import norm_functions
+from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
 from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
 from lightning_hanayo.topology import Topology
@@ -105,6 +107,18 @@ class Session:
         self._norms = self._make_norms(module)
         if self.topology.replica_size > 1:
             norm_functions.start(self._norms)
+
+    @contextmanager
+    def agreeing_on_gradients(self, hook: str) -> Iterator[None]:
+        """Inside it, a hook may remove gradients: on all ranks that hold shards of them, and then on all or none."""
+        groups, parameters = self._groups, self.pipeline.parameters
+        had_gradients = _any_gradient(parameters)
+        yield
+        if groups.cube is not None:
+            removed_gradients.agree_in_cube(parameters, groups.cube.whole)
+        removed_gradients.check_alike(
+            hook, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=groups.replica
+        )
 
     def close(self) -> None:
         """End the run, once the other ranks have received what this one sent. After `abandon`: do nothing."""
@@ -188,6 +202,8 @@ class Session:
         shared_metrics.share_metrics(trainer, self.replica_relay, attributes, computes=computes, warns=warns)
         if self.topology.world_size > 1:
             vote_on_steps(module, attributes)
+        if self.topology.replica_size > 1:
+            removed_gradients.agree_after_hooks(trainer, module, attributes)
         torchmetrics_state.sync_metrics_over(module, self._groups.metrics, attributes)
         if self._pipe_rank > 0:
             loaders.skip_hooks_without_data(module, attributes)
@@ -204,6 +220,10 @@ class Session:
             relay=self.pipe_relay,
             device=self.device,
         )
+
+
+def _any_gradient(parameters: Iterable[Tensor]) -> bool:
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 def plan_for(

@@ -104,6 +104,43 @@ class SkipsNonFinite(Seen):
         self.see("step", self.global_step)
 
 
+class ClearsNonFinite(Seen):
+    """Clears all gradients if one of them has a NaN, which is in one row of one matrix."""
+
+    def on_after_backward(self) -> None:
+        weight = self.head.weight
+        if self.global_step == 1 and weight.grad is not None and self.trainer.global_rank == 0:
+            weight.grad[0] = float("nan")
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if not torch.isfinite(get_total_norm(gradients)):
+            self.zero_grad()
+        self.see("norm", get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+
+
+class ClearsByOwn(ClearsNonFinite):
+    """Looks at each gradient that it finds, instead of at a norm."""
+
+    def on_after_backward(self) -> None:
+        weight = self.head.weight
+        if self.global_step == 1 and weight.grad is not None and self.trainer.global_rank == 0:
+            weight.grad[0] = float("nan")
+        gradients = [p.grad for p in self.parameters() if p.grad is not None and not p.is_meta]
+        if not all(gradient.isfinite().all() for gradient in gradients):
+            self.zero_grad()
+
+
+class RemovesNonFinite(Seen):
+    """Removes the gradient of each parameter that has a NaN, which is in one row of one matrix."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weight = self.embedding.weight
+        if self.global_step == 1 and weight.grad is not None and self.trainer.global_rank == 0:
+            weight.grad[0] = float("nan")
+        for parameter in self.embedding.parameters():
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                parameter.grad = None
+
+
 class SkipsByChance(Seen):
     """Skips the second step on one rank: a random number that isn't seeded, a time, a file."""
 
@@ -219,6 +256,14 @@ HABITS = [
     Habit("`clip_grad_norm_` in `training_step`", ClipsInStep, VECTORS, everywhere(Refused("in a step or in a block"))),
     Habit("`optimizer_step` that sets the learning rate", WarmsUp, VECTORS, everywhere(EXACT)),
     Habit("`optimizer_step` that skips a step if a gradient is NaN", SkipsNonFinite, VECTORS, everywhere(EXACT)),
+    Habit("`zero_grad()` in `on_after_backward` if the norm isn't finite", ClearsNonFinite, VECTORS, everywhere(EXACT)),
+    Habit(
+        "`zero_grad()` in `on_after_backward` if one of this rank's gradients isn't finite",
+        ClearsByOwn,
+        VECTORS,
+        {**everywhere(Refused("on_after_backward has (removed|kept) all gradients on rank")), "cube": EXACT},
+    ),
+    Habit("a parameter's gradient removed if it isn't finite", RemovesNonFinite, VECTORS, everywhere(EXACT)),
     Habit(
         "`optimizer_step` that skips a step by a random number of one rank", SkipsByChance, VECTORS, everywhere(EXACT)
     ),

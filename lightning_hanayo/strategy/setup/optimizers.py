@@ -97,8 +97,8 @@ def _check(optimizer: Optimizer, scope: Scope | None, *, in_cube: bool) -> None:
     if scope is None:
         warnings.warn(
             f"{name} isn't known to work on each parameter alone, and on a pipeline a norm or a mean over all "
-            f"parameters would be of one rank's. `hanayo check` compares some steps with one process. If they are equal, set "
-            f"`is_parameterwise = True` on the optimizer.",
+            f"parameters would be of one rank's. `hanayo check` compares some steps with one process. If they are "
+            f"equal, set `is_parameterwise = True` on the optimizer.",
             stacklevel=2,
         )
 

@@ -44,7 +44,7 @@ _OTHERS: dict[str, Scope] = {
     **dict.fromkeys(
         (
             "Adafactor", "AdamP", "CAME", "Fromage", "FusedLAMB", "FusedNovoGrad", "GaLoreAdafactor", "GaLoreAdamW",
-            "Kron", "LAMB", "LARC", "LARS", "LDoG", "Lamb", "Lars", "NovoGrad", "Ranger", "SGDP", "SOAP", "Shampoo",
+            "LAMB", "LARC", "LARS", "LDoG", "Lamb", "Lars", "NovoGrad", "Ranger", "SGDP", "SOAP", "Shampoo",
             "SingleDeviceMuon", "StableAdamW",
         ),
         "parameter",
@@ -113,7 +113,7 @@ def _scope(optimizer: Optimizer) -> Scope | None:
     if kind.__name__ in _WRAPPERS:
         inner = getattr(optimizer, _WRAPPERS[kind.__name__], None)
         return _scope(inner) if isinstance(inner, Optimizer) else None
-    if isinstance(optimizer, LBFGS) or optimizer.defaults.get("max_grad_norm"):
+    if isinstance(optimizer, LBFGS) or getattr(optimizer, "defaults", {}).get("max_grad_norm"):
         return "model"
     if kind.__module__.partition(".")[0] in _QUANTIZED:
         return "parameter"

@@ -59,7 +59,7 @@ class Session:
         self.pipe_relay = self._relay(groups.pipe_ranks, groups)
         is_cube = prod(topology.cube) > 1
         self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
-        self.votes = StepVotes(self.pipe_relay, rank)
+        self.votes = StepVotes(self.replica_relay, rank)
         self._options = options
         self._open_groups: ProcessGroups | None = groups
         self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
@@ -114,6 +114,7 @@ class Session:
         groups, parameters = self._groups, self.pipeline.parameters
         had_gradients = _any_gradient(parameters)
         yield
+        self.replica_relay.broadcast("vote")
         if groups.cube is not None:
             removed_gradients.agree_in_cube(parameters, groups.cube.whole)
         removed_gradients.check_alike(
@@ -217,7 +218,7 @@ class Session:
             list(module.parameters()),
             self._groups.replica if several else None,
             num_replicas=shards,
-            relay=self.pipe_relay,
+            relay=self.replica_relay,
             device=self.device,
         )
 

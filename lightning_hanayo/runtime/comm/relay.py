@@ -17,7 +17,7 @@ from lightning_hanayo.runtime.comm.transport import Transport, Work
 
 MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote"]
 """how a batch is cut; whether there is one more batch; what was logged; the loss of a batch; that all ranks compute a
-norm together now; that they decide whether the optimizer steps"""
+norm together now; that they agree on a decision of user code, such as a skipped step"""
 
 _FRAME = 512
 _ROOM = _FRAME - 8

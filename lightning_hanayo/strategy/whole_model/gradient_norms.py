@@ -44,7 +44,7 @@ class GradientNorms:
         parameters: the module's, in its order, which is the same on all ranks; other ranks' are placeholders.
         group: the ranks that train one copy of the module, for CPU tensors; None if there is one.
         num_replicas: how many ranks of a cube hold the same shard of a parameter; None without a cube.
-        relay: announces each call along the pipeline, so that a call on some ranks only is an error, not a deadlock.
+        relay: over the group's ranks; announces each call, so that one on some ranks only is an error, not a deadlock.
         device: of this rank's gradients.
     """
 

@@ -71,12 +71,14 @@ class StepVotes:
             UnsupportedError: it hasn't run the closure, or the optimizer has stepped on some ranks only.
         """
         self._override = override = _Override()
-        counter = unwrapped(optimizer).register_step_post_hook(override.on_step)
+        register = getattr(unwrapped(optimizer), "register_step_post_hook", None)  # Lightning takes other classes, too
+        counter = None if register is None else register(override.on_step)
         try:
             hook(override.counts(closure))
         finally:
-            counter.remove()
             self._override = None
+            if counter is not None:
+                counter.remove()
         self._check_closure(override)
         self._end(override.num_steps)
 

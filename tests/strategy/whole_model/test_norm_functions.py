@@ -134,9 +134,9 @@ class OnOneRank(models.MLP):
             clip_grad_norm_(self.parameters(), 1.0)
 
 
-def fit(kind: type[models.MLP]) -> bool:
+def fit(kind: type[models.MLP], layout: Layout) -> bool:
     """Whether the functions are restored after a run that fails."""
-    trainer = make_trainer(Layout(2, 1, 1), max_steps=2)
+    trainer = make_trainer(layout, max_steps=2)
     try:
         trainer.fit(models.build(kind), make_loader(models.vectors((8, 8))))
     except BaseException:
@@ -146,9 +146,10 @@ def fit(kind: type[models.MLP]) -> bool:
 
 
 def test_they_are_restored_after_a_failure(pool: Pool) -> None:
-    assert pool.run(2, fit, Breaks) == [True, True]
+    assert pool.run(2, fit, Breaks, Layout(2, 1, 1)) == [True, True]
 
 
-def test_a_call_on_one_rank_of_a_pipeline_is_an_error(pool: Pool) -> None:
-    with pytest.raises(RunFailed, match=r"waits for a message of the kind 'batch', but .* 'norm'"):
-        pool.run(2, fit, OnOneRank)
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(cube=(1, 2, 1))], ids=str)
+def test_a_call_on_one_rank_is_an_error(pool: Pool, layout: Layout) -> None:
+    with pytest.raises(RunFailed, match=r"waits for a message of the kind 'vote', but .* 'norm'"):
+        pool.run(2, fit, OnOneRank, layout)

@@ -141,12 +141,13 @@ class GradientNorms:
         if self._relay is not None:
             self._relay.broadcast("norm")
         table = self._exchange(self._own_table(gradients, norm_type, foreach), norm_type)
-        norms, present, counts, places = table[0], table[1], table[2] / table[1], table[3] / table[1]
-        found = sorted(present.nonzero().flatten().tolist(), key=lambda i: (places[i].item(), i))
+        norms, present = table[:2]
+        counts, places = (table[2:] / present).tolist()
+        found = sorted(present.nonzero().flatten().tolist(), key=lambda i: (places[i], i))
         if not found:
             return []
         dtype = reduce(torch.promote_types, {self._parameters[i].dtype for i in found})
-        return [(i, norms[i].to(dtype)) for i in found for _ in range(round(counts[i].item()))]
+        return [(i, norms[i].to(dtype)) for i in found for _ in range(round(counts[i]))]
 
     def _by_memory(self) -> dict[tuple[int, int], int]:
         """The indices of this rank's parameters, by the memory of their values and their gradients."""

@@ -1,4 +1,4 @@
-"""A step that one rank skips is skipped by all, and Lightning's counters go on. The catalog of habits has more cases."""
+"""A step that one rank skips is skipped by all, and Lightning's counters go on. The catalog has more cases."""
 
 from typing import Any
 

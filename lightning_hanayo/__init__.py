@@ -3,13 +3,18 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_hanayo.checking import check
     from lightning_hanayo.strategy import HanayoStrategy, WaveReport
 
-__all__ = ["HanayoStrategy", "WaveReport"]
+__all__ = ["HanayoStrategy", "WaveReport", "check"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the strategy on first use, so that `lightning_hanayo.schedule` loads neither torch nor Lightning."""
+    """Import it on first use, so that `lightning_hanayo.schedule` loads neither torch nor Lightning."""
+    if name == "check":
+        from lightning_hanayo import checking
+
+        return checking.check
     if name in __all__:
         from lightning_hanayo import strategy
 

@@ -18,6 +18,7 @@ MAX_FILES = 13
 ALLOWED = {
     # The package's own names are imported on first use, so that `import lightning_hanayo.schedule` loads no torch.
     (PACKAGE, f"{PACKAGE}.strategy"),
+    (PACKAGE, f"{PACKAGE}.checking"),
 }
 
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "validate": (_TRAINER, "evaluate a model on its validation data"),
     "test": (_TRAINER, "evaluate a model on its test data"),
     "predict": (_TRAINER, "compute a model's predictions"),
+    "check": ("lightning_hanayo.cli.check", "check that the training is the same as in one process"),
     "schedule": ("lightning_hanayo.cli.schedule", "show, compare, check and export pipeline schedules"),
 }
 

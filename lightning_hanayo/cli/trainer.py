@@ -3,7 +3,8 @@
 import os
 import sys
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
@@ -15,21 +16,28 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.report.wave_report import WaveReport
 
+Command = TypeVar("Command", bound="WaveCLI")
+
 
 def run(argv: list[str]) -> int:
-    """Run one of the four commands. A class path may name a module in the current directory."""
+    """Run one of the four commands."""
+    run_cli(lambda: WaveCLI(argv))
+    return 0
+
+
+def run_cli(build: Callable[[], Command]) -> Command:
+    """Build a command line, which runs its command. A class path may name a module in the current directory."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     default_to_offline(os.environ)
     # Lightning 2.6.6 itself calls what torch 2.13 deprecates; the user can't change that.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated", category=FutureWarning)
     try:
-        WaveCLI(argv)
+        return build()
     except MisconfigurationException as error:
         mistake = HanayoError(str(error))
         mistake.failed_first = getattr(error, "failed_first", False)
         raise mistake from error
-    return 0
 
 
 class TrainerParser(OneLineErrors, LightningArgumentParser):

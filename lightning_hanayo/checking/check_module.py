@@ -1,0 +1,89 @@
+"""`check`: proves that a module trains on a layout as it does in one process, or says what differs first."""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback
+
+from lightning_hanayo.checking.case import Case, TrainerOptions
+from lightning_hanayo.checking.examine import Tell, examine
+from lightning_hanayo.checking.inputs import select_callbacks, take_batches, topology_of
+from lightning_hanayo.checking.trainings import processes
+from lightning_hanayo.checking.trainings.prepare import prepare
+from lightning_hanayo.checking.verdict import Verdict
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.strategy import HanayoStrategy
+from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
+from lightning_hanayo.strategy.setup.plan import plan_model
+
+
+def check(
+    module: pl.LightningModule,
+    data: Any = None,
+    strategy: HanayoStrategy | None = None,
+    *,
+    devices: int | None = None,
+    steps: int = 2,
+    depth: int | None = None,
+    dtype: torch.dtype = torch.float64,
+    accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
+    callbacks: Iterable[Callback] = (),
+    seed: int = 0,
+    timeout: float = 600.0,
+    tell: Tell = lambda _: None,
+) -> Verdict:
+    """Train a copy of `module` a few steps in one process and on a layout, on CPUs, and compare everything by name.
+
+    Example:
+        >>> verdict = check(GPT(), TextData(), HanayoStrategy(pipeline_parallel_size=4, num_microbatches=8), steps=2)
+        >>> print(verdict.summary)
+        the layout is exact (largest difference 3e-16)
+
+    Args:
+        module: any LightningModule. It stays as it is.
+        data: a LightningDataModule, a loader or another iterable of batches; None: the module's own training loader.
+            Its first batches are taken once, here: batch i of data rank r is number i * D + r.
+        strategy: whose options say what the layout is; None: `HanayoStrategy()`.
+        devices: the number of processes; None: what the strategy's sizes multiply to.
+        steps: optimizer steps.
+        depth: keep the first blocks of the stack only; None: all of them. Each stage needs one.
+        dtype: torch.float64, or torch.float32 with a tolerance of 1e-3 instead of 1e-9.
+        accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm: as the Trainer's.
+        callbacks: the Trainer's. Lightning's own are left out: they write, monitor and stop.
+        seed: of all random numbers, and of what `configure_model` builds.
+        timeout: seconds after which a run counts as failed.
+        tell: is called with a line of text before each run.
+
+    Returns:
+        The verdict; `verdict.exit_code` is 0 if everything is equal.
+
+    Raises:
+        HanayoError: bad arguments, or a module that doesn't train in one process either.
+    """
+    if steps < 1 or accumulate_grad_batches < 1:
+        raise HanayoError(f"steps={steps}, accumulate_grad_batches={accumulate_grad_batches}: expected 1 or more")
+    if dtype not in (torch.float64, torch.float32):
+        raise HanayoError(f"dtype={dtype}: expected torch.float64 or torch.float32")
+    options = replace((strategy or HanayoStrategy()).options)
+    topology = topology_of(options, devices)
+    if depth is not None and not isinstance(options.balance, str):
+        options = replace(options, balance=tuple(options.balance)[:depth])
+    kept, left_out = select_callbacks(callbacks)
+    trainer = TrainerOptions(accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, kept)
+    batches = take_batches(module, data, steps * topology.data * accumulate_grad_batches, dtype)
+    case = Case(deepcopy(module), batches, options, topology, trainer, steps, depth, dtype, seed)
+    if not defines_configure_model(module):
+        prepare(case, whole=False)
+        try:
+            plan_model(case.module, options, topology, steady=False, is_converted=False)
+        except UnsupportedError as error:
+            return Verdict("refused", f"refused: {error}")
+    notes = tuple(f"the callback {name} was left out: it can't be pickled" for name in left_out)
+    return examine(case, partial(processes.run, timeout=timeout), tell, notes)

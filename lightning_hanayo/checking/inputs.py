@@ -1,0 +1,119 @@
+"""Takes what a check needs from the user: batches, the strategy's options, and the callbacks that change a training."""
+
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.runtime import microbatches
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.topology import Topology, resolve
+
+_OWN_PACKAGES = ("lightning.", "lightning_hanayo.")
+
+
+def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The first `count` training batches, with floating-point tensors in `dtype`.
+
+    Args:
+        module: gives the loader if there are no `data`.
+        data: a LightningDataModule, a loader or any iterable of batches, or None.
+        count: how many are needed.
+        dtype: of the batches' floating-point tensors.
+
+    Raises:
+        HanayoError: there are fewer.
+    """
+    batches = tuple(cast(batch, dtype) for batch in islice(_batches(module, data), count))
+    if len(batches) < count:
+        raise HanayoError(
+            f"the check needs {count} batches (steps x data ranks x accumulated batches), and the training loader has "
+            f"{len(batches)}; take fewer steps or smaller batches"
+        )
+    return batches
+
+
+def topology_of(options: Options, devices: int | None) -> Topology:
+    """The ranks of the layout: `devices`, or what the options multiply to.
+
+    Raises:
+        HanayoError: they don't fit, or nothing says how many ranks there are.
+    """
+    cube = (options.cube,) * 3 if isinstance(options.cube, int) else tuple(options.cube)
+    if devices is None:
+        sizes = (options.pipeline_parallel_size, options.data_parallel_size, *cube)
+        devices = 1
+        for size in sizes:
+            if not isinstance(size, int):
+                raise HanayoError(
+                    "nothing says how many processes the layout has: give devices=, or HanayoStrategy's "
+                    "pipeline_parallel_size and data_parallel_size"
+                )
+            devices *= size
+    return resolve(
+        devices,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        data_parallel_size=options.data_parallel_size,
+        cube=options.cube,
+    )
+
+
+def select_callbacks(callbacks: Iterable[Callback]) -> tuple[tuple[Callback, ...], tuple[str, ...]]:
+    """The callbacks that a check keeps, and the names of the others.
+
+    The user's own are kept if they can be pickled. Lightning's are left out: they write, monitor and stop.
+    """
+    kept, left_out = [], []
+    for one in callbacks:
+        name = type(one).__name__
+        if type(one).__module__.startswith(_OWN_PACKAGES):
+            continue
+        try:
+            pickle.dumps(one)
+        except Exception:  # whatever its attributes raise
+            left_out.append(name)
+        else:
+            kept.append(one)
+    return tuple(kept), tuple(left_out)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The batch with all floating-point tensors in `dtype`. Containers keep their types."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if hasattr(value, "items") and hasattr(value, "keys"):
+        return microbatches.with_values(value, {key: cast(item, dtype) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(item, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast(item, dtype) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: cast(getattr(value, field.name), dtype) for field in fields(value)})
+    return value
+
+
+def _batches(module: pl.LightningModule, data: Any) -> Iterator[Any]:
+    if data is None:
+        yield from _of_loaders(module.train_dataloader())
+    elif isinstance(data, pl.LightningDataModule):
+        data.prepare_data()
+        data.setup("fit")
+        for batch in _of_loaders(data.train_dataloader()):
+            yield data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
+    else:
+        yield from data
+
+
+def _of_loaders(loaders: Any) -> Iterator[Any]:
+    """The batches of a loader, or of several as Lightning combines them."""
+    if isinstance(loaders, (dict, list, tuple)):
+        return (batch for batch, *_ in CombinedLoader(loaders, "max_size_cycle"))
+    return iter(loaders)

@@ -1,0 +1,1 @@
+"""The trainings that a check compares: one process (`reference.py`) and the layout (`layout.py`), and their parts."""

@@ -1,0 +1,96 @@
+"""Prepares a copy of the user's module for a run: fewer blocks, another precision, dropout switched off."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_hanayo.checking.case import Case
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
+from lightning_hanayo.partition.stack import find_stack
+from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
+from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
+
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth")
+"""attributes of a module or its config that say how many blocks there are"""
+
+
+def prepare(case: Case, *, whole: bool) -> pl.LightningModule:
+    """Prepare the case's module in place: now, or as soon as its `configure_model` has built it.
+
+    With `whole`, a module that was built on the meta device gets the values that the ranks of a layout give it.
+    """
+    module = case.module
+    if defines_configure_model(module):
+        _after_configure_model(module, lambda: _prepare(module, case, whole))
+    else:
+        _prepare(module, case, whole)
+    return module
+
+
+def shrink(module: nn.Module, blocks: str | None, depth: int) -> None:
+    """Keep the first `depth` blocks of the stack, and correct the counts of them in configs and modules around it.
+
+    Raises:
+        HanayoError: there are fewer.
+    """
+    stack = find_stack(module, blocks)
+    before = len(stack)
+    if not 1 <= depth <= before:
+        raise HanayoError(f"depth={depth}: expected 1 to {before}, the blocks of {stack.name}")
+    container: Any = module.get_submodule(stack.name)
+    del container[depth:]
+    path = stack.name.split(".")
+    for length in range(len(path)):
+        _correct_counts(module.get_submodule(".".join(path[:length])), before, depth)
+
+
+def switch_dropout_off(module: nn.Module) -> bool:
+    """Set the probabilities of all dropout to zero; returns whether any was positive.
+
+    They are `p` of torch's dropout modules, and every number between 0 and 1 whose name contains "drop".
+    """
+    found = False
+    for part in module.modules():
+        is_dropout = isinstance(part, nn.modules.dropout._DropoutNd)
+        for name, value in list(vars(part).items()):
+            named_so = "drop" in name or (is_dropout and name == "p")
+            if named_so and isinstance(value, float) and 0.0 < value <= 1.0:
+                setattr(part, name, 0.0)
+                found = True
+    return found
+
+
+def _prepare(module: pl.LightningModule, case: Case, whole: bool) -> None:
+    if case.depth is not None and len(find_stack(module, case.options.blocks)) != case.depth:
+        shrink(module, case.options.blocks, case.depth)
+    if not case.has_dropout:
+        switch_dropout_off(module)
+    module.double() if case.dtype == torch.float64 else module.to(case.dtype)
+    if whole and is_deferred(module):
+        fill_initial_values(DeferredInit(module, case.seed), module.modules(), torch.device("cpu"), None)
+
+
+def _after_configure_model(module: pl.LightningModule, then: Callable[[], None]) -> None:
+    configure = module.configure_model
+
+    @wraps(configure)
+    def configure_model() -> None:
+        configure()
+        then()
+
+    object.__setattr__(module, "configure_model", configure_model)
+
+
+def _correct_counts(module: nn.Module, before: int, after: int) -> None:
+    for holder in (module, getattr(module, "config", None)):
+        values = getattr(holder, "__dict__", {})
+        for name, value in list(values.items()):
+            if name in _COUNTS and value == before:
+                setattr(holder, name, after)
+            elif holder is not module and isinstance(value, list) and len(value) == before:
+                setattr(holder, name, value[:after])  # one entry per block, as the types of attention of Gemma

@@ -1,0 +1,187 @@
+"""Trains in one process what the layout trains: with a plain Trainer, which knows nothing of the strategy.
+
+whole batches     batch of data rank 0 | of data rank 1                     the step runs once for each
+micro-batches     0 | 1 | 2 | 3 | 0 | 1 | 2 | 3                             the step runs once for each
+loss              the sum of their losses, weighted as the strategy weighs them
+
+It shares with the strategy what defines the micro-batches: how a batch is cut, what counts as a weight, and which key
+each random number has.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_hanayo.checking.case import Case, RankResult
+from lightning_hanayo.checking.trainings.keyed_random import KeyedRandom
+from lightning_hanayo.checking.trainings.observer import Observer
+from lightning_hanayo.checking.trainings.piecewise_log import PiecewiseLog
+from lightning_hanayo.checking.trainings.prepare import prepare
+from lightning_hanayo.checking.trainings.rank import make_loader, make_trainer, rank_of_run
+from lightning_hanayo.checking.trainings.watch import ModuleWatch, RoundingWatch
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partition.stack import find_stack
+from lightning_hanayo.runtime import microbatches
+from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.lightning.progress import batch_idx, batch_key
+from lightning_hanayo.strategy.loss_weight import LossWeight, LossWeighting, PieceWeights
+from lightning_hanayo.strategy.run_batch import UserStep
+
+
+@rank_of_run
+def run_reference(case: Case, num_microbatches: int, rule: LossWeight) -> RankResult:
+    """Train in this process.
+
+    Args:
+        case: what is trained.
+        num_microbatches: B, at most so many for each batch; 1: whole batches.
+        rule: how the losses are weighed, as in `HanayoStrategy(loss_weight=...)`.
+    """
+    module = prepare(case, whole=True)
+    steps = _PiecewiseSteps(case, num_microbatches, rule)
+    accumulate, num_data = case.trainer.accumulate_grad_batches, case.topology.data
+    observer = Observer(lambda _: dict(enumerate(steps.losses)), accumulate, num_data, logs=True)
+    make_trainer(case, steps, observer, devices=1).fit(module, make_loader(case, 0))
+    return RankResult(
+        {key: value for key, value in observer.values.items() if key.kind != "log" or steps.log.has_merged(key.name)},
+        stack=steps.stack,
+        forward_order=tuple(steps.watch.parameters),
+        changed_attributes=tuple(steps.changed_attributes),
+        draws_numbers=steps.random.has_drawn,
+        has_rounded=steps.rounding.has_rounded,
+    )
+
+
+def cut(batch: Any, num_microbatches: int) -> Sequence[Any]:
+    """The micro-batches of a batch, by the strategy's own rule."""
+    sizes = microbatches.sizes(microbatches.num_samples(batch), num_microbatches)
+    return WholeSplitter().split(batch, sizes).pieces
+
+
+def weigh(rows: Sequence[Sequence[Any]], rule: LossWeight) -> list[PieceWeights]:
+    """The weights of each data rank's pieces; those in the gradient sum to 1 over all of them.
+
+    By samples (and for sums) every data rank counts the same, otherwise by what it has.
+    """
+    weighting = LossWeighting(rule, 1, None)
+    own = [weighting.for_training(row) for row in rows]
+    if rule in ("samples", "sum"):
+        return [PieceWeights(w.in_mean, w.in_loss, tuple(g / len(rows) for g in w.in_gradient)) for w in own]
+    together = iter(weighting.for_training([piece for row in rows for piece in row]).in_gradient)
+    return [PieceWeights(w.in_mean, w.in_loss, tuple(next(together) for _ in w.in_gradient)) for w in own]
+
+
+class _PiecewiseSteps(Callback):
+    """Replaces the module's step by one that runs it on each piece of the batches, one after another."""
+
+    stack: str
+    log: PiecewiseLog
+    watch: ModuleWatch
+
+    def __init__(self, case: Case, num_microbatches: int, rule: LossWeight) -> None:
+        self.losses: list[Tensor] = []
+        """of the last batch, by data rank"""
+        self.changed_attributes: list[str] = []
+        self.rounding = RoundingWatch(case.dtype)
+        self.random = KeyedRandom(case.seed, is_keyed=case.topology.world_size > 1 or num_microbatches > 1)
+        self._case = case
+        self._num_microbatches = num_microbatches
+        self._rule = rule
+        self._buffers: list[dict[str, Tensor]] = []
+        self._has_run = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The module is built now."""
+        stack = find_stack(pl_module, self._case.options.blocks)
+        self.stack = stack.name
+        num_data = self._case.topology.data
+        self.log = PiecewiseLog(pl_module, num_data)
+        self.random.attach(stack.blocks)
+        self._buffers = [{name: buffer.clone() for name, buffer in pl_module.named_buffers()} for _ in range(num_data)]
+        step = pl_module.training_step
+
+        @wraps(step)
+        def training_step(batch: Any, *arguments: Any, **keywords: Any) -> Any:
+            rows = [batch, *(self._other_batch(trainer, data_rank) for data_rank in range(1, num_data))]
+            return self._run(trainer, rows, lambda piece: step(piece, *arguments, **keywords))
+
+        object.__setattr__(pl_module, "training_step", training_step)
+        self.watch = ModuleWatch(pl_module)
+
+    def _run(self, trainer: pl.Trainer, batches: Sequence[Any], step: UserStep) -> Any:
+        rows = [cut(batch, self._num_microbatches) for batch in batches]
+        weights = weigh(rows, self._rule)
+        results = []
+        with self.random.batch(batch_key(trainer)):
+            for data_rank, (row, own) in enumerate(zip(rows, weights, strict=True)):
+                results.append(self._run_row(trainer.lightning_module, row, own, data_rank, step))
+        self.log.finish()
+        self.changed_attributes = self.changed_attributes or self.watch.changed_attributes()
+        losses = [[_loss_of(result) for result in row] for row in results]
+        self.losses = [_weighted(row, own.in_loss).detach() for row, own in zip(losses, weights, strict=True)]
+        all_losses = [loss for row in losses for loss in row]
+        total = _weighted(all_losses, [weight for own in weights for weight in own.in_gradient])
+        last = results[0][-1]
+        return {**last, "loss": total} if isinstance(last, Mapping) else total
+
+    def _run_row(
+        self, module: pl.LightningModule, row: Sequence[Any], weights: PieceWeights, data_rank: int, step: UserStep
+    ) -> list[Any]:
+        """Run the step on a data rank's pieces. Each data rank has buffers of its own; the module holds rank 0's."""
+        results = []
+        with _buffers(module, self._buffers[data_rank]) if data_rank else nullcontext():
+            for m, (piece, weight) in enumerate(zip(row, weights.in_mean, strict=True)):
+                self.random.begin(data_rank, m)
+                self.log.begin(data_rank, weight, microbatches.num_samples(piece))
+                with nullcontext() if self._has_run else self.rounding:
+                    results.append(step(piece))
+                self._has_run = True
+                self.random.end()
+        return results
+
+    def _other_batch(self, trainer: pl.Trainer, data_rank: int) -> Any:
+        """The batch of another data rank, on its way through the module's hooks."""
+        batch = self._case.batches_of(data_rank)[batch_idx(trainer)]
+        batch = trainer.lightning_module.on_before_batch_transfer(batch, 0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _loss_of(result: Any) -> Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise UnsupportedError(
+            f"training_step returned {type(loss).__name__}: a check needs a loss of every batch, a tensor or a "
+            f"dictionary with the key 'loss'"
+        )
+    return loss
+
+
+def _weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """With weight 0 not even a NaN counts: the mean over no tokens is one."""
+    counted = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
+    return torch.stack([one.reshape(()) for one in counted]).sum() if counted else losses[0] * 0.0
+
+
+@contextmanager
+def _buffers(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the module has these buffers, and `values` takes what becomes of them.
+
+    They are exchanged, not copied: the backward may need those of another data rank as they were.
+    """
+    own = dict(module.named_buffers())
+    _assign(module, values)
+    yield
+    values.update(module.named_buffers())
+    _assign(module, own)
+
+
+def _assign(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, buffer in values.items():
+        path, _, last = name.rpartition(".")
+        module.get_submodule(path)._buffers[last] = buffer

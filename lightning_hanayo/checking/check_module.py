@@ -78,7 +78,7 @@ def check(
     kept, left_out = select_callbacks(callbacks)
     trainer = TrainerOptions(accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, kept)
     batches = take_batches(module, data, steps * topology.data * accumulate_grad_batches, dtype)
-    case = Case(deepcopy(module), batches, options, topology, trainer, steps, depth, dtype, seed)
+    case = Case(_copied(module), batches, options, topology, trainer, steps, depth, dtype, seed)
     if not defines_configure_model(module):
         prepare(case, whole=False)
         try:
@@ -87,3 +87,15 @@ def check(
             return Verdict("refused", f"refused: {error}")
     notes = tuple(f"the callback {name} was left out: it can't be pickled" for name in left_out)
     return examine(case, partial(processes.run, timeout=timeout), tell, notes)
+
+
+def _copied(module: pl.LightningModule) -> pl.LightningModule:
+    """A copy without the Trainer that an earlier run has attached."""
+    try:
+        memo: dict[int, Any] = {id(module.trainer): None}
+    except RuntimeError:  # Lightning's: there is none
+        memo = {}
+    try:
+        return deepcopy(module, memo)
+    except Exception as error:  # whatever its attributes raise
+        raise HanayoError(f"{type(module).__name__} can't be copied, which a check needs: {error}") from error

@@ -131,7 +131,8 @@ def _sizes(values: Values) -> dict[tuple[int, str], float]:
 
 
 def _largest(value: Tensor) -> float:
-    finite = value[value.isfinite()] if value.is_floating_point() or value.is_complex() else value
+    numbers = _comparable(value)
+    finite = numbers[numbers.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 

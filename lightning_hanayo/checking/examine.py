@@ -120,12 +120,13 @@ def _verdict_of_failure(
 ) -> Verdict:
     """The module may fail on micro-batches in one process, too: BatchNorm on a single sample."""
     verdict = verdict_of_failure(failures, notes)
-    if verdict.outcome == "failed":
-        wanted = case.options.num_microbatches
-        try:
-            runs.one_process(case, wanted if isinstance(wanted, int) else 2 * case.topology.pipe)
-        except HanayoError as error:
-            return replace(verdict, outcome="depends on micro-batches", summary=str(error))
+    if verdict.outcome == "refused":
+        return verdict
+    wanted = case.options.num_microbatches
+    try:
+        runs.one_process(case, wanted if isinstance(wanted, int) else 2 * case.topology.pipe)
+    except HanayoError as error:
+        return replace(verdict, outcome="depends on micro-batches", summary=str(error))
     return replace(verdict, cause=stored_by_blocks(whole.changed_attributes, whole.stack))
 
 

@@ -103,7 +103,7 @@ def verdict_of_microbatches(
 
 def _changed(first: Difference) -> str:
     what = {"loss": "your loss", "log": f"the logged {first.key.name}"}.get(first.key.kind, f"your {first.key.kind}s")
-    return f"{what} by {first.gap * 100:.2g} %" if isfinite(first.gap) else what
+    return f"{what} by {first.gap * 100:.3g} %" if isfinite(first.gap) else what
 
 
 def _set_option(name: str, options: Mapping[str, Comparison | str]) -> str:

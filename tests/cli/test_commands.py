@@ -30,8 +30,8 @@ def test_python_m_runs_the_command_line() -> None:
     done = limits.run([sys.executable, "-m", "lightning_hanayo", "fti"])
     assert done.returncode == 2
     assert done.stderr == (
-        "hanayo: error: unknown command 'fti'; did you mean 'fit'? Known: fit, validate, test, predict, schedule. "
-        "See: hanayo --help\n"
+        "hanayo: error: unknown command 'fti'; did you mean 'fit'? "
+        "Known: fit, validate, test, predict, check, schedule. See: hanayo --help\n"
     )
 
 

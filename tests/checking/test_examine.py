@@ -1,0 +1,285 @@
+"""A check of real modules on real ranks: exact, dependent on micro-batches, refused, or different by name."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_hanayo.runtime.comm.message import gradient_message
+from lightning_hanayo.strategy.loss_weight import PieceWeights
+from lightning_hanayo.strategy.pipeline import Pipeline
+from lightning_hanayo.strategy.session import Session
+from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
+from tests.checking.verdicts import verdict_of
+from tests.harness import models
+from tests.harness.models import NUM_BLOCKS, WIDTH, Batch
+from tests.harness.pool import Pool
+from tests.harness.thorough import covered
+from tests.harness.training import Layout
+
+WAVE = Layout(2, 1, 1)
+DATA = Layout(2, 1, 2)
+CUBE = Layout(1, 1, 1, cube=(1, 2, 1))
+BOTH = Layout(2, 1, 1, cube=(1, 2, 1))
+VECTORS = models.vectors((8, 8, 6, 8))
+
+
+class DroppingBlock(models.Block):
+    """Draws in a module, and in a function with a probability of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.drop_rate = nn.Dropout(0.2), 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(self.dropout(x)), self.drop_rate, self.training)
+
+
+class Dropping(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(NUM_BLOCKS))
+
+
+class Noisy(models.MLP):
+    """Draws what no probability switches off."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss({**batch, "x": batch["x"] + 0.1 * torch.randn_like(batch["x"])})
+
+
+class ConfiguredLater(models.MLP):
+    """Builds its layers in `configure_model`, on the meta device."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.blocks: Any = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            with torch.device("meta"):
+                self.embedding = nn.Linear(WIDTH, WIDTH)
+                self.blocks = nn.ModuleList(models.Block() for _ in range(NUM_BLOCKS))
+                self.head = nn.Linear(WIDTH, models.CLASSES)
+
+
+class Normalized(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Manual(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+EXACT: dict[str, tuple[Callable[[], LightningModule], list[Any], Layout, dict[str, Any]]] = {
+    "a pipeline": (models.MLP, VECTORS, WAVE, {}),
+    "data ranks that accumulate and clip": (models.MLP, VECTORS * 2, DATA, {"accumulate": 2, "clip": 0.1}),
+    "a cube": (models.SharesOutside, VECTORS, CUBE, {}),
+    "both": (models.MLP, VECTORS, BOTH, {}),
+    "dropout in a pipeline": (Dropping, VECTORS, DATA, {}),
+    "dropout in a cube": (Dropping, VECTORS, CUBE, {}),
+    "noise in a pipeline": (Noisy, VECTORS, WAVE, {}),
+    "metrics and an epoch's means": (models.Metrics, VECTORS, DATA, {}),
+    "tokens": (models.Masked, models.padded((8, 8, 6, 8)), DATA, {"loss_weight": "tokens"}),
+    "a model of transformers, which rounds": (models.gpt2, models.texts((8, 8)), WAVE, {"loss_weight": "tokens"}),
+    "configure_model on the meta device": (ConfiguredLater, VECTORS, WAVE, {}),
+}
+DEFAULT = [
+    "data ranks that accumulate and clip",
+    "both",
+    "dropout in a pipeline",
+    "tokens",
+    "configure_model on the meta device",
+]
+
+
+@pytest.mark.parametrize("name", covered(EXACT, by=DEFAULT))
+def test_a_training_that_is_exact(pool: Pool, name: str) -> None:
+    factory, batches, layout, options = EXACT[name]
+    verdict = verdict_of(pool, factory, batches, layout, **options)
+    assert verdict.outcome == "exact", f"{verdict.summary} {verdict.cause} {verdict.trace}"
+    assert verdict.layout is not None and verdict.layout.num_values["gradient"] > 50
+
+
+def test_tokens_are_found_to_make_a_padded_loss_exact(pool: Pool) -> None:
+    verdict = verdict_of(pool, models.Masked, models.padded((8, 8)), WAVE)
+    assert verdict.outcome == "depends on micro-batches"
+    assert verdict.summary.endswith("loss_weight='tokens' makes it exact")
+    assert verdict.layout is not None and verdict.layout.is_exact
+
+
+def test_a_sum_over_samples_is_found(pool: Pool) -> None:
+    verdict = verdict_of(pool, models.Summed, VECTORS, WAVE)
+    assert verdict.summary.endswith("by 75 %: loss_weight='sum' makes it exact"), verdict.summary
+
+
+def test_batch_norm_is_named(pool: Pool) -> None:
+    verdict = verdict_of(pool, Normalized, VECTORS, WAVE)
+    assert verdict.outcome == "depends on micro-batches" and "no loss_weight makes it exact" in verdict.summary
+    assert "each micro-batch: norm." in verdict.cause
+
+
+def test_a_refusal_is_the_strategys_message(pool: Pool) -> None:
+    verdict = verdict_of(pool, Manual, VECTORS, WAVE)
+    assert (verdict.outcome, verdict.exit_code) == ("refused", 1)
+
+
+# What is broken on purpose, in the workers.
+
+
+@contextmanager
+def doubled_gradients() -> Iterator[None]:
+    """On pipeline ranks above 0."""
+    follow = Pipeline.follow
+
+    def doubling(self: Pipeline, **keywords: Any) -> None:
+        follow(self, **keywords)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad *= 2
+
+    with patch.object(Pipeline, "follow", doubling):
+        yield
+
+
+@contextmanager
+def lost_gradients() -> Iterator[None]:
+    """The last stage sends zeros."""
+
+    def zeros(gradients: list[Tensor | None]) -> Any:
+        return gradient_message([None if one is None else torch.zeros_like(one) for one in gradients])
+
+    with patch("lightning_hanayo.runtime.stages.first_last.gradient_message", zeros):
+        yield
+
+
+@contextmanager
+def wrong_weights() -> Iterator[None]:
+    """Gradients count half."""
+    weigh = Session.weigh
+
+    def halving(self: Session, *arguments: Any, **keywords: Any) -> PieceWeights:
+        weights = weigh(self, *arguments, **keywords)
+        return PieceWeights(weights.in_mean, weights.in_loss, tuple(weight / 2 for weight in weights.in_gradient))
+
+    with patch.object(Session, "weigh", halving):
+        yield
+
+
+@contextmanager
+def tripled_outside() -> Iterator[None]:
+    """In a cube: gradients of the parameters outside the stack."""
+    reduce_scatter = OutsideParameters.reduce_scatter
+
+    def tripling(self: OutsideParameters) -> None:
+        reduce_scatter(self)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad *= 3
+
+    with patch.object(OutsideParameters, "reduce_scatter", tripling):
+        yield
+
+
+BROKEN = {
+    "doubled": (
+        doubled_gradients,
+        WAVE,
+        "Only parameters of blocks on pipeline rank 1 differ. All of them are 2 times",
+    ),
+    "lost": (lost_gradients, WAVE, "Gradients are right from blocks.6"),
+    "weights": (
+        wrong_weights,
+        WAVE,
+        "or summed over ranks. All of them are 0.5 times",
+    ),
+    "outside": (tripled_outside, CUBE, "outside the stack blocks, on pipeline rank 0, sharded over the cube"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_found(pool: Pool, name: str) -> None:
+    break_, layout, cause = BROKEN[name]
+    verdict = verdict_of(pool, models.MLP, VECTORS, layout, break_)
+    assert (verdict.outcome, verdict.exit_code) == ("differs", 1), verdict.summary
+    assert cause in verdict.cause, verdict.cause
+    assert "the gradient of" in verdict.summary
+
+
+# What users do that a layout does not reproduce.
+
+
+class StoringBlock(models.Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux_loss: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.aux_loss = x.square().mean()
+        return x
+
+
+class AddsStored(models.MLP):
+    """Blocks store a loss of their own, which the step adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(StoringBlock() for _ in range(NUM_BLOCKS))
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) + 0.1 * sum(float(block.aux_loss) for block in self.blocks)
+
+
+class ReadsPrevious(models.MLP):
+    """The step reads what it has set for the micro-batch in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.previous = 0.0
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss({**batch, "x": batch["x"] * (1 + self.previous)})
+        self.previous = float(loss.detach())
+        return loss
+
+
+class ScalesByNorm(models.MLP):
+    """Divides all gradients by the norm of them all, of which a rank has only its own."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient /= norm
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+DIFFERENT = {
+    "an attribute that blocks store": (AddsStored, "the loss of batch 0 in step 0", "Blocks set blocks.*.aux_loss"),
+    "state that the step sets": (ReadsPrevious, "the loss of batch 0 in step 0", "The step changes previous."),
+    "a norm over all parameters": (ScalesByNorm, "the weight of", "a norm over all of them"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_is_named(pool: Pool, name: str) -> None:
+    factory, first, cause = DIFFERENT[name]
+    verdict = verdict_of(pool, factory, VECTORS, WAVE)
+    assert verdict.outcome == "differs", verdict.summary
+    assert first in verdict.summary and cause in verdict.cause, f"{verdict.summary} {verdict.cause}"

@@ -1,0 +1,109 @@
+"""A check takes batches, ranks and callbacks from what the user has for a training."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from lightning import Callback, LightningDataModule
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_hanayo.checking.inputs import cast, select_callbacks, take_batches, topology_of
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.strategy import HanayoStrategy
+from lightning_hanayo.topology import Topology
+from tests.harness import models
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    name: str
+
+
+HALF, WHOLE = torch.ones(2), torch.ones(2, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": HALF, "y": WHOLE},
+        [HALF, WHOLE],
+        (HALF, "a"),
+        Pair(HALF, WHOLE),
+        Sample(HALF, "a"),
+        HALF,
+        {"a": [HALF]},
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_floating_point_tensors_of_any_batch_are_cast(batch: Any) -> None:
+    found = cast(batch, torch.float64)
+    assert type(found) is type(batch)
+    assert "float64" in repr(found)
+    assert repr(found).replace(", dtype=torch.float64", "") == repr(batch)
+
+
+class Data(LightningDataModule):
+    def setup(self, stage: str) -> None:
+        assert stage == "fit"
+        self.batches = torch.arange(6.0).reshape(3, 2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.batches, batch_size=None)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch + 1
+
+
+def test_batches_come_from_a_datamodule_and_its_hooks() -> None:
+    first, second = take_batches(models.MLP(), Data(), 2, torch.float64)
+    assert (first.tolist(), second.tolist(), first.dtype) == ([1.0, 2.0], [3.0, 4.0], torch.float64)
+
+
+def test_batches_come_from_a_loader_or_the_module() -> None:
+    module: Any = models.MLP()
+    module.train_dataloader = lambda: iter([HALF, HALF])
+    assert len(take_batches(module, None, 2, torch.float32)) == 2
+    assert len(take_batches(module, [WHOLE] * 3, 2, torch.float32)) == 2
+
+
+def test_several_loaders_are_combined() -> None:
+    module: Any = models.MLP()
+    module.train_dataloader = lambda: {"a": [1, 2], "b": [3, 4]}
+    assert take_batches(module, None, 2, torch.float32) == ({"a": 1, "b": 3}, {"a": 2, "b": 4})
+
+
+def test_too_few_batches_are_a_mistake() -> None:
+    with pytest.raises(HanayoError, match="the check needs 4 batches .* the training loader has 3"):
+        take_batches(models.MLP(), [HALF] * 3, 4, torch.float64)
+
+
+def test_the_ranks_are_the_devices_or_the_strategys_sizes() -> None:
+    sizes: dict[str, Any] = {"pipeline_parallel_size": 2, "cube": (1, 2, 1)}
+    assert topology_of(HanayoStrategy(**sizes).options, None) == Topology(1, 2, (1, 2, 1))
+    assert topology_of(HanayoStrategy(**sizes, data_parallel_size="auto").options, 8) == Topology(2, 2, (1, 2, 1))
+
+
+def test_ranks_that_no_one_gives_are_a_mistake() -> None:
+    with pytest.raises(HanayoError, match="nothing says how many processes"):
+        topology_of(HanayoStrategy().options, None)
+
+
+class Own(Callback):
+    pass
+
+
+class Unpicklable(Callback):
+    def __init__(self) -> None:
+        self.function = lambda: None
+
+
+def test_the_users_own_callbacks_are_kept_if_they_can_be_sent() -> None:
+    own = Own()
+    assert select_callbacks([own, EarlyStopping("x"), Unpicklable()]) == ((own,), ("Unpicklable",))

@@ -126,7 +126,7 @@ def _verdict_of_failure(
     try:
         runs.one_process(case, wanted if isinstance(wanted, int) else 2 * case.topology.pipe)
     except HanayoError as error:
-        return replace(verdict, outcome="depends on micro-batches", summary=str(error))
+        return replace(verdict, outcome="depends on micro-batches", summary=str(error), trace="")
     return replace(verdict, cause=stored_by_blocks(whole.changed_attributes, whole.stack))
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_hanayo.checking.comparison import KINDS, Comparison, Difference, Kind
-from lightning_hanayo.checking.verdict import Verdict, describe
+from lightning_hanayo.checking.verdict import Verdict, changed_value, describe
 
 _PLURALS: Mapping[Kind, str] = {
     "loss": "losses",
@@ -19,7 +19,7 @@ _PLURALS: Mapping[Kind, str] = {
     "log": "logged values",
 }
 _COLOURS = {"exact": "green", "depends on micro-batches": "yellow"}
-_NUM_SHOWN = 5
+_NUM_SHOWN = 4
 """differences that a screen lists"""
 
 
@@ -28,9 +28,10 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     console.print(Text(verdict.summary, style=f"bold {_COLOURS.get(verdict.outcome, 'red')}"))
     if verdict.layout is not None:
         console.print(_table(verdict.layout, verdict.microbatches))
-    for one in _shown(verdict)[:_NUM_SHOWN]:
+    differences = _differences(verdict)
+    for one in differences[:_NUM_SHOWN]:
         console.print(Text(f"  {describe(one)}"))
-    if (more := len(_shown(verdict)) - _NUM_SHOWN) > 0:
+    if (more := len(differences) - _NUM_SHOWN) > 0:
         console.print(Text(f"  and {more} more (--json lists them)"))
     for name, option in verdict.options.items():
         console.print(Text(f"  loss_weight={name!r}: {_of_option(option)}"))
@@ -74,12 +75,11 @@ def _table(layout: Comparison, microbatches: Comparison | None) -> Table:
     return table
 
 
-def _shown(verdict: Verdict) -> tuple[Difference, ...]:
-    """The differences that the verdict is about."""
-    for compared in (verdict.layout, verdict.microbatches):
-        if compared is not None and not compared.is_exact:
-            return compared.differences
-    return ()
+def _differences(verdict: Verdict) -> tuple[Difference, ...]:
+    """The differences that the verdict is about; without the first of a layout, which the summary names."""
+    if verdict.layout is not None and not verdict.layout.is_exact:
+        return verdict.layout.differences[1:]
+    return verdict.microbatches.differences if verdict.microbatches is not None else ()
 
 
 def _of_option(option: Comparison | str) -> str:
@@ -87,7 +87,7 @@ def _of_option(option: Comparison | str) -> str:
         return option
     if option.is_exact:
         return "exact"
-    return f"{describe(option.differences[0])}{' (the training is exact)' if option.trains_alike else ''}"
+    return f"changes {changed_value(option)}{' (the training is exact)' if option.trains_alike else ''}"
 
 
 def _comparison_json(compared: Comparison | None) -> dict[str, Any] | None:

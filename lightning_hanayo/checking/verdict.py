@@ -94,16 +94,19 @@ def verdict_of_microbatches(
     return replace(
         exact,
         outcome="depends on micro-batches",
-        summary=f"micro-batches change {_changed(first)}{ending}",
+        summary=f"micro-batches change {changed_value(compared)}{ending}",
         cause=f"The layout itself is right: it equals one process that runs the same micro-batches. {advice}",
         microbatches=compared,
         options=options,
     )
 
 
-def _changed(first: Difference) -> str:
-    what = {"loss": "your loss", "log": f"the logged {first.key.name}"}.get(first.key.kind, f"your {first.key.kind}s")
-    return f"{what} by {first.gap * 100:.3g} %" if isfinite(first.gap) else what
+def changed_value(compared: Comparison) -> str:
+    """What changes first and by how much, such as "your loss by 12 %"."""
+    kind, name = compared.differences[0].key.kind, compared.differences[0].key.name
+    what = {"loss": "your loss", "log": f"the logged {name}"}.get(kind, f"your {kind}s")
+    gap = max(one.gap for one in compared.differences if one.key.kind == kind)
+    return f"{what} by {gap * 100:.3g} %" if isfinite(gap) else what
 
 
 def _set_option(name: str, options: Mapping[str, Comparison | str]) -> str:

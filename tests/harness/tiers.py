@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 TIERS = {
     "deciding": ("schedule", "plotting", "planner", "test_topology.py", "test_errors.py", "test_imports.py"),
     "executing": ("harness", "runtime", "partition", "tensor3d", "checkpoint"),
-    "integrating": ("strategy", "equivalence", "recipes", "cli", "packaging", "faults"),
+    "integrating": ("strategy", "checking", "equivalence", "recipes", "cli", "packaging", "faults"),
     "gpu": ("gpu",),
 }
 ORDER = list(TIERS)

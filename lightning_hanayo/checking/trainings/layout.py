@@ -13,8 +13,8 @@ from lightning_hanayo.checking.trainings.rank import make_loader, make_trainer, 
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.topology import Topology
 
-_OF_ALL_DATA_RANKS = ("loss", "gradient", "weight")
-"""what the data ranks must agree on, or has their number in its name; buffers and logs are data rank 0's"""
+_OF_ALL_DATA_RANKS = ("gradient", "weight")
+"""what the data ranks must agree on; losses have their number in their name, buffers and logs are data rank 0's"""
 
 
 @rank_of_run

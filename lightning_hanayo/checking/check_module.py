@@ -69,6 +69,8 @@ def check(
     """
     if steps < 1 or accumulate_grad_batches < 1:
         raise HanayoError(f"steps={steps}, accumulate_grad_batches={accumulate_grad_batches}: expected 1 or more")
+    if not isinstance(strategy, HanayoStrategy | None):
+        raise HanayoError(f"strategy={strategy!r}: expected a HanayoStrategy")
     if dtype not in (torch.float64, torch.float32):
         raise HanayoError(f"dtype={dtype}: expected torch.float64 or torch.float32")
     options = replace((strategy or HanayoStrategy()).options)

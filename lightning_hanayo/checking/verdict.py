@@ -45,7 +45,7 @@ class Verdict:
 
 def verdict_of_failure(failures: list[RankFailure], notes: tuple[str, ...] = ()) -> Verdict:
     """The layout didn't train: the strategy refused it, or a rank failed. The first failure counts."""
-    cause = min(failures, key=lambda one: (one.is_consequence, not one.is_refusal, one.kind == "died"))
+    cause = min(failures, key=lambda one: (one.is_consequence, not one.is_refusal, one.kind in ("died", "timed out")))
     if cause.is_refusal:
         return Verdict("refused", f"refused: {cause.message}", notes=notes)
     summary = f"the layout fails where one process does not: rank {cause.rank}: {cause.kind}: {cause.message}"

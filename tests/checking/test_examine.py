@@ -121,6 +121,7 @@ def test_tokens_are_found_to_make_a_padded_loss_exact(pool: Pool) -> None:
     assert verdict.layout is not None and verdict.layout.is_exact
 
 
+@pytest.mark.thorough  # padded tokens cover it
 def test_a_sum_over_samples_is_found(pool: Pool) -> None:
     verdict = verdict_of(pool, models.Summed, VECTORS, WAVE)
     assert verdict.summary.endswith("by 75 %: loss_weight='sum' makes it exact"), verdict.summary
@@ -210,7 +211,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", covered(BROKEN, by=["doubled", "outside"]))
 def test_what_is_broken_is_found(pool: Pool, name: str) -> None:
     break_, layout, cause = BROKEN[name]
     verdict = verdict_of(pool, models.MLP, VECTORS, layout, break_)

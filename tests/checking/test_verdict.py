@@ -130,7 +130,8 @@ def test_a_refusal_is_shown_as_it_is() -> None:
 
 def test_the_cause_of_a_failure_is_shown_and_not_its_consequences() -> None:
     died = RankFailure(3, "died", "the process ended with exit code 1")
-    found = verdict_of_failure([CONSEQUENCE, died, CRASH])
+    late = RankFailure(4, "timed out", "no answer within 600 s")
+    found = verdict_of_failure([CONSEQUENCE, died, late, CRASH])
     assert found.outcome == "failed" and found.summary.endswith("rank 2: RuntimeError: boom")
     assert found.trace == "Traceback of boom"
 

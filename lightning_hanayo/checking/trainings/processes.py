@@ -7,6 +7,7 @@ spawned.
 
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import time
@@ -22,10 +23,13 @@ import torch
 
 from lightning_hanayo.checking.case import RankFailure, RankResult, Results
 
+PLATFORM = sys.platform
 GRACE = 15.0
 """seconds for the other ranks to end after one has failed; the strategy ends them after 5"""
 _SHOWN_OUTPUT = 2000
 """characters of a dead rank's output in its failure"""
+_Work = tuple[Callable[..., Any], tuple[Any, ...]] | bytes
+"""A function and its arguments; pickled for a process that is spawned."""
 
 
 def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 600.0) -> Results:
@@ -34,11 +38,14 @@ def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout:
     Each rank finds MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE and NODE_RANK in its environment. What it
     prints is shown only if it dies. After `timeout` seconds all ranks are killed.
     """
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    forks = PLATFORM == "linux"
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    # A spawned process would share the memory of this one's tensors, were they not pickled here.
+    work: _Work = (function, arguments) if forks else pickle.dumps((function, arguments))
     with TemporaryDirectory(prefix="hanayo-check-") as folder:
         port = _free_port()
         processes: list[BaseProcess] = [
-            context.Process(target=_main, args=(folder, rank, world_size, port, function, arguments), daemon=True)
+            context.Process(target=_main, args=(folder, rank, world_size, port, work), daemon=True)
             for rank in range(world_size)
         ]
         try:
@@ -67,16 +74,17 @@ def _wait(processes: list[BaseProcess], timeout: float) -> None:
                 deadline = min(deadline, time.monotonic() + GRACE)
 
 
-def _main(
-    folder: str, rank: int, world_size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _main(folder: str, rank: int, world_size: int, port: int, work: _Work) -> None:
     """The main function of a rank's process."""
     sys.stdout = sys.stderr = _output(folder, rank).open("w", buffering=1)
     for descriptor in (1, 2):
         os.dup2(sys.stdout.fileno(), descriptor)
     names = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-    torch.set_num_threads(1)  # a fork has lost the threads of its parent's OpenMP
+    # A fork has lost the threads of its parent's OpenMP, and would wait for them. Lightning reads the variable.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    function, arguments = pickle.loads(work) if isinstance(work, bytes) else work
     result = function(*arguments)
     partial = _file(folder, rank).with_suffix(".partial")
     torch.save(result, partial)

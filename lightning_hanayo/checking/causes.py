@@ -112,7 +112,7 @@ def _of_gradient(compared: Comparison, place: Place, one_process: RankResult) ->
 def _which(wrong: Sequence[Difference], right: Sequence[str], order: Sequence[str], place: Place) -> str:
     names = [one.key.name for one in wrong]
     if not right:
-        return "All gradients differ: the loss is weighed otherwise, or summed over ranks."
+        return "All gradients differ: the loss is weighed otherwise, or the ranks sum them otherwise."
     if len(names) == 1:
         return f"Only the gradient of {names[0]} differs."
     if all(place.block_of(name) is None for name in names):

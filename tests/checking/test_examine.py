@@ -205,7 +205,7 @@ BROKEN = {
     "weights": (
         wrong_weights,
         WAVE,
-        "or summed over ranks. All of them are 0.5 times",
+        "the ranks sum them otherwise. All of them are 0.5 times",
     ),
     "outside": (tripled_outside, CUBE, "outside the stack blocks, on pipeline rank 0, sharded over the cube"),
 }

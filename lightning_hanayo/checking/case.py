@@ -38,6 +38,7 @@ class Case:
         dtype: of parameters and batches.
         seed: of all random numbers.
         has_dropout: False: probabilities are set to zero.
+        loaders: the containers of the loaders that each batch has a part of, with None for each; None: there is one.
     """
 
     module: pl.LightningModule
@@ -50,6 +51,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     seed: int = 0
     has_dropout: bool = True
+    loaders: Any = None
 
     def batches_of(self, data_rank: int) -> list[Any]:
         """The batches that one data rank trains on."""

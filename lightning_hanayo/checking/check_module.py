@@ -79,8 +79,10 @@ def check(
         options = replace(options, balance=tuple(options.balance)[:depth])
     kept, left_out = select_callbacks(callbacks)
     trainer = TrainerOptions(accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, kept)
-    batches = take_batches(module, data, steps * topology.data * accumulate_grad_batches, dtype)
-    case = Case(_copied(module), batches, options, topology, trainer, steps, depth, dtype, seed)
+    taken = take_batches(module, data, steps * topology.data * accumulate_grad_batches, dtype)
+    case = Case(
+        _copied(module), taken.batches, options, topology, trainer, steps, depth, dtype, seed, loaders=taken.loaders
+    )
     if not defines_configure_model(module):
         prepare(case, whole=False)
         try:

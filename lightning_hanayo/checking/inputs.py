@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -13,14 +13,23 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.runtime import microbatches
+from lightning_hanayo.runtime.batches.containers import with_values
+from lightning_hanayo.strategy.lightning.loaders import shape_of_loaders
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.topology import Topology, resolve
 
 _OWN_PACKAGES = ("lightning.", "lightning_hanayo.")
 
 
-def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch.dtype) -> tuple[Any, ...]:
+class Taken(NamedTuple):
+    """Training batches."""
+
+    batches: tuple[Any, ...]
+    loaders: Any = None
+    """the containers of the loaders that each batch has a part of, with None for each loader; None if there is one"""
+
+
+def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch.dtype) -> Taken:
     """The first `count` training batches, with floating-point tensors in `dtype`.
 
     Args:
@@ -32,13 +41,14 @@ def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch
     Raises:
         HanayoError: there are fewer.
     """
-    batches = tuple(cast(batch, dtype) for batch in islice(_batches(module, data), count))
+    found, loaders = _batches(module, data)
+    batches = tuple(cast(batch, dtype) for batch in islice(found, count))
     if len(batches) < count:
         raise HanayoError(
             f"the check needs {count} batches (steps x data ranks x accumulated batches), and the training loader has "
             f"{len(batches)}; take fewer steps or smaller batches"
         )
-    return batches
+    return Taken(batches, loaders)
 
 
 def topology_of(options: Options, devices: int | None) -> Topology:
@@ -90,7 +100,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if hasattr(value, "items") and hasattr(value, "keys"):
-        return microbatches.with_values(value, {key: cast(item, dtype) for key, item in value.items()})
+        return with_values(value, {key: cast(item, dtype) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast(item, dtype) for item in value))
     if isinstance(value, (list, tuple)):
@@ -100,20 +110,21 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _batches(module: pl.LightningModule, data: Any) -> Iterator[Any]:
+def _batches(module: pl.LightningModule, data: Any) -> tuple[Iterator[Any], Any]:
     if data is None:
-        yield from _of_loaders(module.train_dataloader())
-    elif isinstance(data, pl.LightningDataModule):
-        data.prepare_data()
-        data.setup("fit")
-        for batch in _of_loaders(data.train_dataloader()):
-            yield data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
-    else:
-        yield from data
+        return _of_loaders(module.train_dataloader())
+    if not isinstance(data, pl.LightningDataModule):
+        return iter(data), None
+    data.prepare_data()
+    data.setup("fit")
+    batches, loaders = _of_loaders(data.train_dataloader())
+    return (data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0) for batch in batches), loaders
 
 
-def _of_loaders(loaders: Any) -> Iterator[Any]:
+def _of_loaders(loaders: Any) -> tuple[Iterator[Any], Any]:
     """The batches of a loader, or of several as Lightning combines them."""
     if isinstance(loaders, (dict, list, tuple)):
-        return (batch for batch, *_ in CombinedLoader(loaders, "max_size_cycle"))
-    return iter(loaders)
+        loaders = CombinedLoader(loaders, "max_size_cycle")
+    if isinstance(loaders, CombinedLoader):
+        return (batch for batch, *_ in loaders), shape_of_loaders(loaders.iterables)
+    return iter(loaders), None

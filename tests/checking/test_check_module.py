@@ -67,7 +67,7 @@ def test_a_fork_does_not_wait_for_threads_that_its_parent_has_used(monkeypatch: 
 @pytest.mark.usefixtures("no_process")
 def test_what_the_strategy_refuses_is_known_before_a_process_starts() -> None:
     verdict = check(Sparse(), VECTORS, HanayoStrategy(**WAVE))
-    assert verdict.outcome == "refused" and "blocks[3] has hooks" in verdict.summary
+    assert verdict.outcome == "refused" and "blocks[3] has the hook" in verdict.summary
 
 
 class Locked(models.MLP):

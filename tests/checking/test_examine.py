@@ -223,28 +223,6 @@ def test_what_is_broken_is_found(pool: Pool, name: str) -> None:
 # What users do that a layout does not reproduce.
 
 
-class StoringBlock(models.Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.aux_loss: Any = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        self.aux_loss = x.square().mean()
-        return x
-
-
-class AddsStored(models.MLP):
-    """Blocks store a loss of their own, which the step adds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(StoringBlock() for _ in range(NUM_BLOCKS))
-
-    def loss(self, batch: Batch) -> Tensor:
-        return super().loss(batch) + 0.1 * sum(float(block.aux_loss) for block in self.blocks)
-
-
 class ReadsPrevious(models.MLP):
     """The step reads what it has set for the micro-batch in front."""
 
@@ -272,7 +250,6 @@ class ScalesByNorm(models.MLP):
 
 
 DIFFERENT = {
-    "an attribute that blocks store": (AddsStored, "the loss of batch 0 in step 0", "Blocks set blocks.*.aux_loss"),
     "state that the step sets": (ReadsPrevious, "the loss of batch 0 in step 0", "The step changes previous."),
     "a norm over all parameters": (ScalesByNorm, "the weight of", "a norm over all of them"),
 }

@@ -16,6 +16,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.topology import Topology
 from tests.harness import models
+from tests.harness.training import make_loader
 
 Pair = namedtuple("Pair", "x y")
 
@@ -62,21 +63,22 @@ class Data(LightningDataModule):
 
 
 def test_batches_come_from_a_datamodule_and_its_hooks() -> None:
-    first, second = take_batches(models.MLP(), Data(), 2, torch.float64)
+    first, second = take_batches(models.MLP(), Data(), 2, torch.float64).batches
     assert (first.tolist(), second.tolist(), first.dtype) == ([1.0, 2.0], [3.0, 4.0], torch.float64)
 
 
 def test_batches_come_from_a_loader_or_the_module() -> None:
     module: Any = models.MLP()
     module.train_dataloader = lambda: iter([HALF, HALF])
-    assert len(take_batches(module, None, 2, torch.float32)) == 2
-    assert len(take_batches(module, [WHOLE] * 3, 2, torch.float32)) == 2
+    assert len(take_batches(module, None, 2, torch.float32).batches) == 2
+    assert len(take_batches(module, [WHOLE] * 3, 2, torch.float32).batches) == 2
 
 
 def test_several_loaders_are_combined() -> None:
     module: Any = models.MLP()
-    module.train_dataloader = lambda: {"a": [1, 2], "b": [3, 4]}
-    assert take_batches(module, None, 2, torch.float32) == ({"a": 1, "b": 3}, {"a": 2, "b": 4})
+    module.train_dataloader = lambda: {"a": make_loader([1, 2]), "b": make_loader([3, 4])}
+    taken = take_batches(module, None, 2, torch.float32)
+    assert taken == (({"a": 1, "b": 3}, {"a": 2, "b": 4}), {"a": None, "b": None})
 
 
 def test_too_few_batches_are_a_mistake() -> None:

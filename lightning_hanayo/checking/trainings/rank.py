@@ -3,7 +3,7 @@
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -61,9 +61,17 @@ def make_trainer(case: Case, *observers: Callback, **options: Any) -> Trainer:
     )
 
 
-def make_loader(case: Case, data_rank: int) -> DataLoader[Any]:
-    """A loader of the data rank's batches, as they are."""
-    return DataLoader(case.batches_of(data_rank), batch_size=None, collate_fn=_unchanged)  # type: ignore[arg-type]
+def make_loader(case: Case, data_rank: int) -> Any:
+    """A loader of the data rank's batches, as they are; or several, as the user has."""
+    return _loaders(case.batches_of(data_rank), case.loaders)
+
+
+def _loaders(batches: Sequence[Any], shape: Any) -> Any:
+    if isinstance(shape, dict):
+        return {key: _loaders([batch[key] for batch in batches], inner) for key, inner in shape.items()}
+    if isinstance(shape, list):
+        return [_loaders([batch[i] for batch in batches], inner) for i, inner in enumerate(shape)]
+    return DataLoader(batches, batch_size=None, collate_fn=_unchanged)  # type: ignore[arg-type]
 
 
 class _LenientSchedulers(Callback):

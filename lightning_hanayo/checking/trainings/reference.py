@@ -16,6 +16,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_hanayo.checking.case import Case, RankResult
@@ -27,8 +29,8 @@ from lightning_hanayo.checking.trainings.rank import make_loader, make_trainer, 
 from lightning_hanayo.checking.trainings.watch import ModuleWatch, RoundingWatch
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import find_stack
-from lightning_hanayo.runtime import microbatches
-from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
+from lightning_hanayo.strategy.lightning.loaders import source_of
 from lightning_hanayo.strategy.lightning.progress import batch_idx, batch_key
 from lightning_hanayo.strategy.loss_weight import LossWeight, LossWeighting, PieceWeights
 from lightning_hanayo.strategy.run_batch import UserStep
@@ -58,22 +60,16 @@ def run_reference(case: Case, num_microbatches: int, rule: LossWeight) -> RankRe
     )
 
 
-def cut(batch: Any, num_microbatches: int) -> Sequence[Any]:
-    """The micro-batches of a batch, by the strategy's own rule."""
-    sizes = microbatches.sizes(microbatches.num_samples(batch), num_microbatches)
-    return WholeSplitter().split(batch, sizes).pieces
-
-
-def weigh(rows: Sequence[Sequence[Any]], rule: LossWeight) -> list[PieceWeights]:
+def weigh(rows: Sequence[SplitBatch], rule: LossWeight) -> list[PieceWeights]:
     """The weights of each data rank's pieces; those in the gradient sum to 1 over all of them.
 
     By samples (and for sums) every data rank counts the same, otherwise by what it has.
     """
     weighting = LossWeighting(rule, 1, None)
-    own = [weighting.for_training(row) for row in rows]
+    own = [weighting.for_training(row.pieces, row.sizes) for row in rows]
     if rule in ("samples", "sum"):
         return [PieceWeights(w.in_mean, w.in_loss, tuple(g / len(rows) for g in w.in_gradient)) for w in own]
-    together = iter(weighting.for_training([piece for row in rows for piece in row]).in_gradient)
+    together = iter(weighting.for_training([piece for row in rows for piece in row.pieces], rows[0].sizes).in_gradient)
     return [PieceWeights(w.in_mean, w.in_loss, tuple(next(together) for _ in w.in_gradient)) for w in own]
 
 
@@ -91,6 +87,7 @@ class _PiecewiseSteps(Callback):
         self.rounding = RoundingWatch(case.dtype)
         self.random = KeyedRandom(case.seed, is_keyed=case.topology.world_size > 1 or num_microbatches > 1)
         self._case = case
+        self._splitter = WholeSplitter(case.options.batch_rule)
         self._num_microbatches = num_microbatches
         self._rule = rule
         self._buffers: list[dict[str, Tensor]] = []
@@ -115,7 +112,8 @@ class _PiecewiseSteps(Callback):
         self.watch = ModuleWatch(pl_module)
 
     def _run(self, trainer: pl.Trainer, batches: Sequence[Any], step: UserStep) -> Any:
-        rows = [cut(batch, self._num_microbatches) for batch in batches]
+        source = source_of(trainer)
+        rows = [self._splitter.split(batch, self._num_microbatches, source) for batch in batches]
         weights = weigh(rows, self._rule)
         results = []
         with self.random.batch(batch_key(trainer)):
@@ -131,14 +129,14 @@ class _PiecewiseSteps(Callback):
         return {**last, "loss": total} if isinstance(last, Mapping) else total
 
     def _run_row(
-        self, module: pl.LightningModule, row: Sequence[Any], weights: PieceWeights, data_rank: int, step: UserStep
+        self, module: pl.LightningModule, row: SplitBatch, weights: PieceWeights, data_rank: int, step: UserStep
     ) -> list[Any]:
         """Run the step on a data rank's pieces. Each data rank has buffers of its own; the module holds rank 0's."""
         results = []
         with _buffers(module, self._buffers[data_rank]) if data_rank else nullcontext():
-            for m, (piece, weight) in enumerate(zip(row, weights.in_mean, strict=True)):
+            for m, (piece, weight) in enumerate(zip(row.pieces, weights.in_mean, strict=True)):
                 self.random.begin(data_rank, m)
-                self.log.begin(data_rank, weight, microbatches.num_samples(piece))
+                self.log.begin(data_rank, weight, _num_samples(row, m))
                 with nullcontext() if self._has_run else self.rounding:
                     results.append(step(piece))
                 self._has_run = True
@@ -150,6 +148,16 @@ class _PiecewiseSteps(Callback):
         batch = self._case.batches_of(data_rank)[batch_idx(trainer)]
         batch = trainer.lightning_module.on_before_batch_transfer(batch, 0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _num_samples(row: SplitBatch, piece: int) -> int:
+    """The batch size with which Lightning weighs what is logged: in whole batches what it finds itself."""
+    if len(row.pieces) > 1:
+        return row.sizes.parts[0][piece]
+    try:
+        return extract_batch_size(row.pieces[0])
+    except MisconfigurationException:  # there is no tensor
+        return 1
 
 
 def _loss_of(result: Any) -> Tensor:

@@ -151,15 +151,15 @@ def source_of(trainer: "pl.Trainer") -> BatchSource:
     if combined is None:
         return BatchSource("" if stage is None else stage.value)
     is_collated = all(getattr(loader, "collate_fn", None) is default_collate for loader in combined.flattened)
-    loaders = None if combined._mode == "sequential" else _shape_of(combined.iterables)
+    loaders = None if combined._mode == "sequential" else shape_of_loaders(combined.iterables)
     return BatchSource("" if stage is None else stage.value, loaders, is_collated)
 
 
-def _shape_of(loaders: Any) -> Any:
+def shape_of_loaders(loaders: Any) -> Any:
     """The containers of several loaders, with None for each of them."""
     if isinstance(loaders, Mapping):
-        return {key: _shape_of(value) for key, value in loaders.items()}
-    return list(map(_shape_of, loaders)) if isinstance(loaders, (list, tuple)) else None
+        return {key: shape_of_loaders(value) for key, value in loaders.items()}
+    return list(map(shape_of_loaders, loaders)) if isinstance(loaders, (list, tuple)) else None
 
 
 def skip_hooks_without_data(module: "pl.LightningModule", attributes: TemporaryAttributes) -> None:

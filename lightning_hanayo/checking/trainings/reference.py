@@ -15,9 +15,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_hanayo.checking.case import Case, RankResult

@@ -16,16 +16,8 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.capture.carried import BlockRun
-from lightning_hanayo.runtime.capture.module_state import (
-    BUFFERS,
-    CONTENT,
-    MUTATED,
-    REMOVED,
-    Holder,
-    Key,
-    ModuleState,
-    Scanner,
-)
+from lightning_hanayo.runtime.capture.holder import BUFFERS, CONTENT, MUTATED, REMOVED, Holder, Key, Scanner
+from lightning_hanayo.runtime.capture.module_state import ModuleState
 from lightning_hanayo.runtime.capture.proxy import Unavailable, Valueless
 from lightning_hanayo.runtime.comm.pytree import Flattener
 

@@ -1,6 +1,7 @@
 """The state of modules: what is found, what counts as a change, and what it costs where nothing changes."""
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,12 +9,19 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_hanayo.runtime.capture.module_state import CONTENT, MUTATED, REMOVED, ModuleState, Scanner
+from lightning_hanayo.runtime.capture.holder import CONTENT, MUTATED, REMOVED, Scanner
+from lightning_hanayo.runtime.capture.module_state import ModuleState
 
 
 class Box:
     def __init__(self) -> None:
         self.level = 0.0
+
+
+@dataclass(slots=True)
+class Slotted:
+    level: float = 0.0
+    tensor: Any = None
 
 
 class Block(nn.Module):
@@ -152,3 +160,16 @@ def test_new_objects_are_followed(model: Model) -> None:
     assert state.follow(scanner.scan())
     assert state.holders["layers[1].box"].container is vars(box)
     assert not state.follow({("layers[1]", "aux"): 1.0})
+
+
+def test_objects_with_slots_are_holders_too(model: Model) -> None:
+    model.layers[0].slotted = slotted = Slotted()
+    state = state_of(model)
+    scanner = Scanner(list(state.holders.values()))
+    slotted.level = 0.5
+    assert scanner.scan() == {("layers[0].slotted", "level"): 0.5}
+    state.set({("layers[0].slotted", "tensor"): 1})
+    assert slotted.tensor == 1 and scanner.scan() == {}
+    slotted.level = 2.0
+    scanner.undo()
+    assert slotted.level == 0.5

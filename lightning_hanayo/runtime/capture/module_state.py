@@ -5,7 +5,7 @@ holder              "model.layers.0.box"    an object that all blocks share is o
 scan                what has changed since the last scan:  {("model.layers.3.mlp", "aux_loss"): tensor}
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -16,8 +16,6 @@ from lightning_hanayo.runtime.capture.holder import BUFFERS, INTERNAL, PLAIN, Ho
 
 MAX_LENGTH = 256
 """lists and dictionaries that are longer hold data, not state"""
-_DICTIONARIES = (dict, OrderedDict, defaultdict)
-_SEQUENCES = (list, deque, set)
 _LIBRARIES = (
     "builtins", "collections", "datasets", "functools", "lightning", "lightning_fabric", "lightning_hanayo", "logging",
     "numpy", "pathlib", "queue", "re", "threading", "tokenizers", "torch", "torchmetrics", "transformers", "types",
@@ -111,7 +109,7 @@ class _Search:
         if isinstance(value, nn.Module):
             if block is not None:  # a module that a block holds, hidden in a list or an object
                 self.add_module(name, value, block)
-        elif kind in _DICTIONARIES or kind in _SEQUENCES:
+        elif isinstance(value, (dict, list, deque, set)):
             if len(value) <= MAX_LENGTH:
                 self._add(name, value, block, has_attributes=False)
         elif kind.__module__.partition(".")[0] not in _LIBRARIES:

@@ -2,9 +2,9 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.planner.layout import Layout
@@ -21,17 +21,32 @@ from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
 
 
+class FullParameters(Protocol):
+    """Whole tensors of parameters, for user code."""
+
+    def get(self, parameter: Tensor) -> Tensor:
+        """The whole of `parameter`."""
+
+    def end_batch(self, *, reduce: bool) -> None:
+        """Add the gradients of whole tensors to those of the parameters, summed over the data ranks if `reduce`."""
+
+    def forget(self) -> None:
+        """Drop all whole tensors, after a failure."""
+
+
 @dataclass
 class GradientSync:
     """Sums this rank's gradients over the ranks that share them, and holds parameters whole while a batch runs.
 
     Args:
         stages: all-reduces each stage's gradients as soon as the stage is done.
+        full_parameters: whole tensors that user code has asked for, and their gradients.
         outside: the parameters outside the 3-D layers of a cube, sharded between batches; None without a cube.
         outside_all_reduce: sums their shards over the data ranks, after the batch; None where there is one.
     """
 
     stages: GradientAllReduce
+    full_parameters: FullParameters
     outside: OutsideParameters | None = None
     outside_all_reduce: GradientAllReduce | None = None
 
@@ -47,6 +62,7 @@ class GradientSync:
             self.outside.reduce_scatter()
         if reduce:
             self._reduce_outside()
+        self.full_parameters.end_batch(reduce=reduce)
 
     def reduce(self, stages: list[int]) -> None:
         """Sum all gradients that are there now, stage by stage in the given order. Called by all ranks."""
@@ -59,6 +75,7 @@ class GradientSync:
     def forget(self) -> None:
         """Drop what is under way, after a failure."""
         self.stages.forget()
+        self.full_parameters.forget()
         if self.outside is not None:
             self.outside.discard()
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_hanayo.errors import available
+from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
@@ -20,6 +21,7 @@ from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.lightning import (
+    guarded_hooks,
     loaders,
     shared_metrics,
     signals,
@@ -56,6 +58,7 @@ class Session:
         self.device = device
         self.failures = Failures(rank)
         self.attributes = TemporaryAttributes()
+        self.guard = ParameterGuard(device)
         self.pipe_relay = self._relay(groups.pipe_ranks, groups)
         is_cube = prod(topology.cube) > 1
         self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
@@ -129,6 +132,7 @@ class Session:
         self.failures.stop()
         self.attributes.restore()
         self._stop_norms()
+        self.guard.forget()
         for relay in self._relays:
             relay.finish()
         if self._pipeline is not None:
@@ -146,6 +150,7 @@ class Session:
         self.failures.stop()
         self.attributes.restore()
         self._stop_norms()
+        self.guard.forget()
         if self._pipeline is not None:
             self._pipeline.abandon()
             restore_forwards(self._pipeline)
@@ -174,8 +179,17 @@ class Session:
         )
 
     def _rank_context(self, seed: int, streams: RandomStreams | None) -> RankContext:
-        options, groups, relay, attributes = self._options, self._groups, self.pipe_relay, self.attributes
-        return RankContext(options, groups, self.device, relay, attributes, self.failures.on_transfer, seed, streams)
+        return RankContext(
+            self._options,
+            self._groups,
+            self.device,
+            self.pipe_relay,
+            self.attributes,
+            self.guard,
+            self.failures.on_transfer,
+            seed,
+            streams,
+        )
 
     def _make_cube(self, plan: ModelPlan) -> Cube | None:
         if plan.conversion is None or self._groups.cube is None:
@@ -197,6 +211,7 @@ class Session:
 
     def _adapt(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         attributes = self.attributes
+        guarded_hooks.guard_hooks(trainer, self.guard, attributes, num_pipe_ranks=self.topology.pipe)
         signals.keep_sigterm_local(trainer, attributes)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
         # The ranks of a cube log the same values: rank 0's are used for all of them.

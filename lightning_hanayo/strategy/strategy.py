@@ -1,7 +1,7 @@
 """`HanayoStrategy`: Lightning's hooks, each a few lines that say when something happens; the work is done elsewhere."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -265,15 +266,56 @@ class HanayoStrategy(MeshParallelStrategy):
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         return run_batch.evaluate(self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs))
 
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._unguarded():  # also from a hook of the user's
+            return super().optimizer_step(*args, **kwargs)
+
+    # parameters for user code
+
+    def full_parameter(self, parameter: Tensor) -> Tensor:
+        """Return the whole of a parameter, of which this rank may hold a part or nothing.
+
+        In hooks that run on all ranks: all of them call it, for the same parameters in the same order. What a call in
+        `on_train_batch_start` returns, the steps of that batch may use: its gradient is added to the parameter's at the
+        end of the batch. What other hooks get is a copy of the values.
+
+        In steps: all ranks of the cube call it. It returns parameters of this pipeline rank, with a gradient; those of
+        other pipeline ranks only if `on_train_batch_start` has asked for them.
+
+        Example:
+            >>> def on_train_batch_start(self, batch, batch_idx):
+            ...     full = self.trainer.strategy.full_parameter
+            ...     self.matrices = [full(p) for p in self.blocks.parameters() if p.dim() > 1]
+            >>> def training_step(self, batch, batch_idx):
+            ...     return self.loss(batch) + 0.01 * sum(w.square().sum() for w in self.matrices)
+
+        Args:
+            parameter: one of the LightningModule's.
+
+        Returns:
+            A tensor of the parameter's whole shape, in this rank's memory.
+
+        Raises:
+            HanayoError: it is no parameter of the module.
+            UnsupportedError: the parameter's pipeline rank doesn't run this code.
+        """
+        return self.pipeline.gradients.full_parameters.get(parameter)
+
+    def _unguarded(self) -> AbstractContextManager[None]:
+        """Entered while Lightning's code runs, or ours, which a hook of the user's may have called."""
+        return nullcontext() if self._session is None else self._session.guard.off()
+
     # checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module, session = self.module, self._session
-        if session is None or not session.has_pipeline or self.data_rank > 0:  # one pipeline writes the checkpoint
-            return module.state_dict()
-        ranks = session.pipeline.ownership.rank_by_name(module)
-        return gather_module_state(module, ranks, session.pipe_relay.transport, self._prepared_module.cube)
+        with self._unguarded():
+            if session is None or not session.has_pipeline or self.data_rank > 0:  # one pipeline writes the checkpoint
+                return module.state_dict()
+            ranks = session.pipeline.ownership.rank_by_name(module)
+            return gather_module_state(module, ranks, session.pipe_relay.transport, self._prepared_module.cube)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -281,11 +323,13 @@ class HanayoStrategy(MeshParallelStrategy):
         if self.data_rank > 0:
             state: dict[str, Any] = optimizer.state_dict()
             return state
-        return gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self._prepared_module.cube)
+        with self._unguarded():
+            return gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self._prepared_module.cube)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_module_state(self.module, checkpoint["state_dict"], self._prepared_module.cube, strict=strict)
+        with self._unguarded():
+            load_module_state(self.module, checkpoint["state_dict"], self._prepared_module.cube, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

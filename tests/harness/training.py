@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -87,11 +88,12 @@ class OutcomeCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if trainer.global_step == 0:
-            self.outcome.gradients = {
-                name: full_copy(trainer, parameter.grad, parameter)
-                for name, parameter in pl_module.named_parameters()
-                if not parameter.is_meta and parameter.grad is not None
-            }
+            with unguarded(trainer):
+                self.outcome.gradients = {
+                    name: full_copy(trainer, parameter.grad, parameter)
+                    for name, parameter in pl_module.named_parameters()
+                    if not parameter.is_meta and parameter.grad is not None
+                }
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         loss = trainer.callback_metrics.get("train_loss")
@@ -104,7 +106,14 @@ class OutcomeCallback(Callback):
 
 def own_weights(module: LightningModule, trainer: Trainer | None = None) -> dict[str, Tensor]:
     """Copies of the parameters that this rank owns, or that its cube owns."""
-    return {name: full_copy(trainer, p.detach(), p) for name, p in module.named_parameters() if not p.is_meta}
+    with unguarded(trainer):
+        return {name: full_copy(trainer, p.detach(), p) for name, p in module.named_parameters() if not p.is_meta}
+
+
+def unguarded(trainer: Trainer | None) -> AbstractContextManager[None]:
+    """Inside it, hooks see the parts of parameters and the placeholders that a rank really has."""
+    session = getattr(trainer.strategy, "session", None) if trainer is not None else None
+    return session.guard.off() if session is not None else nullcontext()
 
 
 def full_copy(trainer: Trainer | None, value: Tensor, parameter: Tensor) -> Tensor:

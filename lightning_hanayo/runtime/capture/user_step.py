@@ -1,6 +1,7 @@
 """The user's step on pipeline rank 0: one suspended call of it for each micro-batch under way."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -25,6 +26,7 @@ class UserStep:
     """Runs the user's step on a micro-batch in two parts: up to the stack, and from the stack's output on.
 
     The first `num_local` of all `blocks` run where the step calls them. Errors call the stack by its qualified `name`.
+    `guarded` is entered while user code runs: it guards parameters that user code can't compute with here.
     """
 
     blocks: Sequence[nn.Module]
@@ -32,6 +34,7 @@ class UserStep:
     name: str
     streams: RandomStreams | None = None
     carriers: Carriers = NO_CARRIERS
+    guarded: Callable[[], AbstractContextManager[None]] = nullcontext
     _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
@@ -55,7 +58,8 @@ class UserStep:
         assert batch.step is not None
         batch.on_user_code(microbatch)
         self._begin_random_numbers(microbatch)
-        return batch.step(microbatch)
+        with self.guarded():
+            return batch.step(microbatch)
 
     def start(self, batch: Batch, microbatch: int) -> Message:
         """Run the step until it is suspended at the last block (at the first one, where no block runs in it).
@@ -82,7 +86,8 @@ class UserStep:
         """
         call, tracer = self._under_way.pop(microbatch)
         self._enter(batch, microbatch)
-        call.resume((output, trees))
+        with self.guarded():
+            call.resume((output, trees))
         self.carriers.end(tracer.delivered)
         self._calls.release(call)
         result, call.result = call.result, None
@@ -130,13 +135,15 @@ class UserStep:
     def _start(self, function: StepFunction, microbatch: int, carriers: Carriers) -> _Call:
         tracer = BlockTracer(self.blocks, self.num_local, self.name, carriers)
         self._begin_random_numbers(microbatch)
-        call = self._calls.start(lambda: _run_step(function, microbatch), tracer)
+        with self.guarded():
+            call = self._calls.start(lambda: _run_step(function, microbatch), tracer)
         self._check_suspended(call, tracer)
         return call, tracer
 
     def _run_to_last_block(self, under_way: _Call, first_output: tuple[Any, Sequence[Any]]) -> Message:
         call, tracer = under_way
-        call.resume(first_output)
+        with self.guarded():
+            call.resume(first_output)
         self._check_suspended(call, tracer)
         return tracer.message
 
@@ -162,7 +169,7 @@ def _run_step(function: StepFunction, microbatch: int) -> Any:
 def missing_values_error(what: str) -> UnsupportedError:
     """The error for `what`, which depends on placeholders of other ranks' parameters."""
     return UnsupportedError(
-        f"{what} uses parameters of blocks that are stored on other pipeline ranks (a penalty over "
-        f"self.parameters()?), and this rank has no values for them. Use the optimizer's weight_decay, or compute it "
-        f"inside the block."
+        f"{what} uses values of parameters that are on other pipeline ranks, such as ones that a hook has kept. Call "
+        f"self.trainer.strategy.full_parameter(parameter) in on_train_batch_start, on all ranks, and use what it "
+        f"returns: its gradient reaches the parameter."
     )

@@ -11,6 +11,7 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partition.cut import cut, measure_block_times
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
+from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.autograd import linear_patch
@@ -28,6 +29,7 @@ from lightning_hanayo.strategy.pipeline import GradientSync, Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups
 from lightning_hanayo.strategy.setup.build_stages import build_stages
 from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.strategy.setup.full_parameters import FullParameters
 from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
 from lightning_hanayo.strategy.setup.plan import ModelPlan
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
@@ -42,6 +44,7 @@ class RankContext:
     device: torch.device
     relay: Relay
     attributes: TemporaryAttributes
+    guard: ParameterGuard
     on_failure: OnFailure
     seed: int
     """for values of what was built on the meta device; equal on all ranks"""
@@ -96,9 +99,17 @@ def build_pipeline(
 
     streams = context.random_streams
     stages, user_step = build_stages(
-        model, layout, ownership, rank, cube=cube, streams=streams, attributes=context.attributes
+        model,
+        layout,
+        ownership,
+        rank,
+        cube=cube,
+        streams=streams,
+        attributes=context.attributes,
+        guard=context.guard,
     )
-    gradients = _gradient_sync(model, ownership, rank, context.groups, cube)
+    full_parameters = _guard_parameters(model, ownership, rank, cube, context)
+    gradients = _gradient_sync(model, ownership, rank, context.groups, cube, full_parameters)
     engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams=streams)
     splitter = WholeSplitter(context.options.batch_rule) if cube is None else cube.splitter
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
@@ -118,19 +129,34 @@ def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
 
 
+def _guard_parameters(
+    model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, context: RankContext
+) -> FullParameters:
+    """Guard what user code can't use as it is, and return where it gets the whole of it."""
+    parameters, owners = dict(model.named_parameters()), ownership.rank_by_name(model)
+    shapes, in_steps = (cube.whole_shapes, cube.parts_in_steps) if cube is not None else ({}, set())
+    context.guard.watch(parameters, owners, shapes, in_steps)
+    return FullParameters(parameters, owners, rank, context.groups, cube, context.guard)
+
+
 def _gradient_sync(
-    model: nn.Module, ownership: Ownership, rank: int, groups: ProcessGroups, cube: Cube | None
+    model: nn.Module,
+    ownership: Ownership,
+    rank: int,
+    groups: ProcessGroups,
+    cube: Cube | None,
+    full_parameters: FullParameters,
 ) -> GradientSync:
     """All-reduce over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
     trained = {stage: ownership.stage_parameters(model, stage) for stage in ownership.stages_of(rank)}
     if cube is None:
-        return GradientSync(GradientAllReduce(trained, groups.data))
+        return GradientSync(GradientAllReduce(trained, groups.data), full_parameters)
     outside = cube.outside
     excluded = set(outside.parameters)
     sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
     all_reduce = GradientAllReduce(sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)))
     over_data = None if groups.data is None else GradientAllReduce({0: outside.parameters}, groups.data)
-    return GradientSync(all_reduce, outside, over_data)
+    return GradientSync(all_reduce, full_parameters, outside, over_data)
 
 
 def _cut_stack(

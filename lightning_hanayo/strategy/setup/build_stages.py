@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_hanayo.partition.ownership import Ownership
+from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
@@ -35,6 +36,7 @@ def build_stages(
     cube: Cube | None,
     streams: RandomStreams | None,
     attributes: TemporaryAttributes,
+    guard: ParameterGuard,
 ) -> tuple[dict[int, Stage], UserStep | None]:
     """This rank's stages by number, and what runs the user's step, which is None above pipeline rank 0.
 
@@ -61,7 +63,7 @@ def build_stages(
     }
     if 0 not in numbers:
         return stages, None
-    user_step = UserStep(stack.blocks, num_local, stack.name, streams, carriers)
+    user_step = UserStep(stack.blocks, num_local, stack.name, streams, carriers, guard.step)
     ends = _ends(ownership, user_step, queues) if cube is None else _sharded_ends(ownership, user_step, queues, cube)
     return stages | ends, user_step
 

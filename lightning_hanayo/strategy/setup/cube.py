@@ -30,20 +30,22 @@ class Cube:
         self.plan = plan
         self.mesh = groups.mesh
         self._options = options
-        self._shares_samples = options.cube_outside == "share"
+        self.shares_samples = options.cube_outside == "share"
+        """whether each rank runs user code on samples of its own, so that its gradients are to be summed"""
         stream_dims = StreamDims(plan.batch_dim, plan.sequence_dim) if plan.is_registered else None
-        make_reshard = SharedReshard if self._shares_samples else ReplicatedReshard
+        make_reshard = SharedReshard if self.shares_samples else ReplicatedReshard
         reshard = make_reshard(self.mesh, stream_dims, options.batch_dim)
         self.boundary = MicrobatchReshard(reshard, partial(all_gather_objects, groups.plane))
         self.splitter: BatchSplitter = (
             SharedSplitter(options.batch_rule, self.mesh, self.boundary, partial(all_gather_objects, groups.whole))
-            if self._shares_samples
+            if self.shares_samples
             else ReplicatedSplitter(options.batch_rule, self.mesh, self.boundary)
         )
         self.queues: dict[int, WeightGradientQueue] = {}
         self.outside = OutsideParameters([], self.mesh, {})
         self._contexts: dict[int, StageContext] = {}
         self._shards: dict[Tensor, Shard] = {}
+        self._whole_in_steps: set[Tensor] = set()
 
     def parallelize(
         self,
@@ -67,12 +69,12 @@ class Cube:
     @property
     def sample_rank(self) -> int:
         """This rank's number among those whose user code works on different samples."""
-        return self.mesh.index("xyz") if self._shares_samples else 0
+        return self.mesh.index("xyz") if self.shares_samples else 0
 
     @property
     def keeps_layout(self) -> bool:
         """Whether tensors between a block's layers are as outside the stack: own samples, all features."""
-        return self._shares_samples and not self.plan.is_registered
+        return self.shares_samples and not self.plan.is_registered
 
     @property
     def coordinates(self) -> list[tuple[int, int, int]]:
@@ -91,6 +93,20 @@ class Cube:
     def num_replicas(self, parameter: Tensor) -> int:
         """How many ranks of the cube hold the same shard of it."""
         return self._shards[parameter].replicas(self.mesh)
+
+    @property
+    def whole_shapes(self) -> dict[Tensor, tuple[int, ...]]:
+        """The shapes of the parameters of which this rank holds a part."""
+        return {parameter: shard.shape for parameter, shard in self._shards.items() if self.mesh.size(shard.axes) > 1}
+
+    @property
+    def parts_in_steps(self) -> set[Tensor]:
+        """The parameters that user code can't use in a step as it is: values are parts, or gradients aren't summed."""
+        return {parameter for parameter in self._shards if parameter not in self._whole_in_steps}
+
+    def adds_whole_gradient(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one that adds a complete gradient to one that is still to be summed over ranks."""
+        return self.mesh.index(self._shards[parameter].partial) == 0
 
     def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
         """Gather the ranks' shards of something shaped as `parameter`, on the CPU. Called by all of them."""
@@ -125,10 +141,11 @@ class Cube:
     def _shard_outside(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
         """Shard the parameters that no 3-D layer has. Where all ranks run user code alike, gradients are equal."""
         equal: set[Tensor] = set()
-        if not self._shares_samples:
+        if not self.shares_samples:
             equal.update(parameter for module in modules for parameter in module.parameters(recurse=False))
         self.outside = OutsideParameters(parameters, self.mesh, dict.fromkeys(equal, 1 / self.mesh.num_ranks))
         self.outside.shard()
         for parameter in parameters:
             scalar = Shard((), "" if parameter in equal else "xyz")
             self._shards[parameter] = self.outside.shards.get(parameter, scalar)
+        self._whole_in_steps = set(parameters) if self.shares_samples else equal

@@ -61,6 +61,10 @@ class OutsideParameters:
                 parameter.grad = None
                 parameter.data = whole
 
+    def is_whole(self, parameter: Tensor) -> bool:
+        """Whether a batch is running, for which this parameter was gathered."""
+        return parameter in self._local
+
     def reduce_scatter(self) -> None:
         """After a batch: this rank's shards again, of values and of the gradients' sums."""
         used = self._used()

@@ -1,0 +1,182 @@
+"""Tensors of which this rank holds a part, as user code sees them: they refuse what would be wrong on a part.
+
+    W [8, 4] on two ranks, [4, 4] each        W.shape, W.requires_grad          allowed: no values are read
+                                              W.data.mul_(0.5), W.zero_()       allowed: the same on each element
+                                              W.grad.add_(W, alpha=0.1)         allowed: both are parts of W
+                                              W.norm(), W ** 2, W[0], W.T       refused: the whole's result is another
+
+A sum or a product over a part looks like one over the whole, and would be wrong without an error.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_hanayo.errors import UnsupportedError
+
+FULL_PARAMETER = "self.trainer.strategy.full_parameter(parameter)"
+
+_SIZES = "shape ndim itemsize nbytes size dim ndimension numel nelement stride storage_offset element_size __len__"
+_TYPES = "dtype layout device type get_device is_contiguous is_floating_point is_complex is_signed names"
+_AUTOGRAD = "requires_grad requires_grad_ is_leaf retains_grad output_nr _version register_hook __hash__"
+METADATA = frozenset(
+    f"{_SIZES} {_TYPES} {_AUTOGRAD} is_cpu is_cuda is_mps is_xpu is_meta is_sparse is_quantized is_nested is_inference "
+    f"is_shared is_pinned is_same_size register_post_accumulate_grad_hook".split()
+)
+"""attributes and methods that read no values, and the same on a part as on the whole but for sizes"""
+
+_IN_PLACE = frozenset(
+    ("add_", "sub_", "mul_", "div_", "clamp_", "zero_", "fill_", "copy_", "lerp_",
+     "__iadd__", "__isub__", "__imul__", "__itruediv__")
+)  # fmt: skip
+"""what computes each element alone, from numbers and from the same element of other tensors"""
+_COPIES = frozenset(("data", "grad", "detach", "clone", "zeros_like"))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which parameter something is a part of: its qualified `name`, and the whole's `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class PartialValues(Tensor):
+    """An alias of a part of `_part`. It refuses every computation but those that are the same on parts."""
+
+    _part: Part | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run what is exact on parts.
+
+        Raises:
+            UnsupportedError: `func` isn't.
+        """
+        return compute_on_parts(func, args, kwargs or {})
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Say what it is; the values of a part would look like the whole's."""
+        return _description(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PartialValues":
+        """A copy is a part, too."""
+        memo[id(self)] = copied = partial_alias(_plain(self).clone(), self._part)
+        return copied
+
+
+class PartialParameter(nn.Parameter):
+    """A parameter of which this rank holds a part, while user code runs: it has this class only then."""
+
+    _part: Part | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """As for `PartialValues`."""
+        return compute_on_parts(func, args, kwargs or {})
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """As for `PartialValues`."""
+        return _description(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PartialParameter":
+        """A copy is a part, too, and keeps this class."""
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = type(self)(self.detach().clone(), self.requires_grad)
+        copied._part = self._part
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as the plain parameter that it is between hooks."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter, (self.detach().as_subclass(Tensor), self.requires_grad)
+
+
+def partial_alias(tensor: Tensor, part: Part | None) -> PartialValues:
+    """The tensor's memory, as a part of `part`; of an unnamed parameter if None."""
+    with torch._C.DisableTorchFunctionSubclass():
+        alias: PartialValues = tensor.detach().as_subclass(PartialValues)
+    alias._part = part
+    return alias
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The function's name; for an attribute that is read the attribute's, and `set shape` for one that is set."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "an attribute")
+        return attribute if name == "__get__" else f"set {attribute}"
+    return name
+
+
+def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func`, if it is exact on parts; what it returns is a part as well.
+
+    Raises:
+        UnsupportedError: it isn't exact.
+    """
+    name = name_of(func)
+    parts = list(_parts(args, kwargs))
+    if name not in METADATA and not _is_exact(name, args, parts):
+        raise UnsupportedError(_message(name, parts[0]))
+    with torch._C.DisableTorchFunctionSubclass():
+        if name.startswith("set "):
+            return func(args[0], _plain(args[1]) if isinstance(args[1], PartialValues) else args[1])
+        result = func(*args, **kwargs)
+    return partial_alias(result, parts[0]._part) if name in _COPIES and result is not None else result
+
+
+def _is_exact(name: str, args: tuple[Any, ...], parts: Sequence[Any]) -> bool:
+    if name in _COPIES or name == "set requires_grad":
+        return True
+    if name in ("set data", "set grad"):
+        return args[1] is None or _is_same_part(args[1], args[0])
+    if name not in _IN_PLACE:
+        return False
+    return all(_is_same_part(operand, args[0]) for operand in tree_leaves(args) if isinstance(operand, Tensor))
+
+
+def _is_same_part(operand: Any, target: Any) -> bool:
+    """Whether both are parts of one parameter, so that their elements belong together."""
+    if not isinstance(operand, PartialValues | PartialParameter):
+        return False
+    return operand._part is not None and operand._part == target._part and operand.shape == target.shape
+
+
+def _parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartialValues | PartialParameter))
+
+
+def _plain(part: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return part.detach().as_subclass(Tensor)
+
+
+def _description(part: Any) -> str:
+    shape = tuple(part.shape)
+    if part._part is None:
+        return f"a part {shape} of a 3-D layer's weight"
+    return f"a part {shape} of {part._part.name} {part._part.shape}"
+
+
+def _message(name: str, part: Any) -> str:
+    if part._part is None:
+        return (
+            f"{name} was called with the weight of a 3-D layer, of which this rank holds a part: the result would be "
+            f"wrong. Call the layer itself, or leave it out of the cube."
+        )
+    return (
+        f"{name} was called with {part._part.name}, of which this rank holds a part of shape {tuple(part.shape)} of "
+        f"the whole {part._part.shape}: the result would be wrong. Use {FULL_PARAMETER}, which returns the whole on "
+        f"all ranks; in training_step its gradient reaches the parameter. For norms over all gradients use "
+        f"torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm."
+    )

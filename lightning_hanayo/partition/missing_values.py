@@ -1,0 +1,221 @@
+"""Parameters of other pipeline ranks, as user code sees them: what is computed from one has no values here.
+
+                                            on the owner          here
+    for p in self.parameters():
+        p.data.div_(p.norm())               done                  nothing: the result belongs to the owner's p
+    total = sum(p.norm() for p in ...)      only its own known    a `MissingValues`
+    float(total), own.mul_(total)           refused here, by the name of the parameter and its rank
+
+So a loop that runs on all ranks is exact where each parameter depends on itself and on numbers alone: each owner does
+its own part, with real values only. Everything else needs a value that isn't here, and is an error.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partial_values import FULL_PARAMETER, METADATA, name_of
+from lightning_hanayo.partition.ownership import Placeholder
+
+_TO_DEVICE = frozenset(("cpu", "cuda"))
+_NEEDS_VALUES = frozenset(
+    ("item", "tolist", "numpy", "backward", "data_ptr", "__format__", "__array__", "__reduce_ex__", "__dlpack__")
+)
+_RANDOM = frozenset(
+    ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "randn_like", "rand_like", "randint_like")
+)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Where a parameter's values are: its qualified `name`, and the pipeline rank that owns it."""
+
+    name: str
+    rank: int
+
+
+class UserCode(Protocol):
+    """What a placeholder asks about the user code that reads it."""
+
+    device: torch.device
+    """where the owner has the values"""
+
+    @property
+    def runs_on_all_ranks(self) -> bool:
+        """Whether the parameter's owner runs the same code, and does what is left out here."""
+
+    def has_gradients(self) -> bool:
+        """Whether parameters that require a gradient have one now, on their owners."""
+
+    def draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Draw as many random numbers here as the owner does, so that all ranks continue alike."""
+
+
+class MissingValues(Tensor):
+    """Computed from parameters of another pipeline rank: a shape and a dtype, on the meta device."""
+
+    _owner: Owner
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute the result's shape.
+
+        Raises:
+            UnsupportedError: `func` needs the values.
+        """
+        return compute_without_values(func, args, kwargs or {})
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Say where the values are."""
+        return f"<{tuple(self.shape)} from {self._owner.name} on pipeline rank {self._owner.rank}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MissingValues":
+        """A copy has no values either."""
+        memo[id(self)] = copied = without_values(self, self._owner)
+        return copied
+
+
+class GuardedPlaceholder(Placeholder):
+    """A placeholder while user code runs: it has this class only then. `user_code` is set by a subclass."""
+
+    user_code: UserCode
+    _owner: Owner
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute the result's shape, where the owner computes the values.
+
+        Raises:
+            UnsupportedError: `func` needs the values, or the owner doesn't run this code.
+        """
+        name, kwargs = name_of(func), kwargs or {}
+        if name == "device":
+            return cls.user_code.device  # what is made there goes with the owner's values
+        if name not in METADATA and not cls.user_code.runs_on_all_ranks:
+            _refuse(name, next(_owners(args, kwargs)), alone=True)
+        if name == "grad":
+            placeholder = args[0]
+            exists = placeholder.requires_grad and cls.user_code.has_gradients()
+            return without_values(placeholder, placeholder._owner) if exists else None
+        if name in _RANDOM:
+            cls.user_code.draw(func, args, kwargs)
+        return compute_without_values(func, args, kwargs)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Say where the values are."""
+        return f"<parameter {self._owner.name} {tuple(self.shape)}, on pipeline rank {self._owner.rank}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GuardedPlaceholder":
+        """A copy has no values either, and keeps this class."""
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = type(self)(self.detach().as_subclass(Tensor), self.requires_grad)
+        vars(copied).update(vars(self))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as the placeholder that it is between hooks."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Placeholder.__reduce_ex__(self, protocol)
+
+
+def without_values(tensor: Tensor, owner: Owner) -> MissingValues:
+    """Something of this shape and dtype that `owner` has the values of."""
+    with torch._C.DisableTorchFunctionSubclass():
+        result: MissingValues = torch.empty_like(tensor, device="meta", requires_grad=False).as_subclass(MissingValues)
+    result._owner = owner
+    return result
+
+
+def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` returns on the owner, without values here; an operation in place changes nothing here.
+
+    Raises:
+        UnsupportedError: `func` needs values, or writes into a tensor that has values here.
+    """
+    name = name_of(func)
+    if name in METADATA or name == "set requires_grad":
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name.startswith("set "):
+        return None
+    if name.startswith("_foreach_") and len(args[0]) > 1:
+        return _for_each(func, args, kwargs)
+    owner, target = next(_owners(args, kwargs)), _target(name, args, kwargs)
+    if name in _NEEDS_VALUES or (target is not None and not _lacks_values(target)):
+        _refuse(name, owner)
+    result = _on_meta(func, name, owner, args, kwargs)
+    if target is not None:
+        return target
+    return tree_map(lambda leaf: without_values(leaf, owner) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwargs: Any) -> Any:
+    def to_meta(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device("meta")
+        if isinstance(leaf, torch.Generator):
+            return None
+        return leaf.detach().as_subclass(Tensor).to("meta") if isinstance(leaf, Tensor) else leaf
+
+    if name in _TO_DEVICE:
+        return args[0]
+    if name == "to" and len(args) > 1 and isinstance(args[1], str):
+        args = (args[0], torch.device("meta"), *args[2:])
+    if "device" in kwargs:
+        kwargs = kwargs | {"device": torch.device("meta")}
+    try:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            args, kwargs = tree_map(to_meta, (args, kwargs))
+            return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if not isinstance(error, NotImplementedError) and "meta" not in str(error):
+            raise  # the user's mistake, such as shapes that don't fit
+        _refuse(name, owner, error)
+
+
+def _for_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of lists on each element alone, as some of them have values here."""
+    count = len(args[0])
+    rows = [[[arg[i]] if isinstance(arg, list | tuple) else arg for arg in args] for i in range(count)]
+    results = [func(*row, **kwargs) for row in rows]
+    return None if func.__name__.endswith("_") else tuple(result for row in results for result in row)
+
+
+def _target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor that an operation in place writes into; None if it is none."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    is_operator = name.startswith("__i") and name.endswith("__") and name not in ("__int__", "__index__", "__invert__")
+    if name == "__setitem__" or is_operator or (name.endswith("_") and not name.endswith("__")):
+        return args[0] if args else next(iter(kwargs.values()))
+    return None
+
+
+def _lacks_values(target: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return all(leaf.is_meta for leaf in tree_leaves(target) if isinstance(leaf, Tensor))
+
+
+def _owners(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Owner]:
+    leaves = tree_leaves((args, kwargs))
+    return (leaf._owner for leaf in leaves if isinstance(leaf, MissingValues | GuardedPlaceholder))
+
+
+def _refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bool = False) -> NoReturn:
+    where = "this code runs on pipeline rank 0 alone" if alone else "its values are needed here"
+    raise UnsupportedError(
+        f"{owner.name} is on pipeline rank {owner.rank}, but {where} ({name}). Call {FULL_PARAMETER} in "
+        f"on_train_batch_start, on all ranks, and use what it returns, also in training_step: its gradient reaches "
+        f"the parameter. For norms over all gradients use torch.nn.utils.clip_grad_norm_, get_total_norm, or "
+        f"Lightning's grad_norm."
+    ) from cause

@@ -1,0 +1,141 @@
+"""Guards parameters of which this rank holds a part or nothing, while user code runs.
+
+    scope        runs on                     guarded
+    "off"        -                           none: Lightning, optimizers, our layers
+    "step"       the ranks of pipeline       placeholders, and parts of the blocks; parameters outside the stack
+                 rank 0                      are whole while a batch runs
+    "hook"       all ranks                   placeholders, and all parts
+    "alone"      as the step                 as in a hook, but what is done to a placeholder is done nowhere
+
+Guarded parameters take a class that checks what is done with them, and get their own class back afterwards: optimizers
+and 3-D layers find plain parameters, and nothing costs time but entering and leaving.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lightning_hanayo.partial_values import Part, PartialParameter
+from lightning_hanayo.partition.missing_values import GuardedPlaceholder, Owner
+from lightning_hanayo.partition.ownership import Placeholder
+
+Scope = Literal["off", "step", "hook", "alone"]
+
+
+class _Guarded(NamedTuple):
+    parameter: nn.Parameter
+    own_class: type[nn.Parameter]
+    class_in_user_code: type[nn.Parameter]
+
+
+class ParameterGuard:
+    """The guarded parameters of one run.
+
+    Args:
+        device: where this rank's parameters are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scope: Scope = "off"
+        self.hook_name = ""
+        """the hook that runs; empty in a step"""
+        self.device = device
+        self._own: list[nn.Parameter] = []
+        self._guarded: dict[Scope, list[_Guarded]] = {}
+        self._placeholder_class = type("GuardedPlaceholder", (GuardedPlaceholder,), {"user_code": self})
+
+    def watch(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        owners: Mapping[str, int],
+        shapes: Mapping[Tensor, tuple[int, ...]],
+        guarded_in_steps: set[Tensor],
+    ) -> None:
+        """Say which parameters to guard.
+
+        Args:
+            parameters: all of the model, by qualified name.
+            owners: the pipeline rank of each.
+            shapes: the whole shapes of those of which this rank holds a part.
+            guarded_in_steps: those of the latter that are parts in a step, too.
+        """
+        missing, parts = [], []
+        for name, parameter in parameters.items():
+            if isinstance(parameter, Placeholder):
+                vars(parameter)["_owner"] = Owner(name, owners[name])
+                missing.append(_Guarded(parameter, Placeholder, self._placeholder_class))
+            elif parameter in shapes or parameter in guarded_in_steps:
+                shape = shapes.get(parameter, tuple(parameter.shape))
+                vars(parameter)["_part"] = Part(name, shape)
+                parts.append(_Guarded(parameter, type(parameter), PartialParameter))
+        self._own = [parameter for parameter in parameters.values() if not isinstance(parameter, Placeholder)]
+        in_hooks = [*missing, *(part for part in parts if part.parameter in shapes)]
+        in_steps = [*missing, *(part for part in parts if part.parameter in guarded_in_steps)]
+        self._guarded = {"step": in_steps, "hook": in_hooks, "alone": in_hooks}
+
+    def forget(self) -> None:
+        """After the run: guard nothing any more."""
+        self._enter("off", "")
+        for parameter in {one.parameter for guarded in self._guarded.values() for one in guarded}:
+            vars(parameter).pop("_part", None)
+        self._guarded = {}
+
+    @contextmanager
+    def during(self, scope: Scope, hook_name: str = "") -> Iterator[None]:
+        """Guard what `scope` says; afterwards as before."""
+        before = self.scope, self.hook_name
+        self._enter(scope, hook_name)
+        try:
+            yield
+        finally:
+            self._enter(*before)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """While the user's step runs."""
+        with self.during("step"):
+            yield
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """While code runs that user code has called, and that knows of parts and placeholders.
+
+        Example:
+            >>> with guard.off():
+            ...     norm = norm_over_all_ranks(parameters)  # finds plain parameters and placeholders, and their `.grad`
+        """
+        with self.during("off"):
+            yield
+
+    @property
+    def runs_on_all_ranks(self) -> bool:
+        """Whether the user code that runs now runs on all pipeline ranks."""
+        return self.scope in ("hook", "off")
+
+    def has_gradients(self) -> bool:
+        """Whether parameters have gradients now: all ranks have theirs from the same moment on."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [parameter for parameter in self._own if parameter.requires_grad]
+            return not trained or any(parameter.grad is not None for parameter in trained)
+
+    def draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Draw the random numbers that the owner draws."""
+
+        def real(leaf: Any) -> Any:
+            return torch.empty_like(leaf, device=self.device) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            args, kwargs = tree_map(real, (args, kwargs))
+            func(*args, **kwargs)
+
+    def _enter(self, scope: Scope, hook_name: str) -> None:
+        if scope != self.scope:
+            for parameter, own_class, _ in self._guarded.get(self.scope, ()):
+                parameter.__class__ = own_class
+            for parameter, _, guarded in self._guarded.get(scope, ()):
+                parameter.__class__ = guarded
+        self.scope, self.hook_name = scope, hook_name

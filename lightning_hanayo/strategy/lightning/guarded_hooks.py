@@ -1,0 +1,74 @@
+"""Guards parameters while hooks run that the user's module or callbacks define, for the time of a run.
+
+    module    on_train_batch_end: the user's          ours on the instance: enter the guard, call the user's, leave it
+    callback  on_train_batch_end: Lightning's         stays as it is
+
+Hooks stay overridden in Lightning's eyes, and copies of module and callbacks are bound to themselves.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_hanayo.partition.parameter_guard import ParameterGuard, Scope
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+_STAGES = ("train", "validation", "test", "predict")
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_HOOKS = (
+    *(f"on_{stage}{when}" for stage in _STAGES for when in ("_start", "_end", "_epoch_start", "_epoch_end")),
+    *(f"on_{stage}_batch{when}" for stage in _STAGES for when in ("_start", "_end")),
+    *(f"on_{stage}_model_{mode}" for stage in _STAGES[1:] for mode in ("eval", "train")),
+    "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "on_validation_model_zero_grad",
+    "on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step",
+    "configure_gradient_clipping", "optimizer_step", "on_save_checkpoint", *_BATCH_HOOKS,
+)  # fmt: skip
+"""in which user code alone runs, or calls what enters `ParameterGuard.off`"""
+_ON_FIRST_RANK = frozenset((*_BATCH_HOOKS, *(f"on_{stage}_epoch_end" for stage in _STAGES[1:])))
+"""hooks of the module that the pipeline ranks above 0 skip, as they have no data"""
+
+
+class _GuardedHook:
+    """Takes the place of a hook on an instance, bound to it by `MethodType`, as pickle and deepcopy know it."""
+
+    def __init__(
+        self, name: str, hook: Callable[..., Any], *, is_bound: bool, guard: ParameterGuard, scope: Scope
+    ) -> None:
+        self.__wrapped__ = hook  # what Lightning compares with its own to see whether a hook is overridden
+        self.__name__ = name
+        self._is_bound = is_bound
+        self._guard = guard
+        self._scope = scope
+
+    def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._guard.during(self._scope, self.__name__):
+            return self.__wrapped__(*args, **kwargs) if self._is_bound else self.__wrapped__(owner, *args, **kwargs)
+
+
+def guard_hooks(
+    trainer: "pl.Trainer", guard: ParameterGuard, attributes: TemporaryAttributes, *, num_pipe_ranks: int
+) -> None:
+    """Enter the guard in all hooks that the user has defined."""
+    module = trainer.lightning_module
+    for owner in (module, *callbacks_of(trainer)):
+        for name in _HOOKS:
+            is_alone = owner is module and num_pipe_ranks > 1 and name in _ON_FIRST_RANK
+            _guard_hook(owner, name, guard, "alone" if is_alone else "hook", attributes)
+
+
+def _guard_hook(owner: Any, name: str, guard: ParameterGuard, scope: Scope, attributes: TemporaryAttributes) -> None:
+    """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning."""
+    hook, is_bound = vars(owner).get(name), True
+    if hook is None:
+        hook, is_bound = getattr(type(owner), name, None), False
+    if callable(hook) and not _is_lightnings(hook):
+        wrapper = _GuardedHook(name, hook, is_bound=is_bound, guard=guard, scope=scope)
+        attributes.set(owner, name, MethodType(wrapper, owner))
+
+
+def _is_lightnings(hook: Callable[..., Any]) -> bool:
+    module = getattr(hook, "__module__", None) or ""
+    return module.startswith(("lightning.", "pytorch_lightning.", "lightning_hanayo."))

@@ -1,0 +1,208 @@
+"""Whole tensors of parameters, for user code, and the way of their gradients back to the ranks that hold the parameter.
+
+    rank 0   on_train_batch_start     training_step              the batch's end
+             w = full_parameter(p)    loss += w.square().sum()   w.grad, summed over the cube --+
+    rank 2   w = full_parameter(p)    -                          p.grad += its part of it  <----+
+
+User code issues no collective in its backward: a whole tensor is a leaf, whose gradient is sent at the batch's end.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.partition.ownership import Placeholder
+from lightning_hanayo.partition.parameter_guard import ParameterGuard
+from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.strategy.setup.cube import Cube
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A whole tensor that the batch's steps may use. `is_everywhere`: whether all pipeline ranks know of it."""
+
+    parameter: nn.Parameter
+    whole: Tensor
+    is_everywhere: bool
+
+
+class FullParameters:
+    """Gathers parameters for user code of one run.
+
+    Args:
+        parameters: all of the model, by qualified name.
+        owners: the pipeline rank of each.
+        pipe_rank: this one's.
+        groups: the process groups.
+        cube: None without one.
+        guard: says which user code runs.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        owners: Mapping[str, int],
+        pipe_rank: int,
+        groups: ProcessGroups,
+        cube: Cube | None,
+        guard: ParameterGuard,
+    ) -> None:
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        self._owners = owners
+        self._pipe_rank = pipe_rank
+        self._groups = groups
+        self._cube = cube
+        self._guard = guard
+        self._leaves: dict[Tensor, _Leaf] = {}
+        self._batch = 0
+
+    def get(self, parameter: Tensor) -> Tensor:
+        """The whole of `parameter`. See `HanayoStrategy.full_parameter`."""
+        if parameter not in self._names:
+            raise HanayoError(
+                f"full_parameter takes a parameter of the LightningModule, such as those of self.parameters(); got "
+                f"{type(parameter).__name__}"
+            )
+        assert isinstance(parameter, nn.Parameter)
+        scope, hook = self._guard.scope, self._guard.hook_name
+        with self._guard.off():
+            if scope == "step":
+                return self._in_step(parameter)
+            if scope == "alone":
+                self._check_here(parameter, hook)
+                return self._gathered(parameter)
+            return self._in_hook(parameter, keeps_gradient=hook == "on_train_batch_start")
+
+    def end_batch(self, *, reduce: bool) -> None:
+        """Add the gradients of whole tensors to those of the parameters, where they are. Called by all ranks.
+
+        `reduce` says whether the gradients are summed over the data ranks in this batch.
+        """
+        leaves, self._leaves = list(self._leaves.values()), {}
+        self._batch += 1
+        if leaves and torch.is_grad_enabled():
+            used = self._used(leaves, reduce=reduce)
+            for leaf, is_used in zip(leaves, used, strict=True):
+                if is_used:
+                    self._add(leaf, reduce=reduce)
+
+    def forget(self) -> None:
+        """Drop all whole tensors, after a failure."""
+        self._leaves = {}
+
+    # whole tensors
+
+    def _in_step(self, parameter: nn.Parameter) -> Tensor:
+        if parameter in self._leaves:
+            return self._leaves[parameter].whole
+        if isinstance(parameter, Placeholder):
+            name = self._names[parameter]
+            raise UnsupportedError(
+                f"full_parameter was called in a step for {name}, which is on pipeline rank {self._owners[name]}, "
+                f"where the step doesn't run. Call it in on_train_batch_start (for evaluation in "
+                f"on_validation_batch_start and the like), on all ranks, and let the step use what it returned."
+            )
+        if self._cube is None or parameter not in self._cube.parts_in_steps:
+            return parameter
+        return self._new_leaf(parameter, self._gathered(parameter), is_everywhere=False)
+
+    def _in_hook(self, parameter: nn.Parameter, *, keeps_gradient: bool) -> Tensor:
+        is_missing, owner = self._groups.control.size() > 1, self._owners[self._names[parameter]]
+        if keeps_gradient and not is_missing and self._cube is None:
+            return parameter
+        whole = self._gathered(parameter) if owner == self._pipe_rank else torch.empty_like(parameter, device="cpu")
+        if is_missing:
+            whole = self._broadcast(whole, parameter, owner)
+        return self._new_leaf(parameter, whole, is_everywhere=True) if keeps_gradient else whole
+
+    def _gathered(self, parameter: nn.Parameter) -> Tensor:
+        """The whole of a parameter of this pipeline rank, in memory of its own."""
+        whole, cube = parameter.detach(), self._cube
+        if cube is not None and not cube.outside.is_whole(parameter):
+            whole = cube.unshard(whole, parameter)
+        return whole.to(parameter.device, copy=True)
+
+    def _broadcast(self, whole: Tensor, parameter: nn.Parameter, owner: int) -> Tensor:
+        sent = whole.cpu().contiguous()
+        if sent.numel():
+            # As bytes: gloo knows neither complex numbers nor 16-bit integers.
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self._groups.control, group_src=owner)
+        return sent.to(self._guard.device)
+
+    def _new_leaf(self, parameter: nn.Parameter, whole: Tensor, *, is_everywhere: bool) -> Tensor:
+        self._leaves[parameter] = _Leaf(parameter, whole, is_everywhere)
+        if parameter.requires_grad and torch.is_grad_enabled():
+            whole.requires_grad_().register_hook(partial(self._check_is_new, self._names[parameter], self._batch))
+        return whole
+
+    def _check_is_new(self, name: str, batch: int, _: Tensor) -> None:
+        if batch != self._batch:
+            raise UnsupportedError(
+                f"the loss uses what full_parameter returned for {name} in an earlier batch, whose values are old and "
+                f"whose gradient would be lost. Call it again in each on_train_batch_start."
+            )
+
+    def _check_here(self, parameter: nn.Parameter, hook: str) -> None:
+        if isinstance(parameter, Placeholder):
+            name = self._names[parameter]
+            raise UnsupportedError(
+                f"full_parameter was called in {hook}, which runs on pipeline rank 0 alone, for {name}, which is on "
+                f"pipeline rank {self._owners[name]}. Call it in a hook that runs on all ranks, such as "
+                f"on_validation_epoch_start or on_train_epoch_end."
+            )
+
+    # gradients
+
+    def _used(self, leaves: list[_Leaf], *, reduce: bool) -> list[bool]:
+        """Which leaves have a gradient, on any rank whose gradients are summed."""
+        counts = torch.tensor([float(leaf.whole.grad is not None) for leaf in leaves])
+        if self._pipe_rank == 0:
+            counts = self._sum_over_cube(counts.to(self._guard.device)).cpu()
+        everywhere = torch.tensor([leaf.is_everywhere for leaf in leaves])
+        if self._groups.control.size() > 1 and everywhere.any():
+            known = counts[everywhere]
+            dist.broadcast(known, group=self._groups.control, group_src=0)
+            counts[everywhere] = known
+        if reduce and self._groups.data_control is not None:
+            dist.all_reduce(counts, group=self._groups.data_control)
+        return [bool(count) for count in counts.tolist()]
+
+    def _add(self, leaf: _Leaf, *, reduce: bool) -> None:
+        owner = self._owners[self._names[leaf.parameter]]
+        if self._pipe_rank not in (0, owner):
+            return
+        gradient = leaf.whole.grad if leaf.whole.grad is not None else torch.zeros_like(leaf.whole)
+        if self._pipe_rank == 0:
+            gradient = self._sum_over_cube(gradient.contiguous())
+        if owner != 0:
+            gradient = self._send_to(owner, gradient)
+        if self._pipe_rank == owner:
+            self._accumulate(leaf.parameter, gradient, reduce=reduce)
+
+    def _sum_over_cube(self, tensor: Tensor) -> Tensor:
+        if self._cube is None or not self._cube.shares_samples:
+            return tensor
+        return self._cube.mesh.axis("xyz").all_reduce(tensor).wait()
+
+    def _send_to(self, owner: int, gradient: Tensor) -> Tensor:
+        control, sent = self._groups.control, gradient.detach().cpu().contiguous()
+        as_bytes: Any = sent.view(-1).view(torch.uint8)
+        if self._pipe_rank == 0:
+            dist.send(as_bytes, group=control, group_dst=owner)
+        else:
+            dist.recv(as_bytes, group=control, group_src=0)
+        return sent.to(gradient.device)
+
+    def _accumulate(self, parameter: nn.Parameter, gradient: Tensor, *, reduce: bool) -> None:
+        part = gradient if self._cube is None else self._cube.shard(gradient, parameter)
+        if reduce and self._groups.data is not None:
+            dist.all_reduce(part, group=self._groups.data)
+        if not reduce and self._cube is not None and not self._cube.adds_whole_gradient(parameter):
+            return  # a later batch sums the ranks' gradients of this parameter, so one of them adds it
+        parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)

@@ -1,6 +1,6 @@
 """Tensors of which this rank holds a part, as user code sees them: they refuse what would be wrong on a part.
 
-    W [8, 4] on two ranks, [4, 4] each        W.shape, W.requires_grad          allowed: no values are read
+    W [8, 4] on two ranks, [4, 4] each        W.shape, W.requires_grad          allowed: (8, 4), as of the whole
                                               W.data.mul_(0.5), W.zero_()       allowed: the same on each element
                                               W.grad.add_(W, alpha=0.1)         allowed: both are parts of W
                                               W.norm(), W ** 2, W[0], W.T       refused: the whole's result is another
@@ -20,14 +20,15 @@ from lightning_hanayo.errors import UnsupportedError
 
 FULL_PARAMETER = "self.trainer.strategy.full_parameter(parameter)"
 
-_SIZES = "shape ndim itemsize nbytes size dim ndimension numel nelement stride storage_offset element_size __len__"
-_TYPES = "dtype layout device type get_device is_contiguous is_floating_point is_complex is_signed names"
-_AUTOGRAD = "requires_grad requires_grad_ is_leaf retains_grad output_nr _version register_hook __hash__"
-METADATA = frozenset(
-    f"{_SIZES} {_TYPES} {_AUTOGRAD} is_cpu is_cuda is_mps is_xpu is_meta is_sparse is_quantized is_nested is_inference "
-    f"is_shared is_pinned is_same_size register_post_accumulate_grad_hook".split()
-)
-"""attributes and methods that read no values, and the same on a part as on the whole but for sizes"""
+_SIZES = frozenset(("shape", "size", "numel", "nelement", "nbytes", "__len__"))
+METADATA = _SIZES | frozenset(
+    ("ndim", "itemsize", "dim", "ndimension", "stride", "storage_offset", "element_size", "dtype", "layout", "device",
+     "type", "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "names", "requires_grad",
+     "requires_grad_", "is_leaf", "retains_grad", "output_nr", "_version", "__hash__", "is_cpu", "is_cuda", "is_meta",
+     "is_sparse", "is_quantized", "is_nested", "is_inference", "is_shared", "is_pinned", "is_same_size",
+     "register_hook", "register_post_accumulate_grad_hook")
+)  # fmt: skip
+"""attributes and methods that read no values"""
 
 _IN_PLACE = frozenset(
     ("add_", "sub_", "mul_", "div_", "clamp_", "zero_", "fill_", "copy_", "lerp_",
@@ -129,6 +130,9 @@ def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     if name not in METADATA and not _is_exact(name, args, parts):
         raise UnsupportedError(_message(name, parts[0]))
     with torch._C.DisableTorchFunctionSubclass():
+        if name in _SIZES and parts[0]._part is not None:
+            whole = torch.empty(parts[0]._part.shape, dtype=parts[0].dtype, device="meta")
+            return func(whole, *args[1:], **kwargs)
         if name.startswith("set "):
             return func(args[0], _plain(args[1]) if isinstance(args[1], PartialValues) else args[1])
         result = func(*args, **kwargs)
@@ -149,7 +153,7 @@ def _is_same_part(operand: Any, target: Any) -> bool:
     """Whether both are parts of one parameter, so that their elements belong together."""
     if not isinstance(operand, PartialValues | PartialParameter):
         return False
-    return operand._part is not None and operand._part == target._part and operand.shape == target.shape
+    return operand._part is not None and operand._part == target._part and own_shape(operand) == own_shape(target)
 
 
 def _parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -161,8 +165,14 @@ def _plain(part: Tensor) -> Tensor:
         return part.detach().as_subclass(Tensor)
 
 
+def own_shape(part: Tensor) -> tuple[int, ...]:
+    """The shape of what this rank holds."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(part.shape)
+
+
 def _description(part: Any) -> str:
-    shape = tuple(part.shape)
+    shape = own_shape(part)
     if part._part is None:
         return f"a part {shape} of a 3-D layer's weight"
     return f"a part {shape} of {part._part.name} {part._part.shape}"
@@ -175,7 +185,7 @@ def _message(name: str, part: Any) -> str:
             f"wrong. Call the layer itself, or leave it out of the cube."
         )
     return (
-        f"{name} was called with {part._part.name}, of which this rank holds a part of shape {tuple(part.shape)} of "
+        f"{name} was called with {part._part.name}, of which this rank holds a part of shape {own_shape(part)} of "
         f"the whole {part._part.shape}: the result would be wrong. Use {FULL_PARAMETER}, which returns the whole on "
         f"all ranks; in training_step its gradient reaches the parameter. For norms over all gradients use "
         f"torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm."

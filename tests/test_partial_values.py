@@ -59,9 +59,10 @@ def test_what_is_wrong_on_a_part_is_refused_by_name(compute: Callable[[nn.Parame
             compute(part)
 
 
-def test_metadata_may_be_read() -> None:
+def test_metadata_may_be_read_and_is_that_of_the_whole() -> None:
     with part_of() as part:
-        assert part.shape == (2, 2) and part.dim() == 2 and part.numel() == 4 and len(part) == 2
+        assert part.shape == (4, 2) and part.dim() == 2 and part.numel() == 8 and len(part) == 4 and part.size(0) == 4
+        assert part.data.shape == (4, 2) and torch.numel(part) == 8
         assert part.dtype is torch.float32 and part.device.type == "cpu" and part.requires_grad and part.is_leaf
         assert part.grad is None and part in {part} and isinstance(part, nn.Parameter)
         assert repr(part) == "a part (2, 2) of layer.weight (4, 2)"

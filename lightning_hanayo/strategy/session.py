@@ -211,7 +211,9 @@ class Session:
 
     def _adapt(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         attributes = self.attributes
-        guarded_hooks.guard_hooks(trainer, self.guard, attributes, num_pipe_ranks=self.topology.pipe)
+        guarded_hooks.guard_hooks(
+            trainer, self.guard, attributes, num_pipe_ranks=self.topology.pipe, pipe_rank=self._pipe_rank
+        )
         signals.keep_sigterm_local(trainer, attributes)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
         # The ranks of a cube log the same values: rank 0's are used for all of them.

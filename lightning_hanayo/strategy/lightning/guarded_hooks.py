@@ -11,7 +11,9 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
+from lightning_hanayo.partition.missing_values import MissingValues
 from lightning_hanayo.partition.parameter_guard import ParameterGuard, Scope
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
@@ -48,11 +50,32 @@ class _GuardedHook:
             return self.__wrapped__(*args, **kwargs) if self._is_bound else self.__wrapped__(owner, *args, **kwargs)
 
 
+class _CheckedLog:
+    """Takes the place of `log`: what is logged needs its values on pipeline rank 0, whose metrics all ranks get."""
+
+    __name__ = "log"
+
+    def __init__(self, *, has_metrics: bool) -> None:
+        self._has_metrics = has_metrics
+
+    def __call__(self, module: "pl.LightningModule", name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, MissingValues):
+            value = value.item() if self._has_metrics else torch.zeros(value.shape)
+        type(module).log(module, name, value, *args, **kwargs)
+
+
 def guard_hooks(
-    trainer: "pl.Trainer", guard: ParameterGuard, attributes: TemporaryAttributes, *, num_pipe_ranks: int
+    trainer: "pl.Trainer",
+    guard: ParameterGuard,
+    attributes: TemporaryAttributes,
+    *,
+    num_pipe_ranks: int,
+    pipe_rank: int,
 ) -> None:
     """Enter the guard in all hooks that the user has defined."""
     module = trainer.lightning_module
+    if num_pipe_ranks > 1:
+        attributes.set(module, "log", MethodType(_CheckedLog(has_metrics=pipe_rank == 0), module))
     for owner in (module, *callbacks_of(trainer)):
         for name in _HOOKS:
             is_alone = owner is module and num_pipe_ranks > 1 and name in _ON_FIRST_RANK

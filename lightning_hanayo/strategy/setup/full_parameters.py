@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.errors import HanayoError, UnsupportedError, available
 from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.strategy.process_groups import ProcessGroups
@@ -56,7 +56,7 @@ class FullParameters:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         self._owners = owners
         self._pipe_rank = pipe_rank
-        self._groups = groups
+        self._open_groups: ProcessGroups | None = groups
         self._cube = cube
         self._guard = guard
         self._leaves: dict[Tensor, _Leaf] = {}
@@ -93,8 +93,13 @@ class FullParameters:
                     self._add(leaf, reduce=reduce)
 
     def forget(self) -> None:
-        """Drop all whole tensors, after a failure."""
+        """Drop all whole tensors and the process groups, after a failure."""
         self._leaves = {}
+        self._open_groups = None
+
+    @property
+    def _groups(self) -> ProcessGroups:
+        return available(self._open_groups, "process groups exist until a run has failed")
 
     # whole tensors
 

@@ -4,15 +4,17 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hanayo.partial_values import PartialParameter, PartialValues, partial_alias
+from lightning_hanayo.partial_values import PartialParameter, partial_alias
 
 
 def guarded_weight(module: Any, name: str = "weight") -> Tensor:
-    """The getter of a 3-D layer's `weight`, or of another parameter. User code gets the parameter, which is guarded."""
+    """The getter of a 3-D layer's `weight`, or of another parameter.
+
+    User code gets the parameter itself, which is guarded while user code runs; other code an alias.
+    """
     parameter = module._parameters.get(name)
     if parameter is None:
         raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
     if isinstance(parameter, PartialParameter):
         return parameter
-    alias: PartialValues = partial_alias(parameter, vars(parameter).get("_part"))
-    return alias.requires_grad_(parameter.requires_grad)
+    return partial_alias(parameter, None).requires_grad_(parameter.requires_grad)

@@ -1,0 +1,214 @@
+"""Habits: user code that computes with parameters, of which a rank may hold a part or nothing."""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from tests.habits.habit import EXACT, Habit, HabitOutcome, Refused, everywhere, on
+from tests.harness import models
+
+VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
+
+MISSING = Refused(r"is on pipeline rank \d, but .*full_parameter\(parameter\) in on_train_batch_start")
+PART = Refused(r"of which this rank holds a part .*full_parameter\(parameter\), which returns the whole")
+REFUSED_IN_STEPS = on(pipelines=MISSING, cubes=PART)
+PER_PARAMETER: dict[str, HabitOutcome] = on(pipelines=EXACT, cubes=PART)
+"""each owner does its own parameters; a part is too little for a norm"""
+
+
+def on_rank_1(alone: HabitOutcome) -> dict[str, HabitOutcome]:
+    """Refused where a parameter is on pipeline rank 1, and with this outcome where all are on one."""
+    return everywhere(MISSING) | {"cube": alone}
+
+
+def full(module: LightningModule, parameter: Tensor) -> Tensor:
+    """`full_parameter`, if the Trainer runs on HanayoStrategy."""
+    whole: Callable[[Tensor], Tensor] = getattr(module.trainer.strategy, "full_parameter", lambda one: one)
+    return whole(parameter)
+
+
+class Penalised(models.MLP):
+    """Weight decay written into the loss."""
+
+    def loss(self, batch: models.Batch) -> Tensor:
+        return super().loss(batch) + 0.01 * sum(one.square().sum() for one in self.penalised())
+
+    def penalised(self) -> Iterator[Tensor]:
+        return self.parameters()
+
+
+class PenalisedWhole(Penalised):
+    def on_train_batch_start(self, batch: models.Batch, batch_idx: int) -> None:
+        self.whole = [full(self, parameter) for parameter in self.parameters()]
+
+    def penalised(self) -> Any:
+        return self.whole
+
+
+class PenalisedHead(Penalised):
+    def penalised(self) -> Iterator[Tensor]:
+        return self.head.parameters()
+
+
+class PenalisedFirstBlock(Penalised):
+    def penalised(self) -> Iterator[Tensor]:
+        return (full(self, parameter) for parameter in self.blocks[0].parameters())
+
+
+class PenalisedMean(models.MLP):
+    def loss(self, batch: models.Batch) -> Tensor:
+        count = sum(parameter.numel() for parameter in self.parameters())
+        return super().loss(batch) + self.head.weight.abs().sum() / count
+
+
+class TiedByHand(models.MLP):
+    """The head reads a block's weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tied = self.blocks[2].up.weight[: models.CLASSES]
+        return super().forward(x) + nn.functional.linear(x, tied)
+
+
+class TiedToWhole(models.MLP):
+    def on_train_batch_start(self, batch: models.Batch, batch_idx: int) -> None:
+        self.tied = [full(self, self.blocks[2].up.weight)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + nn.functional.linear(x, self.tied[0][: models.CLASSES])
+
+
+class OnSphere(models.MLP):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.div_(parameter.norm() + 1.0)
+
+
+class OnSphereWhole(models.MLP):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.div_(float(full(self, parameter).norm()) + 1.0)
+
+
+class RowsNormalised(models.MLP):
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for block in self.blocks:
+            block.up.weight.copy_(nn.functional.normalize(block.up.weight, dim=1))
+
+
+class Clamped(models.MLP):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure=closure)
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+class Centralised(models.MLP):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None and parameter.dim() > 1:
+                parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
+
+
+class Noisy(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = torch.Generator().manual_seed(3)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                noise = torch.randn(parameter.shape, generator=self.random, dtype=parameter.dtype)
+                parameter.grad.add_(noise, alpha=1e-3)
+
+
+class Decayed(models.MLP):
+    """Weight decay by hand, on the gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter, alpha=0.1)
+
+
+class NormLogged(models.MLP):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("weight_norm", sum(self.norm(parameter) for parameter in self.blocks.parameters()))
+
+    def norm(self, parameter: Tensor) -> Tensor:
+        return parameter.detach().norm()
+
+
+class HeadNormLogged(models.MLP):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("weight_norm", self.head.weight.detach().norm())
+
+
+class WholeNormLogged(NormLogged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, float] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen[f"norm {self.global_step}"] = float(sum(self.norm(one) for one in self.blocks.parameters()))
+
+    def norm(self, parameter: Tensor) -> Tensor:
+        return full(self, parameter).detach().norm()
+
+
+class Saved(models.MLP):
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.save(self.state_dict(), io.BytesIO())
+
+
+class AverageByHand(Callback):
+    """An exponential moving average of the weights, which the module gets at the end."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 1:
+            self.average = copy.deepcopy(pl_module)
+        for mean, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+            mean.lerp_(parameter, 0.1)
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for mean, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+            parameter.copy_(mean)
+
+
+def averaged() -> dict[str, Any]:
+    return {"callbacks": [AverageByHand()]}
+
+
+def _habit(name: str, model: Callable[[], LightningModule], outcomes: dict[str, HabitOutcome], **options: Any) -> Habit:
+    return Habit(name, model, VECTORS, outcomes, **options)
+
+
+HABITS = [
+    _habit("an L2 penalty over `self.parameters()` in the loss", Penalised, REFUSED_IN_STEPS),
+    _habit("the same with `full_parameter` in `on_train_batch_start`", PenalisedWhole, everywhere(EXACT)),
+    _habit("a penalty on the head", PenalisedHead, everywhere(EXACT)),
+    _habit("a penalty on the first block, with `full_parameter` in the step", PenalisedFirstBlock, everywhere(EXACT)),
+    _habit("a penalty divided by the number of all parameters", PenalisedMean, everywhere(EXACT)),
+    _habit("a block's weight used by the head, tied by hand", TiedByHand, on_rank_1(PART)),
+    _habit("the same with `full_parameter`, tied by hand", TiedToWhole, everywhere(EXACT)),
+    _habit("weights kept on a sphere: `p.data.div_(p.norm())` in a hook", OnSphere, PER_PARAMETER),
+    _habit("the same with `full_parameter(p).norm()`", OnSphereWhole, everywhere(EXACT)),
+    _habit("rows of weights normalised in a hook", RowsNormalised, PER_PARAMETER),
+    _habit("weights clamped after `optimizer.step`", Clamped, everywhere(EXACT)),
+    _habit("gradients centralised in `on_before_optimizer_step`", Centralised, PER_PARAMETER),
+    _habit("noise added to gradients", Noisy, PER_PARAMETER),
+    _habit("weight decay by hand: `p.grad.add_(p, alpha=0.1)`", Decayed, everywhere(EXACT)),
+    _habit("the norm of all weights logged in a hook", NormLogged, on(pipelines=MISSING, cubes=PART)),
+    _habit("the norm of the head's weight logged in a hook", HeadNormLogged, PER_PARAMETER),
+    _habit("the norm of all weights read with `full_parameter`", WholeNormLogged, everywhere(EXACT)),
+    _habit("`torch.save(self.state_dict())` in a hook", Saved, on_rank_1(PART)),
+    _habit("an average of weights by hand in a callback", models.MLP, everywhere(EXACT), trainer=averaged),
+]

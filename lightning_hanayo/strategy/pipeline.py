@@ -18,6 +18,7 @@ from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.schedule import forward_only, reduction_order
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
+from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
 
 
@@ -98,6 +99,7 @@ class Pipeline:
     """those that this rank trains"""
     gradients: GradientSync
     splitter: BatchSplitter
+    step_state: StepState
     user_step: UserStep | None = None
     """None above pipeline rank 0"""
     random_streams: RandomStreams | None = None
@@ -151,7 +153,10 @@ class Pipeline:
 
     def _run(self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool) -> None:
         self.gradients.begin_batch()
-        with self.random_streams.batch(key) if self.random_streams is not None else nullcontext():
+        with (
+            self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
+            self.step_state.watched(num_microbatches) if trains else nullcontext(),
+        ):
             self.engine.run(self._program(num_microbatches, trains), batch)
         self.gradients.end_batch(reduce=reduce)
 

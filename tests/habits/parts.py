@@ -10,7 +10,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from tests.habits.habit import EXACT, Habit, HabitOutcome, Refused, everywhere, on
+from tests.habits.habit import EXACT, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, on
 from tests.harness import models
 
 VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
@@ -18,6 +18,13 @@ VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
 MISSING = Refused(r"is on pipeline rank \d, but .*full_parameter\(parameter\) in on_train_batch_start")
 PART = Refused(r"of which this rank holds a part .*full_parameter\(parameter\), which returns the whole")
 REFUSED_IN_STEPS = on(pipelines=MISSING, cubes=PART)
+PER_MICROBATCH = everywhere(PerMicrobatch("buffers that training changes once for each of the 4 micro-batches"))
+BUFFER_CHANGED = PER_MICROBATCH | dict.fromkeys(
+    ("cube", "both"), Refused(r"queue is a buffer that the training step changes.*cube_outside='replicate'")
+)
+IN_STEP = Refused(r"head.weight is a parameter that the training step changes in place.*in on_train_batch_start")
+BATCH_NORM = Refused(r"norm is a BatchNorm1d.* each rank runs it on its own samples.*cube_outside='replicate'")
+REPLICATE = {"cube_outside": "replicate"}
 PER_PARAMETER: dict[str, HabitOutcome] = on(pipelines=EXACT, cubes=PART)
 """each owner does its own parameters; a part is too little for a norm"""
 
@@ -167,6 +174,53 @@ class Saved(models.MLP):
         torch.save(self.state_dict(), io.BytesIO())
 
 
+class Normalised(models.MLP):
+    """BatchNorm before the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(models.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Queue(models.MLP):
+    """A queue of old inputs, as in contrastive learning; the loss pushes the output away from their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(16, models.WIDTH))
+
+    def loss(self, batch: models.Batch) -> Tensor:
+        loss = super().loss(batch) + 0.1 * (self.embedding(batch["x"]) @ self.queue.mean(0)).mean()
+        self.queue = torch.cat([batch["x"], self.queue])[:16]
+        return loss
+
+
+class NormalisedInStep(models.MLP):
+    """Prototypes whose rows are normalised before each use, as in SwAV."""
+
+    def loss(self, batch: models.Batch) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.data.copy_(nn.functional.normalize(self.head.weight.data, dim=1))
+        return super().loss(batch)
+
+
+class StepsCounted(models.MLP):
+    """A counter that is advanced after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def loss(self, batch: models.Batch) -> Tensor:
+        return super().loss(batch) / (1 + self.count)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count += 1
+
+
 class AverageByHand(Callback):
     """An exponential moving average of the weights, which the module gets at the end."""
 
@@ -187,8 +241,17 @@ def averaged() -> dict[str, Any]:
     return {"callbacks": [AverageByHand()]}
 
 
-def _habit(name: str, model: Callable[[], LightningModule], outcomes: dict[str, HabitOutcome], **options: Any) -> Habit:
-    return Habit(name, model, VECTORS, outcomes, **options)
+EVEN = partial(models.vectors, (8, 8, 8), torch.float64)
+
+
+def _habit(
+    name: str,
+    model: Callable[[], LightningModule],
+    outcomes: dict[str, HabitOutcome],
+    batches: Callable[[], list[models.Batch]] = VECTORS,
+    **options: Any,
+) -> Habit:
+    return Habit(name, model, batches, outcomes, **options)
 
 
 HABITS = [
@@ -210,5 +273,13 @@ HABITS = [
     _habit("the norm of the head's weight logged in a hook", HeadNormLogged, PER_PARAMETER),
     _habit("the norm of all weights read with `full_parameter`", WholeNormLogged, everywhere(EXACT)),
     _habit("`torch.save(self.state_dict())` in a hook", Saved, on_rank_1(PART)),
+    _habit("prototypes normalised in the step", NormalisedInStep, everywhere(IN_STEP)),
+    _habit("BatchNorm outside the stack", Normalised, BUFFER_CHANGED | {"cube": BATCH_NORM, "both": BATCH_NORM}, EVEN),
+    _habit(
+        "BatchNorm outside the stack, `cube_outside='replicate'`", Normalised, PER_MICROBATCH, EVEN, strategy=REPLICATE
+    ),
+    _habit("a queue of old samples in a buffer", Queue, BUFFER_CHANGED),
+    _habit("the same with `cube_outside='replicate'`", Queue, PER_MICROBATCH, strategy=REPLICATE),
+    _habit("a counter in a buffer, advanced in a hook", StepsCounted, everywhere(EXACT)),
     _habit("an average of weights by hand in a callback", models.MLP, everywhere(EXACT), trainer=averaged),
 ]

@@ -150,8 +150,7 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
         num_microbatches=layout.num_microbatches,
         schedule=layout.schedule,
         cube=layout.cube,
-        cube_outside=layout.outside,
-        **options,
+        **{"cube_outside": layout.outside} | options,
     )
 
 

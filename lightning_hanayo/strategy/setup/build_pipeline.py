@@ -32,6 +32,7 @@ from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.full_parameters import FullParameters
 from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
 from lightning_hanayo.strategy.setup.plan import ModelPlan
+from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 
@@ -113,7 +114,19 @@ def build_pipeline(
     engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams=streams)
     splitter = WholeSplitter(context.options.batch_rule) if cube is None else cube.splitter
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
-    return Pipeline(layout, ownership, rank, engine, context.relay, parameters, gradients, splitter, user_step, streams)
+    return Pipeline(
+        layout,
+        ownership,
+        rank,
+        engine,
+        context.relay,
+        parameters,
+        gradients,
+        splitter,
+        _step_state(model, ownership, rank, cube),
+        user_step,
+        streams,
+    )
 
 
 def restore_forwards(pipeline: Pipeline) -> None:
@@ -157,6 +170,15 @@ def _gradient_sync(
     all_reduce = GradientAllReduce(sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)))
     over_data = None if groups.data is None else GradientAllReduce({0: outside.parameters}, groups.data)
     return GradientSync(all_reduce, full_parameters, outside, over_data)
+
+
+def _step_state(model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None) -> StepState:
+    """What steps may change here; in a cube also which modules run on each rank's own samples."""
+    own = set(_own_modules(model, ownership, rank))
+    modules = {name: module for name, module in model.named_modules() if module in own}
+    alike = set() if cube is None or cube.shares_samples else set(modules_outside(model, ownership.stack))
+    parameters = {name: p for name, p in model.named_parameters() if not isinstance(p, Placeholder)}
+    return StepState(modules, parameters, own - alike, None if cube is None else cube.mesh)
 
 
 def _cut_stack(

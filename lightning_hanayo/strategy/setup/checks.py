@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveragin
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.partition.stack import Stack, modules_outside
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, takes_dataloader_iter
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.tensor3d.sharding import shards_of
@@ -45,6 +46,24 @@ def check_not_converted(module: nn.Module) -> None:
                 f"{name} holds one rank's part of its weights: another Trainer has trained this "
                 f"{type(module).__name__} on a cube of ranks. Build it anew and load a checkpoint, or continue with "
                 f"the same Trainer."
+            )
+
+
+def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> None:
+    """Reject BatchNorm where each rank of a cube would normalise by statistics of its own samples.
+
+    Raises:
+        UnsupportedError: there is one in training mode.
+    """
+    outside = set() if options.cube_outside == "share" else set(modules_outside(model, stack))
+    for name, part in model.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training and part not in outside:
+            way_out = "Use LayerNorm or GroupNorm, or leave the cube out"
+            if not name.startswith(f"{stack.name}."):
+                way_out = "Set HanayoStrategy(cube_outside='replicate'), where all ranks run it on whole micro-batches"
+            raise UnsupportedError(
+                f"{name} is a {type(part).__name__}, which normalises by the mean of a batch, but on a cube each rank "
+                f"runs it on its own samples. {way_out}."
             )
 
 

@@ -1,0 +1,127 @@
+"""Watches what training steps change in place: buffers, such as a queue of old features, and parameters.
+
+    buffer       a pipeline changes it once per micro-batch, not once per batch        a warning names it
+                 a cube's ranks run the step on samples of their own: copies differ    an error names it
+    parameter    other micro-batches under way would see the change or not             an error names it
+
+Counters and averages of weights are equal on all ranks of a cube.
+"""
+
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.tensor3d.mesh import Mesh
+
+
+class StepState:
+    """The buffers and parameters of one rank.
+
+    Args:
+        modules: all that run here, by qualified name.
+        parameters: all that this rank holds, by qualified name.
+        compared: the modules whose code runs on samples of each rank's own, on a cube.
+        mesh: the cube; None without one.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter],
+        compared: Set[nn.Module],
+        mesh: Mesh | None,
+    ) -> None:
+        self._places = {
+            f"{path}.{name}".lstrip("."): (module, name)
+            for path, module in modules.items()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_meta
+        }
+        self._parameters = dict(parameters)
+        places = self._places.items()
+        self._compared = [name for name, (module, _) in places if mesh is not None and module in compared]
+        self._mesh = mesh
+        self._changing: Set[str] | None = None
+        """the buffers that the first batch has changed; None before it"""
+
+    @contextmanager
+    def watched(self, num_microbatches: int) -> Iterator[None]:
+        """While a training batch runs. Called by all ranks of the cube.
+
+        Raises:
+            UnsupportedError: afterwards a parameter has changed, or a buffer isn't the same on all ranks of the cube.
+        """
+        is_first = self._changing is None
+        before, kept_alive = self._states(by_value=is_first), self._buffers()
+        yield
+        after = self._states(by_value=is_first)
+        changed = {name for name, state in after.items() if state != before[name]}
+        del kept_alive  # until here, no other tensor could take the id of one that was replaced
+        if num_microbatches > 1 or self._mesh is not None:
+            self._check_parameters(changed)
+        if is_first:
+            self._changing = changed
+            if changed and num_microbatches > 1:
+                warnings.warn(_warning(sorted(changed), num_microbatches), stacklevel=2)
+        self._check_alike(changed | (self._changing or set()))
+
+    def _states(self, *, by_value: bool) -> dict[str, Any]:
+        """What differs when something has changed: versions, and at first values, too: a change of `.data` has none."""
+        states: dict[str, Any] = {name: _version(one) for name, one in (*self._buffers(), *self._parameters.items())}
+        if by_value:
+            sums = {name: str(one.detach().sum().item()) for name, one in self._parameters.items()}
+            sums |= {name: str(_checksum(buffer)) for name, buffer in self._buffers()}
+            states = {name: (version, sums[name]) for name, version in states.items()}
+        return states
+
+    def _buffers(self) -> list[tuple[str, Tensor | None]]:
+        return [(name, module._buffers.get(key)) for name, (module, key) in self._places.items()]
+
+    def _check_parameters(self, changed: Set[str]) -> None:
+        for name in self._parameters:
+            if name in changed:
+                raise UnsupportedError(
+                    f"{name} is a parameter that the training step changes in place, while other micro-batches are "
+                    f"under way. Change it once per batch, in on_train_batch_start or on_train_batch_end."
+                )
+
+    def _check_alike(self, names: Set[str]) -> None:
+        if self._mesh is None or not self._compared:
+            return
+        buffers = dict(self._buffers())
+        device = next((buffer.device for buffer in buffers.values() if buffer is not None), torch.device("cpu"))
+        sums = [float(_checksum(buffers[name])) if name in names else 0.0 for name in self._compared]
+        own = torch.tensor(sums, dtype=torch.float64, device=device)
+        largest, negated_smallest = self._mesh.axis("xyz").all_reduce_max(torch.cat([own, -own])).wait().chunk(2)
+        for name, differs in zip(self._compared, (largest != -negated_smallest).tolist(), strict=True):
+            if differs:
+                raise UnsupportedError(
+                    f"{name} is a buffer that the training step changes, and each rank of the cube runs it on its own "
+                    f"samples, so that the ranks' values differ now. Set HanayoStrategy(cube_outside='replicate'), "
+                    f"where all ranks run the code outside the stack on all samples; within the stack leave it out."
+                )
+
+
+def _version(tensor: Tensor | None) -> tuple[int, int]:
+    """Which tensor it is, and how often it was changed in place."""
+    return id(tensor), -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _checksum(buffer: Tensor | None) -> int:
+    if buffer is None:
+        return 0
+    return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _warning(names: list[str], num_microbatches: int) -> str:
+    return (
+        f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: buffers that training changes once for each of the "
+        f"{num_microbatches} micro-batches of a batch, with its samples alone (as in BatchNorm, or a queue). The "
+        f"training depends on num_microbatches, as with accumulate_grad_batches."
+    )

@@ -216,6 +216,6 @@ def _refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: b
     raise UnsupportedError(
         f"{owner.name} is on pipeline rank {owner.rank}, but {where} ({name}). Call {FULL_PARAMETER} in "
         f"on_train_batch_start, on all ranks, and use what it returns, also in training_step: its gradient reaches "
-        f"the parameter. For norms over all gradients use torch.nn.utils.clip_grad_norm_, get_total_norm, or "
-        f"Lightning's grad_norm."
+        f"the parameter. For weight decay there is the optimizer's weight_decay; for norms over all gradients use "
+        f"torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm."
     ) from cause

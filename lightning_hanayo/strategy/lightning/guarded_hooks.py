@@ -19,11 +19,10 @@ from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 _STAGES = ("train", "validation", "test", "predict")
+_TIMES = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _HOOKS = (
-    *(f"on_{stage}{when}" for stage in _STAGES for when in ("_start", "_end", "_epoch_start", "_epoch_end")),
-    *(f"on_{stage}_batch{when}" for stage in _STAGES for when in ("_start", "_end")),
-    *(f"on_{stage}_model_{mode}" for stage in _STAGES[1:] for mode in ("eval", "train")),
+    *(f"on_{stage}_{when}" for stage in _STAGES for when in _TIMES),
     "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "on_validation_model_zero_grad",
     "on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step",
     "configure_gradient_clipping", "optimizer_step", "on_save_checkpoint", *_BATCH_HOOKS,
@@ -34,20 +33,28 @@ _ON_FIRST_RANK = frozenset((*_BATCH_HOOKS, *(f"on_{stage}_epoch_end" for stage i
 
 
 class _GuardedHook:
-    """Takes the place of a hook on an instance, bound to it by `MethodType`, as pickle and deepcopy know it."""
+    """Takes the place of a hook on an instance.
 
-    def __init__(
-        self, name: str, hook: Callable[..., Any], *, is_bound: bool, guard: ParameterGuard, scope: Scope
-    ) -> None:
+    One that a class defines is bound by `MethodType`, as pickle and deepcopy know it. One that the user has set on the
+    instance isn't, and copies have the user's again.
+    """
+
+    def __init__(self, name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope) -> None:
         self.__wrapped__ = hook  # what Lightning compares with its own to see whether a hook is overridden
         self.__name__ = name
-        self._is_bound = is_bound
         self._guard = guard
         self._scope = scope
 
-    def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._guard.during(self._scope, self.__name__):
-            return self.__wrapped__(*args, **kwargs) if self._is_bound else self.__wrapped__(owner, *args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.__wrapped__,)
+
+
+def _itself(hook: Any) -> Any:
+    return hook
 
 
 class _CheckedLog:
@@ -84,12 +91,11 @@ def guard_hooks(
 
 def _guard_hook(owner: Any, name: str, guard: ParameterGuard, scope: Scope, attributes: TemporaryAttributes) -> None:
     """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning."""
-    hook, is_bound = vars(owner).get(name), True
-    if hook is None:
-        hook, is_bound = getattr(type(owner), name, None), False
+    is_on_instance = vars(owner).get(name) is not None
+    hook = vars(owner)[name] if is_on_instance else getattr(type(owner), name, None)
     if callable(hook) and not _is_lightnings(hook):
-        wrapper = _GuardedHook(name, hook, is_bound=is_bound, guard=guard, scope=scope)
-        attributes.set(owner, name, MethodType(wrapper, owner))
+        guarded = _GuardedHook(name, hook, guard, scope)
+        attributes.set(owner, name, guarded if is_on_instance else MethodType(guarded, owner))
 
 
 def _is_lightnings(hook: Callable[..., Any]) -> bool:

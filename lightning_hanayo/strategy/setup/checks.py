@@ -4,7 +4,7 @@ from math import prod
 from typing import NoReturn
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
@@ -121,7 +121,7 @@ def _check_callbacks(trainer: "pl.Trainer", topology: Topology) -> None:
     """Some callbacks compute with all parameters, of which a pipeline rank has only its own."""
     for callback in callbacks_of(trainer):
         if topology.replica_size > 1 and isinstance(
-            callback, WeightAveraging | StochasticWeightAveraging | BaseFinetuning
+            callback, WeightAveraging | StochasticWeightAveraging | BaseFinetuning | ModelPruning
         ):
             raise UnsupportedError(
                 f"the callback {type(callback).__name__} computes with all parameters, but a rank holds only "

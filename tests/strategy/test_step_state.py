@@ -1,0 +1,69 @@
+"""Buffers and parameters that a training batch changes are noticed, however it changes them."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.step_state import StepState
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("queue", torch.zeros(3))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        self.register_buffer("empty", None)
+
+
+def state_of(model: nn.Module) -> StepState:
+    return StepState(dict(model.named_modules()), dict(model.named_parameters()), set(), None)
+
+
+CHANGES: dict[str, Callable[[Model], Any]] = {
+    "in place": lambda model: model.queue.add_(1),
+    "in place, through data": lambda model: model.queue.data.add_(1),
+    "replaced": lambda model: setattr(model, "queue", torch.ones(3)),
+    "an entry": lambda model: model.queue.__setitem__(0, 1.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_buffer_is_warned_of_by_name_once(change: Callable[[Model], Any]) -> None:
+    model = Model()
+    state = state_of(model)
+    with pytest.warns(UserWarning, match="^queue: buffers .* 4 micro-batches"), state.watched(4):
+        change(model)
+    with warnings.catch_warnings(), state.watched(4):
+        warnings.simplefilter("error")
+        change(model)
+
+
+def test_one_microbatch_changes_a_buffer_as_one_process_does() -> None:
+    model = Model()
+    with warnings.catch_warnings(), state_of(model).watched(1):
+        warnings.simplefilter("error")
+        model.queue.add_(1)
+        model.layer.weight.data.mul_(2)
+
+
+@pytest.mark.parametrize("values", [lambda p: p.data, lambda p: p.detach()], ids=["data", "detached"])
+def test_a_parameter_must_not_change_while_microbatches_are_under_way(values: Callable[[nn.Parameter], Any]) -> None:
+    model = Model()
+    with (
+        pytest.raises(UnsupportedError, match="layer.weight is a parameter .* on_train_batch_end"),
+        state_of(model).watched(4),
+    ):
+        values(model.layer.weight).mul_(0.5)
+
+
+def test_gradients_and_what_nobody_changes_are_fine() -> None:
+    model = Model()
+    with warnings.catch_warnings(), state_of(model).watched(4):
+        warnings.simplefilter("error")
+        model.layer(torch.ones(1, 2)).sum().backward()

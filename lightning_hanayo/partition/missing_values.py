@@ -33,17 +33,15 @@ _RANDOM = frozenset(
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a parameter's values are: its qualified `name`, and the pipeline rank that owns it."""
+    """Where a parameter's values are: its qualified `name`, the pipeline rank that owns it, and a device as its own."""
 
     name: str
     rank: int
+    device: torch.device
 
 
 class UserCode(Protocol):
     """What a placeholder asks about the user code that reads it."""
-
-    device: torch.device
-    """where the owner has the values"""
 
     @property
     def runs_on_all_ranks(self) -> bool:
@@ -51,9 +49,6 @@ class UserCode(Protocol):
 
     def has_gradients(self) -> bool:
         """Whether parameters that require a gradient have one now, on their owners."""
-
-    def draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Draw as many random numbers here as the owner does, so that all ranks continue alike."""
 
 
 class MissingValues(Tensor):
@@ -98,16 +93,12 @@ class GuardedPlaceholder(Placeholder):
             UnsupportedError: `func` needs the values, or the owner doesn't run this code.
         """
         name, kwargs = name_of(func), kwargs or {}
-        if name == "device":
-            return cls.user_code.device  # what is made there goes with the owner's values
         if name not in METADATA and not cls.user_code.runs_on_all_ranks:
             _refuse(name, next(_owners(args, kwargs)), alone=True)
         if name == "grad":
             placeholder = args[0]
             exists = placeholder.requires_grad and cls.user_code.has_gradients()
             return without_values(placeholder, placeholder._owner) if exists else None
-        if name in _RANDOM:
-            cls.user_code.draw(func, args, kwargs)
         return compute_without_values(func, args, kwargs)
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -143,6 +134,8 @@ def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwar
         UnsupportedError: `func` needs values, or writes into a tensor that has values here.
     """
     name = name_of(func)
+    if name == "device":
+        return args[0]._owner.device  # what is made there goes with the owner's values
     if name in METADATA or name == "set requires_grad":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -153,6 +146,8 @@ def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwar
     owner, target = next(_owners(args, kwargs)), _target(name, args, kwargs)
     if name in _NEEDS_VALUES or (target is not None and not _lacks_values(target)):
         _refuse(name, owner)
+    if name in _RANDOM:
+        _draw(func, owner.device, args, kwargs)
     result = _on_meta(func, name, owner, args, kwargs)
     if target is not None:
         return target
@@ -165,7 +160,7 @@ def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwarg
             return torch.device("meta")
         if isinstance(leaf, torch.Generator):
             return None
-        return leaf.detach().as_subclass(Tensor).to("meta") if isinstance(leaf, Tensor) else leaf
+        return _without_class(leaf).to("meta") if isinstance(leaf, Tensor) else leaf
 
     if name in _TO_DEVICE:
         return args[0]
@@ -181,6 +176,17 @@ def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwarg
         if not isinstance(error, NotImplementedError) and "meta" not in str(error):
             raise  # the user's mistake, such as shapes that don't fit
         _refuse(name, owner, error)
+
+
+def _draw(func: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> None:
+    """Draw as many random numbers as the owner does, so that all ranks continue alike."""
+
+    def real(leaf: Any) -> Any:
+        return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        args, kwargs = tree_map(lambda leaf: real(_without_class(leaf)), (args, kwargs))
+        func(*args, **kwargs)
 
 
 def _for_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,6 +205,10 @@ def _target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "__setitem__" or is_operator or (name.endswith("_") and not name.endswith("__")):
         return args[0] if args else next(iter(kwargs.values()))
     return None
+
+
+def _without_class(leaf: Any) -> Any:
+    return leaf.detach().as_subclass(Tensor) if isinstance(leaf, Tensor) else leaf
 
 
 def _lacks_values(target: Any) -> bool:

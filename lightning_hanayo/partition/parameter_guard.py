@@ -11,13 +11,12 @@ Guarded parameters take a class that checks what is done with them, and get thei
 and 3-D layers find plain parameters, and nothing costs time but entering and leaving.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_hanayo.partial_values import Part, PartialParameter
 from lightning_hanayo.partition.missing_values import GuardedPlaceholder, Owner
@@ -66,7 +65,7 @@ class ParameterGuard:
         missing, parts = [], []
         for name, parameter in parameters.items():
             if isinstance(parameter, Placeholder):
-                vars(parameter)["_owner"] = Owner(name, owners[name])
+                vars(parameter)["_owner"] = Owner(name, owners[name], self.device)
                 missing.append(_Guarded(parameter, Placeholder, self._placeholder_class))
             elif parameter in shapes or parameter in guarded_in_steps:
                 shape = shapes.get(parameter, tuple(parameter.shape))
@@ -121,16 +120,6 @@ class ParameterGuard:
         with torch._C.DisableTorchFunctionSubclass():
             trained = [parameter for parameter in self._own if parameter.requires_grad]
             return not trained or any(parameter.grad is not None for parameter in trained)
-
-    def draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Draw the random numbers that the owner draws."""
-
-        def real(leaf: Any) -> Any:
-            return torch.empty_like(leaf, device=self.device) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
-
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            args, kwargs = tree_map(real, (args, kwargs))
-            func(*args, **kwargs)
 
     def _enter(self, scope: Scope, hook_name: str) -> None:
         if scope != self.scope:

@@ -68,6 +68,7 @@ LOOPS: dict[str, Loop] = {
     "gradient centralised": each(centralise),
     "gradient noise": each(lambda p: p.grad.add_(torch.randn(p.shape, device=p.device))),
     "gradient noise of its shape": each(lambda p: p.grad.add_(torch.randn_like(p))),
+    "gradient noise in place": each(lambda p: p.grad.add_(p.grad.clone().normal_(0, 0.1))),
     "gradient zeroed": each(lambda p: setattr(p, "grad", torch.zeros_like(p))),
     "on the CPU and back": each(lambda p: p.data.copy_(p.detach().cpu().to(torch.float64) * 2)),
     "as a list": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),

@@ -144,6 +144,7 @@ class Pipeline:
         """After a failure: drop everything under way, without waiting for other ranks, and close the connections."""
         self.engine.channel.forget()
         self.gradients.forget()
+        self.step_state.forget()
         self.engine.channel.transport.close()
         self._stop_user_code()
 

@@ -4,7 +4,8 @@
                  a cube's ranks run the step on samples of their own: copies differ    an error names it
     parameter    other micro-batches under way would see the change or not             an error names it
 
-Counters and averages of weights are equal on all ranks of a cube.
+Counters and averages of weights are equal on all ranks of a cube. Hooks run on all pipeline ranks, so those above 0 get
+the buffers that the step on rank 0 has changed.
 """
 
 import warnings
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
@@ -28,6 +30,8 @@ class StepState:
         parameters: all that this rank holds, by qualified name.
         compared: the modules whose code runs on samples of each rank's own, on a cube.
         mesh: the cube; None without one.
+        outside: the modules outside the stack, which run on pipeline rank 0 alone, by qualified name.
+        pipe_group: the ranks of the pipeline, for CPU tensors; None if there is one.
     """
 
     def __init__(
@@ -36,13 +40,13 @@ class StepState:
         parameters: Mapping[str, nn.Parameter],
         compared: Set[nn.Module],
         mesh: Mesh | None,
+        outside: Mapping[str, nn.Module],
+        pipe_group: dist.ProcessGroup | None,
     ) -> None:
-        self._places = {
-            f"{path}.{name}".lstrip("."): (module, name)
-            for path, module in modules.items()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_meta
-        }
+        self._places = _places(modules)
+        self._shareable = _places(outside)
+        self._shared: list[str] | None = None
+        self._pipe_group = pipe_group
         self._parameters = dict(parameters)
         places = self._places.items()
         self._compared = [name for name, (module, _) in places if mesh is not None and module in compared]
@@ -70,6 +74,25 @@ class StepState:
             if changed and num_microbatches > 1:
                 warnings.warn(_warning(sorted(changed), num_microbatches), stacklevel=2)
         self._check_alike(changed | (self._changing or set()))
+        self._share(changed)
+
+    def forget(self) -> None:
+        """Drop the process group, after a failure."""
+        self._pipe_group = None
+
+    def _share(self, changed: Set[str]) -> None:
+        """Give the other pipeline ranks those of rank 0's buffers that the first batch has changed."""
+        group = self._pipe_group
+        if group is None or not self._shareable or self._shared == []:
+            return
+        names = self._shared if self._shared is not None else sorted(changed & self._shareable.keys())
+        message = [{name: module._buffers[key] for name, (module, key) in self._shareable.items() if name in names}]
+        dist.broadcast_object_list(message, group=group, group_src=0, device=torch.device("cpu"))
+        self._shared = list(message[0])
+        for name, buffer in message[0].items() if group.rank() > 0 else ():
+            module, key = self._shareable[name]
+            before = module._buffers[key]
+            module._buffers[key] = buffer if before is None or buffer is None else buffer.to(before.device)
 
     def _states(self, *, by_value: bool) -> dict[str, Any]:
         """What differs when something has changed: versions, and at first values, too: a change of `.data` has none."""
@@ -106,6 +129,16 @@ class StepState:
                     f"samples, so that the ranks' values differ now. Set HanayoStrategy(cube_outside='replicate'), "
                     f"where all ranks run the code outside the stack on all samples; within the stack leave it out."
                 )
+
+
+def _places(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:
+    """Where each buffer is, by its qualified name."""
+    return {
+        f"{path}.{name}".lstrip("."): (module, name)
+        for path, module in modules.items()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    }
 
 
 def _version(tensor: Tensor | None) -> tuple[int, int]:

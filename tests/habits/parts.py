@@ -238,6 +238,22 @@ class Checkpointed(models.MLP):
                 self.seen |= torch.load(path, weights_only=False)["state_dict"]
 
 
+class CountedInStep(models.MLP):
+    """A counter that the step advances, and that a hook reads on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def loss(self, batch: models.Batch) -> Tensor:
+        self.count += 1
+        return super().loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.mul_(1.0 - 0.001 * int(self.count))
+
+
 class AverageByHand(Callback):
     """An exponential moving average of the weights, which the module gets at the end."""
 
@@ -299,5 +315,6 @@ HABITS = [
     _habit("a queue of old samples in a buffer", Queue, BUFFER_CHANGED),
     _habit("the same with `cube_outside='replicate'`", Queue, PER_MICROBATCH, strategy=REPLICATE),
     _habit("a counter in a buffer, advanced in a hook", StepsCounted, everywhere(EXACT)),
+    _habit("a counter in a buffer, advanced in the step, read in a hook", CountedInStep, PER_MICROBATCH),
     _habit("an average of weights by hand in a callback", models.MLP, everywhere(EXACT), trainer=averaged),
 ]

@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 
 def state_of(model: nn.Module) -> StepState:
-    return StepState(dict(model.named_modules()), dict(model.named_parameters()), set(), None)
+    return StepState(dict(model.named_modules()), dict(model.named_parameters()), set(), None, {}, None)
 
 
 CHANGES: dict[str, Callable[[Model], Any]] = {

@@ -123,7 +123,7 @@ def build_pipeline(
         parameters,
         gradients,
         splitter,
-        _step_state(model, ownership, rank, cube),
+        _step_state(model, ownership, rank, cube, context.groups),
         user_step,
         streams,
     )
@@ -172,13 +172,19 @@ def _gradient_sync(
     return GradientSync(all_reduce, full_parameters, outside, over_data)
 
 
-def _step_state(model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None) -> StepState:
+def _step_state(
+    model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, groups: ProcessGroups
+) -> StepState:
     """What steps may change here; in a cube also which modules run on each rank's own samples."""
     own = set(_own_modules(model, ownership, rank))
     modules = {name: module for name, module in model.named_modules() if module in own}
-    alike = set() if cube is None or cube.shares_samples else set(modules_outside(model, ownership.stack))
+    outside = set(modules_outside(model, ownership.stack))
+    alike = set() if cube is None or cube.shares_samples else outside
+    user_modules = {name: module for name, module in model.named_modules() if module in outside}
+    pipe_group = groups.control if len(groups.pipe_ranks) > 1 else None
     parameters = {name: p for name, p in model.named_parameters() if not isinstance(p, Placeholder)}
-    return StepState(modules, parameters, own - alike, None if cube is None else cube.mesh)
+    mesh = None if cube is None else cube.mesh
+    return StepState(modules, parameters, own - alike, mesh, user_modules, pipe_group)
 
 
 def _cut_stack(

@@ -46,6 +46,7 @@ class StepState:
         self._places = _places(modules)
         self._shareable = _places(outside)
         self._shared: list[str] | None = None
+        """those of them that rank 0 sends after each batch; None before the first one"""
         self._pipe_group = pipe_group
         self._parameters = dict(parameters)
         places = self._places.items()

@@ -44,7 +44,7 @@ class StepState:
         pipe_group: dist.ProcessGroup | None,
     ) -> None:
         self._places = _places(modules)
-        self._shareable = _places(outside)
+        self._shareable = _places(outside)  # the same on all ranks: some may have them on meta
         self._shared: list[str] | None = None
         """those of them that rank 0 sends after each batch; None before the first one"""
         self._pipe_group = pipe_group
@@ -93,7 +93,9 @@ class StepState:
         for name, buffer in message[0].items() if group.rank() > 0 else ():
             module, key = self._shareable[name]
             before = module._buffers[key]
-            module._buffers[key] = buffer if before is None or buffer is None else buffer.to(before.device)
+            if buffer is not None and before is not None and not before.is_meta:
+                buffer = buffer.to(before.device)
+            module._buffers[key] = buffer
 
     def _states(self, *, by_value: bool) -> dict[str, Any]:
         """What differs when something has changed: versions, and at first values, too: a change of `.data` has none."""
@@ -138,7 +140,7 @@ def _places(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]
         f"{path}.{name}".lstrip("."): (module, name)
         for path, module in modules.items()
         for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta
+        if buffer is not None
     }
 
 
@@ -148,7 +150,7 @@ def _version(tensor: Tensor | None) -> tuple[int, int]:
 
 
 def _checksum(buffer: Tensor | None) -> int:
-    if buffer is None:
+    if buffer is None or buffer.is_meta:
         return 0
     return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 

@@ -68,7 +68,7 @@ class PartialValues(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartialValues":
         """A copy is a part, too."""
-        memo[id(self)] = copied = partial_alias(_plain(self).clone(), self._part)
+        memo[id(self)] = copied = partial_alias(plain_alias(self).clone(), self._part)
         return copied
 
 
@@ -134,7 +134,7 @@ def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
             whole = torch.empty(parts[0]._part.shape, dtype=parts[0].dtype, device="meta")
             return func(whole, *args[1:], **kwargs)
         if name.startswith("set "):
-            return func(args[0], _plain(args[1]) if isinstance(args[1], PartialValues) else args[1])
+            return func(args[0], plain_alias(args[1]) if isinstance(args[1], PartialValues) else args[1])
         result = func(*args, **kwargs)
     return partial_alias(result, parts[0]._part) if name in _COPIES and result is not None else result
 
@@ -160,7 +160,8 @@ def _parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartialValues | PartialParameter))
 
 
-def _plain(part: Tensor) -> Tensor:
+def plain_alias(part: Tensor) -> Tensor:
+    """The tensor's memory as a plain tensor, for code that knows of parts."""
     with torch._C.DisableTorchFunctionSubclass():
         return part.detach().as_subclass(Tensor)
 

@@ -237,6 +237,7 @@ class Session:
             num_replicas=shards,
             relay=self.replica_relay,
             device=self.device,
+            unguarded=self.guard.off,
         )
 
 

@@ -239,7 +239,7 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step, trainer = self.module.training_step, self.module.trainer
-        with self.precision_plugin.train_step_context():
+        with self._unguarded(), self.precision_plugin.train_step_context():
             return run_batch.train(
                 self.session, trainer, batch, lambda part: step(part, *args, **kwargs), steps=not self._accumulates
             )
@@ -261,15 +261,15 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        return self.session.votes.step(partial(super().optimizer_step, optimizer, model=model, **kwargs), closure)
+        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        with self._unguarded():  # also from a hook of the user's
+            return self.session.votes.step(step, closure)
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_batch.evaluate(self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs))
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._unguarded():  # also from a hook of the user's
-            return super().optimizer_step(*args, **kwargs)
+        with self._unguarded():
+            return run_batch.evaluate(
+                self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs)
+            )
 
     # parameters for user code
 

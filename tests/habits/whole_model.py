@@ -255,15 +255,28 @@ HABITS = [
     Habit("`clip_grad_norm_` of another model's parameters", OtherModel, VECTORS, everywhere(EXACT)),
     Habit("`clip_grad_norm_` in `training_step`", ClipsInStep, VECTORS, everywhere(Refused("in a step or in a block"))),
     Habit("`optimizer_step` that sets the learning rate", WarmsUp, VECTORS, everywhere(EXACT)),
-    Habit("`optimizer_step` that skips a step if a gradient is NaN", SkipsNonFinite, VECTORS, everywhere(EXACT)),
+    Habit(
+        "`optimizer_step` that skips a step if one of this rank's gradients is NaN",
+        SkipsNonFinite,
+        VECTORS,
+        on(pipelines=EXACT, cubes=Refused("this rank holds a part")),
+    ),
     Habit("`zero_grad()` in `on_after_backward` if the norm isn't finite", ClearsNonFinite, VECTORS, everywhere(EXACT)),
     Habit(
         "`zero_grad()` in `on_after_backward` if one of this rank's gradients isn't finite",
         ClearsByOwn,
         VECTORS,
-        {**everywhere(Refused("on_after_backward has (removed|kept) all gradients on rank")), "cube": EXACT},
+        on(
+            pipelines=Refused("on_after_backward has (removed|kept) all gradients on rank"),
+            cubes=Refused("this rank holds a part"),
+        ),
     ),
-    Habit("a parameter's gradient removed if it isn't finite", RemovesNonFinite, VECTORS, everywhere(EXACT)),
+    Habit(
+        "a parameter's gradient removed if it isn't finite",
+        RemovesNonFinite,
+        VECTORS,
+        on(pipelines=EXACT, cubes=Refused("this rank holds a part")),
+    ),
     Habit(
         "`optimizer_step` that skips a step by a random number of one rank", SkipsByChance, VECTORS, everywhere(EXACT)
     ),

@@ -11,7 +11,7 @@ rank 1                 .  n1  n2   .   .
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from math import isinf
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partial_values import PartialValues, plain_alias
 from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.tensor3d.layers.guarded_weight import GuardedWeight
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class GradientNorms:
         num_replicas: how many ranks of a cube hold the same shard of a parameter; None without a cube.
         relay: over the group's ranks; announces each call, so that one on some ranks only is an error, not a deadlock.
         device: of this rank's gradients.
+        unguarded: entered while code runs that knows of parts and placeholders.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class GradientNorms:
         num_replicas: Callable[[Tensor], int] | None = None,
         relay: Relay | None = None,
         device: torch.device,
+        unguarded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._parameters = list(parameters)
         self._indices: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self._parameters)}
@@ -63,6 +65,7 @@ class GradientNorms:
         self._num_replicas = num_replicas
         self._relay = relay
         self._device = device
+        self.unguarded = unguarded
         self.in_batch = False
 
     def includes(self, parameter: Tensor) -> bool:
@@ -70,11 +73,11 @@ class GradientNorms:
         return parameter in self._indices
 
     def without_guards(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters themselves, where a 3-D layer has given a guarded alias for its weight."""
-        if not any(isinstance(tensor, GuardedWeight) for tensor in tensors):
+        """The parameters themselves, or plain tensors, where user code was given guarded aliases."""
+        if not any(isinstance(tensor, PartialValues) for tensor in tensors):
             return list(tensors)
         own = {_memory_of(parameter): parameter for parameter in self._parameters if not parameter.is_meta}
-        return [own.get(_memory_of(t), t) if isinstance(t, GuardedWeight) else t for t in tensors]
+        return [own.get(_memory_of(t), plain_alias(t)) if isinstance(t, PartialValues) else t for t in tensors]
 
     def close(self) -> None:
         """Forget the other ranks: the run has ended."""

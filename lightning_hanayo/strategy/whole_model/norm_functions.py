@@ -9,6 +9,7 @@ code object of the function itself, under its decorators. Parameters that belong
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -63,7 +64,10 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     one = _replaced[name]
     bound = inspect.signature(one.original).bind(*args, **kwargs)
     bound.apply_defaults()
-    return one.for_run(one.original, *bound.arguments.values())
+    with ExitStack() as stack:
+        for run in _running:
+            stack.enter_context(run.unguarded())
+        return one.for_run(one.original, *bound.arguments.values())
 
 
 def _replace() -> None:

@@ -62,7 +62,7 @@ class Session:
         self.pipe_relay = self._relay(groups.pipe_ranks, groups)
         is_cube = prod(topology.cube) > 1
         self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
-        self.votes = StepVotes(self.replica_relay, rank)
+        self.votes = StepVotes(self.replica_relay, rank, self.guard.off)
         self._options = options
         self._open_groups: ProcessGroups | None = groups
         self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)

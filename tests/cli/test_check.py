@@ -18,12 +18,8 @@ from torch.utils.data import DataLoader
 
 
 class Block(nn.Linear):
-    seen = 0.0
-
     def forward(self, x):
-        x = torch.tanh(super().forward(x))
-        self.seen = float(x.detach().sum())
-        return x
+        return torch.tanh(super().forward(x))
 
 
 class Model(LightningModule):
@@ -32,13 +28,16 @@ class Model(LightningModule):
         self.save_hyperparameters()
         self.blocks = nn.ModuleList(Block(8, 8) for _ in range(6))
 
+        self.previous = 0.0
+
     def training_step(self, batch, batch_idx):
         x, labels = batch
         assert not self.hparams.fails, "as planned"
+        x = x * (1 + self.previous)
         for block in self.blocks:
             x = block(x)
         if self.hparams.stores:
-            x = x * (1 + sum(block.seen for block in self.blocks))
+            self.previous = float(x.detach().sum())
         ignored = -100 if self.hparams.padding else 7
         return nn.functional.cross_entropy(x, labels, ignore_index=ignored)
 
@@ -121,7 +120,7 @@ def test_a_difference_gives_one_and_is_named(capsys: pytest.CaptureFixture[str])
     assert run("--config=recipe.yaml", "--model.stores=true") == 1
     output = capsys.readouterr().out
     assert "the layout differs, first in the loss of batch 0 in step 0" in output
-    assert "Blocks set blocks.*.seen in their forward." in " ".join(output.split())
+    assert "The step changes previous." in " ".join(output.split())
 
 
 def test_micro_batches_that_make_a_difference_give_one_unless_they_are_accepted() -> None:

@@ -19,6 +19,8 @@ VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
 
 MISSING = Refused("is on pipeline rank")
 PART = Refused("of which this rank holds a part")
+ANY_RANK = Refused("is on pipeline rank|of which this rank holds a part")
+"""whichever rank is first"""
 REFUSED_IN_STEPS = on(pipelines=MISSING, cubes=PART)
 PER_MICROBATCH = everywhere(PerMicrobatch("buffers that training changes once for each of the 4 micro-batches"))
 BUFFER_CHANGED = PER_MICROBATCH | dict.fromkeys(
@@ -305,7 +307,7 @@ HABITS = [
     _habit("the norm of all weights logged in a hook", NormLogged, on(pipelines=MISSING, cubes=PART)),
     _habit("the norm of the head's weight logged in a hook", HeadNormLogged, PER_PARAMETER),
     _habit("the norm of all weights read with `full_parameter`", WholeNormLogged, everywhere(EXACT)),
-    _habit("`torch.save(self.state_dict())` in a hook", Saved, on_rank_1(PART)),
+    _habit("`torch.save(self.state_dict())` in a hook", Saved, everywhere(ANY_RANK)),
     _habit("`trainer.save_checkpoint()` in a hook", Checkpointed, everywhere(EXACT)),
     _habit("prototypes normalised in the step", NormalisedInStep, everywhere(IN_STEP)),
     _habit("BatchNorm outside the stack", Normalised, BUFFER_CHANGED | {"cube": BATCH_NORM, "both": BATCH_NORM}, EVEN),

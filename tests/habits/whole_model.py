@@ -105,12 +105,12 @@ class SkipsNonFinite(Seen):
 
 
 class ClearsNonFinite(Seen):
-    """Clears all gradients if one of them has a NaN, which is in one row of one matrix."""
+    """Clears all gradients if one of them has a NaN, which is in one matrix on one rank."""
 
     def on_after_backward(self) -> None:
         weight = self.head.weight
         if self.global_step == 1 and weight.grad is not None and self.trainer.global_rank == 0:
-            weight.grad[0] = float("nan")
+            weight.grad.fill_(float("nan"))
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if not torch.isfinite(get_total_norm(gradients)):
             self.zero_grad()
@@ -123,19 +123,19 @@ class ClearsByOwn(ClearsNonFinite):
     def on_after_backward(self) -> None:
         weight = self.head.weight
         if self.global_step == 1 and weight.grad is not None and self.trainer.global_rank == 0:
-            weight.grad[0] = float("nan")
+            weight.grad.fill_(float("nan"))
         gradients = [p.grad for p in self.parameters() if p.grad is not None and not p.is_meta]
         if not all(gradient.isfinite().all() for gradient in gradients):
             self.zero_grad()
 
 
 class RemovesNonFinite(Seen):
-    """Removes the gradient of each parameter that has a NaN, which is in one row of one matrix."""
+    """Removes the gradient of each parameter that has a NaN, which is in one matrix on one rank."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         weight = self.embedding.weight
         if self.global_step == 1 and weight.grad is not None and self.trainer.global_rank == 0:
-            weight.grad[0] = float("nan")
+            weight.grad.fill_(float("nan"))
         for parameter in self.embedding.parameters():
             if parameter.grad is not None and not parameter.grad.isfinite().all():
                 parameter.grad = None
@@ -275,7 +275,7 @@ HABITS = [
         "a parameter's gradient removed if it isn't finite",
         RemovesNonFinite,
         VECTORS,
-        on(pipelines=EXACT, cubes=Refused("this rank holds a part")),
+        everywhere(Refused("is on pipeline rank|this rank holds a part")),
     ),
     Habit(
         "`optimizer_step` that skips a step by a random number of one rank", SkipsByChance, VECTORS, everywhere(EXACT)

@@ -8,6 +8,7 @@ override `optimizer_step` vote; other ones always step.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_hanayo.strategy.lightning.user_hooks import overrides
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 Closure = Callable[[], Any]
+Unguarded = Callable[[], AbstractContextManager[None]]
 _END, _STEP = 0, 1
 
 
@@ -31,6 +33,7 @@ _END, _STEP = 0, 1
 class _Override:
     """A call of the user's `optimizer_step`: how often the closure has run, and how often the optimizer has stepped."""
 
+    unguarded: Unguarded
     num_closures: int = 0
     num_steps: int = 0
 
@@ -39,7 +42,8 @@ class _Override:
 
         def run() -> Any:
             self.num_closures += 1
-            return closure()
+            with self.unguarded():
+                return closure()
 
         return run
 
@@ -57,11 +61,18 @@ class _Skipped(Exception):
 
 
 class StepVotes:
-    """The votes of one rank. `relay` tells a rank that doesn't vote from one that is late."""
+    """The votes of one rank.
 
-    def __init__(self, relay: Relay, rank: int) -> None:
+    Args:
+        relay: tells a rank that doesn't vote from one that is late.
+        rank: of this process, in errors.
+        unguarded: entered while code runs that knows of parts and placeholders of parameters.
+    """
+
+    def __init__(self, relay: Relay, rank: int, unguarded: Unguarded = nullcontext) -> None:
         self._relay = relay
         self._rank = rank
+        self._unguarded = unguarded
         self._override: _Override | None = None
 
     def run_override(self, hook: Callable[[Closure], None], closure: Closure, optimizer: Optimizer) -> None:
@@ -70,7 +81,7 @@ class StepVotes:
         Raises:
             UnsupportedError: it hasn't run the closure, or the optimizer has stepped on some ranks only.
         """
-        self._override = override = _Override()
+        self._override = override = _Override(self._unguarded)
         register = getattr(unwrapped(optimizer), "register_step_post_hook", None)  # Lightning takes other classes, too
         counter = None if register is None else register(override.on_step)
         try:

@@ -236,22 +236,8 @@ class ReadsPrevious(models.MLP):
         return loss
 
 
-class ScalesByNorm(models.MLP):
-    """Divides all gradients by the norm of them all, of which a rank has only its own."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient /= norm
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 DIFFERENT = {
     "state that the step sets": (ReadsPrevious, "the loss of batch 0 in step 0", "The step changes previous."),
-    "a norm over all parameters": (ScalesByNorm, "the weight of", "a norm over all of them"),
 }
 
 

@@ -57,6 +57,19 @@ class Clips(models.MLP):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class ScalesByNorm(models.MLP):
+    """Divides all gradients by the norm of them all, of which a rank has only its own."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient /= norm
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class SequenceFirst(models.MLP):
     """Its samples are in dimension 1."""
 
@@ -77,23 +90,33 @@ def without_whole_norms() -> Iterator[None]:
 
 
 @contextmanager
+def without_guard() -> Iterator[None]:
+    with patch("lightning_hanayo.strategy.lightning.guarded_hooks.guard_hooks", lambda *_, **__: None):
+        yield
+
+
+@contextmanager
 def without_batch_dim() -> Iterator[None]:
     with patch.object(BatchRule, "sample_dim", lambda rule, ndim: 0):
         yield
 
 
-CASES: dict[str, tuple[type[LightningModule], Break, str, str]] = {
-    "what blocks store": (AddsStored, without_carriers, "the loss of batch 0 in step 0", "blocks.*.aux_loss"),
-    "what the step sets": (Annealed, without_carriers, "the loss of batch 1 in step 1", "temperature"),
-    "norms of the whole model": (Clips, without_whole_norms, "the weight of", "a norm over all of them"),
+CUBE = Layout(1, 1, 1, cube=(1, 2, 1))
+NORM = "a norm over all of them"
+CASES: dict[str, tuple[type[LightningModule], Layout, str, Break, str, str]] = {
+    "what blocks store": (AddsStored, WAVE, "exact", without_carriers, "the loss of batch 0", "blocks.*.aux_loss"),
+    "what the step sets": (Annealed, WAVE, "exact", without_carriers, "the loss of batch 1", "temperature"),
+    "norms of the whole model": (Clips, WAVE, "exact", without_whole_norms, "the weight of", NORM),
+    "a loop over gradients of other ranks": (ScalesByNorm, WAVE, "refused", without_guard, "the weight of", NORM),
+    "a loop over parts of gradients": (ScalesByNorm, CUBE, "refused", without_guard, "the weight of", ""),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_no_longer_prevented_is_found(pool: Pool, name: str) -> None:
-    factory, break_, first, cause = CASES[name]
-    assert verdict_of(pool, factory, VECTORS, WAVE).outcome == "exact"
-    verdict = verdict_of(pool, factory, VECTORS, WAVE, break_)
+    factory, layout, outcome, break_, first, cause = CASES[name]
+    assert verdict_of(pool, factory, VECTORS, layout).outcome == outcome
+    verdict = verdict_of(pool, factory, VECTORS, layout, break_)
     assert verdict.outcome == "differs", verdict.summary
     assert first in verdict.summary and cause in verdict.cause, f"{verdict.summary} {verdict.cause}"
 

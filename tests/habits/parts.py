@@ -291,14 +291,21 @@ def _habit(
 
 HABITS = [
     _habit("an L2 penalty over `self.parameters()` in the loss", Penalised, REFUSED_IN_STEPS),
-    _habit("the same with `full_parameter` in `on_train_batch_start`", PenalisedWhole, everywhere(EXACT)),
+    _habit(
+        "the same with `full_parameter` in `on_train_batch_start`", PenalisedWhole, everywhere(EXACT), always_exact=True
+    ),
     _habit("a penalty on the head", PenalisedHead, everywhere(EXACT)),
-    _habit("a penalty on the first block, with `full_parameter` in the step", PenalisedFirstBlock, everywhere(EXACT)),
+    _habit(
+        "a penalty on the first block, with `full_parameter` in the step",
+        PenalisedFirstBlock,
+        everywhere(EXACT),
+        always_exact=True,
+    ),
     _habit("a penalty divided by the number of all parameters", PenalisedMean, everywhere(EXACT)),
     _habit("a block's weight used by the head, tied by hand", TiedByHand, on_rank_1(PART)),
-    _habit("the same with `full_parameter`, tied by hand", TiedToWhole, everywhere(EXACT)),
+    _habit("the same with `full_parameter`, tied by hand", TiedToWhole, everywhere(EXACT), always_exact=True),
     _habit("weights kept on a sphere: `p.data.div_(p.norm())` in a hook", OnSphere, PER_PARAMETER),
-    _habit("the same with `full_parameter(p).norm()`", OnSphereWhole, everywhere(EXACT)),
+    _habit("the same with `full_parameter(p).norm()`", OnSphereWhole, everywhere(EXACT), always_exact=True),
     _habit("rows of weights normalised in a hook", RowsNormalised, PER_PARAMETER),
     _habit("weights clamped after `optimizer.step`", Clamped, everywhere(EXACT)),
     _habit("gradients centralised in `on_before_optimizer_step`", Centralised, PER_PARAMETER),
@@ -306,7 +313,7 @@ HABITS = [
     _habit("weight decay by hand: `p.grad.add_(p, alpha=0.1)`", Decayed, everywhere(EXACT)),
     _habit("the norm of all weights logged in a hook", NormLogged, on(pipelines=MISSING, cubes=PART)),
     _habit("the norm of the head's weight logged in a hook", HeadNormLogged, PER_PARAMETER),
-    _habit("the norm of all weights read with `full_parameter`", WholeNormLogged, everywhere(EXACT)),
+    _habit("the norm of all weights read with `full_parameter`", WholeNormLogged, everywhere(EXACT), always_exact=True),
     _habit("`torch.save(self.state_dict())` in a hook", Saved, everywhere(ANY_RANK)),
     _habit("`trainer.save_checkpoint()` in a hook", Checkpointed, everywhere(EXACT)),
     _habit("prototypes normalised in the step", NormalisedInStep, everywhere(IN_STEP)),

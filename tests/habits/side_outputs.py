@@ -112,6 +112,23 @@ class Counts(Stack):
             return super().forward(x)
 
 
+class ReadsBuffer(Stack):
+    """Each block keeps a running mean in a buffer, in place, and the step reads it."""
+
+    class Block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("running", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.running.mul_(0.9).add_(0.1 * x.detach().mean())
+            return super().forward(x)
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        return loss * (1 + 0 * sum(float(block.running) for block in self.blocks))
+
+
 class FeatureHook(Stack):
     """A forward hook keeps features of an inner module for a loss."""
 
@@ -198,10 +215,21 @@ def mean_squares(key: str, output: Any) -> Tensor:
 
 
 HABITS = [
-    Habit("a block stores `self.aux_loss`, and the step adds it", AuxiliaryLoss, VECTORS, everywhere(EXACT)),
-    Habit("a module in a block stores a statistic", InnerStatistics, VECTORS, everywhere(EXACT)),
-    Habit("blocks append losses to a list that they share", CollectsInBox, VECTORS, everywhere(EXACT)),
-    Habit("blocks call `self.log` of the LightningModule", LogsInside, VECTORS, everywhere(EXACT)),
+    Habit("a block stores `self.aux_loss`, and the step adds it", AuxiliaryLoss, VECTORS, everywhere(EXACT), True),
+    Habit("a module in a block stores a statistic", InnerStatistics, VECTORS, everywhere(EXACT), True),
+    Habit("blocks append losses to a list that they share", CollectsInBox, VECTORS, everywhere(EXACT), True),
+    Habit("blocks call `self.log` of the LightningModule", LogsInside, VECTORS, everywhere(EXACT), True),
+    Habit(
+        "the step reads a buffer that each block changes in place",
+        ReadsBuffer,
+        VECTORS,
+        {
+            "pipeline": Refused("a block that is on another pipeline rank"),
+            "waves": Refused("a block that is on another pipeline rank"),
+            "cube": Refused("each rank of the cube"),
+            "both": Refused("a block that is on another pipeline rank|each rank of the cube"),
+        },
+    ),
     Habit("a forward hook inside blocks keeps features", FeatureHook, VECTORS, everywhere(Refused("has the hook"))),
     Habit("a hook that declares `is_local`", LocalHook, VECTORS, on(pipelines=EXACT, cubes=EXACT)),
     Habit("Mixtral with `output_router_logits=True`", mixtral, TEXTS,

@@ -160,16 +160,17 @@ def _run_step(function: StepFunction, microbatch: int) -> Any:
     """Run the user's step. An error about another rank's placeholders becomes one that names the cause."""
     try:
         return function(microbatch)
-    except NotImplementedError as error:
+    except RuntimeError as error:  # NotImplementedError is one
         if "meta tensor" not in str(error):
             raise
         raise missing_values_error("the step") from error
 
 
 def missing_values_error(what: str) -> UnsupportedError:
-    """The error for `what`, which depends on placeholders of other ranks' parameters."""
+    """The error for `what`, which depends on what other ranks hold."""
     return UnsupportedError(
-        f"{what} uses values of parameters that are on other pipeline ranks, such as ones that a hook has kept. Call "
-        f"self.trainer.strategy.full_parameter(parameter) in on_train_batch_start, on all ranks, and use what it "
-        f"returns: its gradient reaches the parameter."
+        f"{what} uses values of a block that is on another pipeline rank: a buffer, or a parameter that a hook has "
+        f"kept. Let the block store the value as an attribute (self.value = self.buffer.clone()), which the step may "
+        f"read. For a parameter call self.trainer.strategy.full_parameter(parameter) in on_train_batch_start, on all "
+        f"ranks, and use what it returns: its gradient reaches the parameter."
     )

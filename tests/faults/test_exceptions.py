@@ -25,7 +25,7 @@ SITES = [  # (pipe, data), where, on which rank
     ((2, 2), "optimizer", 3),
 ]
 LAUNCHES = [  # pipe, where, on which rank
-    (2, "training_step", 0),
+    pytest.param(2, "training_step", 0, marks=pytest.mark.thorough),
     pytest.param(2, "backward", 1, marks=pytest.mark.thorough),
     (3, "asleep", 2),
 ]

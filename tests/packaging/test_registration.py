@@ -39,6 +39,7 @@ def test_strategy_is_registered_if_lightning_is_imported_later() -> None:
     """).splitlines() == ["1", "SourceFileLoader True", "1"]
 
 
+@pytest.mark.thorough  # the other order is the usual one
 def test_strategy_is_registered_if_lightning_was_imported_before() -> None:
     """A second registration is no error. With the autoload switched off, importing the package registers it."""
     assert run(

@@ -1,11 +1,11 @@
-"""Hooks that users have put on modules. Those on blocks run on the rank that holds the block, unseen by the step."""
+"""Hooks that users have put on modules and parameters, which would run elsewhere or more often than they think."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 
@@ -33,6 +33,25 @@ def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 )
 
 
+def check_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
+    """Reject hooks on these parameters: they would see the gradients of single micro-batches, in a cube of parts.
+
+    A hook whose attribute `is_local` is true is accepted.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    for name, parameter in parameters.items():
+        for hook in _hooks_of_parameter(parameter):
+            if not _is_local(hook):
+                raise UnsupportedError(
+                    f"{name} has the hook {_describe(hook)}. It would run once for each micro-batch, on its gradient "
+                    f"alone, and in a cube on a part of it. Do its work in on_after_backward or "
+                    f"on_before_optimizer_step, where parameter.grad is that of the batch. If it only multiplies each "
+                    f"element by a number, say so: {_describe(hook).split(' ')[0]}.is_local = True."
+                )
+
+
 def num_hooks(modules: Iterable[nn.Module]) -> int:
     """The number of hooks; 0.3 us per module."""
     return sum(
@@ -42,6 +61,11 @@ def num_hooks(modules: Iterable[nn.Module]) -> int:
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:
     return chain.from_iterable(getattr(module, kind).values() for kind in _KINDS)
+
+
+def _hooks_of_parameter(parameter: Tensor) -> Iterator[Any]:
+    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return chain.from_iterable(hooks.values() for hooks in kinds if hooks)
 
 
 def _function(hook: Any) -> Any:

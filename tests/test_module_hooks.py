@@ -1,4 +1,4 @@
-"""Hooks on modules in blocks: rejected, unless they say that they use their own module only."""
+"""Hooks on modules in blocks and on parameters: rejected, unless they say that they use their own only."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.module_hooks import check_hooks, num_hooks
+from lightning_hanayo.module_hooks import check_hooks, check_parameter_hooks, num_hooks
 from tests.harness import models
 
 HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
@@ -46,6 +46,17 @@ def test_a_hook_that_declares_to_be_local_is_accepted() -> None:
     layer.register_forward_hook(halve)
     check_hooks([("h", layer)])
     assert num_hooks([layer]) == 1
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_is_rejected_by_name_unless_it_says_that_it_is_local(kind: str) -> None:
+    layer = nn.Linear(2, 2)
+    handle = getattr(layer.bias, kind)(keep)
+    with pytest.raises(UnsupportedError, match=r"^h.bias has the hook keep \(.*once for each micro-batch.*is_local"):
+        check_parameter_hooks({"h.weight": layer.weight, "h.bias": layer.bias})
+    handle.remove()
+    getattr(layer.bias, kind)(halve)
+    check_parameter_hooks({"h.weight": layer.weight, "h.bias": layer.bias})
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.module_hooks import check_parameter_hooks
 from lightning_hanayo.tensor3d.mesh import Mesh
 
 
@@ -60,8 +61,11 @@ class StepState:
         """While a training batch runs. Called by all ranks of the cube.
 
         Raises:
-            UnsupportedError: afterwards a parameter has changed, or a buffer isn't the same on all ranks of the cube.
+            UnsupportedError: a parameter has a hook; afterwards a parameter has changed, or a buffer isn't the same on
+                all ranks of the cube.
         """
+        if num_microbatches > 1 or self._mesh is not None:
+            check_parameter_hooks(self._parameters)
         is_first = self._changing is None
         before, kept_alive = self._states(by_value=is_first), self._buffers()
         yield

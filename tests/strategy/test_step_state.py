@@ -62,6 +62,15 @@ def test_a_parameter_must_not_change_while_microbatches_are_under_way(values: Ca
         values(model.layer.weight).mul_(0.5)
 
 
+def test_a_hook_on_a_parameter_is_rejected_where_it_would_run_once_per_microbatch() -> None:
+    model = Model()
+    model.layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with pytest.raises(UnsupportedError, match="layer.weight has the hook <lambda>"), state_of(model).watched(4):
+        pass
+    with state_of(model).watched(1):
+        pass
+
+
 def test_gradients_and_what_nobody_changes_are_fine() -> None:
     model = Model()
     with warnings.catch_warnings(), state_of(model).watched(4):

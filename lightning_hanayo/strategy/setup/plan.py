@@ -6,7 +6,7 @@ from math import prod
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.module_hooks import check_hooks
+from lightning_hanayo.module_hooks import check_hooks, check_parameter_hooks
 from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.strategy.options import Options
@@ -34,7 +34,8 @@ def plan_model(
     of the same Trainer has converted the layers.
 
     Raises:
-        HanayoError: no stack, too few blocks, hooks on blocks, or a size that doesn't divide over the cube.
+        HanayoError: no stack, too few blocks, hooks on blocks or parameters, or a size that doesn't divide over the
+            cube.
     """
     stack = find_stack(model, options.blocks)
     if topology.replica_size > 1:
@@ -50,6 +51,8 @@ def plan_model(
         steady=steady,
         separate_loss_stage=prod(topology.cube) > 1,
     )
+    if topology.replica_size > 1 or layout.num_microbatches > 1:
+        check_parameter_hooks(dict(model.named_parameters()))
     if not isinstance(options.balance, str) and len(options.balance) != len(stack):
         raise HanayoError(f"balance has {len(options.balance)} costs, but {stack.name} has {len(stack)} blocks")
     if is_converted:

@@ -25,17 +25,18 @@ METADATA = _SIZES | frozenset(
     ("ndim", "itemsize", "dim", "ndimension", "stride", "storage_offset", "element_size", "dtype", "layout", "device",
      "type", "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "names", "requires_grad",
      "requires_grad_", "is_leaf", "retains_grad", "output_nr", "_version", "__hash__", "is_cpu", "is_cuda", "is_meta",
-     "is_sparse", "is_quantized", "is_nested", "is_inference", "is_shared", "is_pinned", "is_same_size",
+     "grad_fn", "is_sparse", "is_quantized", "is_nested", "is_inference", "is_shared", "is_pinned", "is_same_size",
      "register_hook", "register_post_accumulate_grad_hook")
 )  # fmt: skip
 """attributes and methods that read no values"""
 
 _IN_PLACE = frozenset(
-    ("add_", "sub_", "mul_", "div_", "clamp_", "zero_", "fill_", "copy_", "lerp_",
+    ("add_", "sub_", "mul_", "div_", "clamp_", "zero_", "fill_", "copy_", "lerp_", "constant_",
      "__iadd__", "__isub__", "__imul__", "__itruediv__")
 )  # fmt: skip
 """what computes each element alone, from numbers and from the same element of other tensors"""
-_COPIES = frozenset(("data", "grad", "detach", "clone", "zeros_like"))
+_COPIES = frozenset(("data", "grad", "detach", "clone", "zeros_like", "ones_like", "full_like"))
+"""what gives each element the same, or its own value"""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     """
     name = name_of(func)
     parts = list(_parts(args, kwargs))
-    if name not in METADATA and not _is_exact(name, args, parts):
+    if name not in METADATA and not _is_exact(name, args, kwargs):
         raise UnsupportedError(_message(name, parts[0]))
     with torch._C.DisableTorchFunctionSubclass():
         if name in _SIZES and parts[0]._part is not None:
@@ -139,14 +140,20 @@ def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return partial_alias(result, parts[0]._part) if name in _COPIES and result is not None else result
 
 
-def _is_exact(name: str, args: tuple[Any, ...], parts: Sequence[Any]) -> bool:
-    if name in _COPIES or name == "set requires_grad":
+def _is_exact(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name in _COPIES or name in ("set requires_grad", "_foreach_zero_"):
         return True
     if name in ("set data", "set grad"):
         return args[1] is None or _is_same_part(args[1], args[0])
     if name not in _IN_PLACE:
         return False
-    return all(_is_same_part(operand, args[0]) for operand in tree_leaves(args) if isinstance(operand, Tensor))
+    target, *operands = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return _is_same_part(target, target) and all(_is_number(one) or _is_same_part(one, target) for one in operands)
+
+
+def _is_number(operand: Tensor) -> bool:
+    """Whether it is a tensor without dimensions, such as a norm over all gradients, and of no parameter."""
+    return type(operand) is Tensor and operand.dim() == 0
 
 
 def _is_same_part(operand: Any, target: Any) -> bool:

@@ -11,9 +11,9 @@ Guarded parameters take a class that checks what is done with them, and get thei
 and 3-D layers find plain parameters, and nothing costs time but entering and leaving.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,16 @@ class ParameterGuard:
         """
         with self.during("off"):
             yield
+
+    def in_this_scope(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """The function, which runs with what is guarded now: user code that is called back when the guard is off."""
+        scope, hook_name = self.scope, self.hook_name
+
+        def run() -> Any:
+            with self.during(scope, hook_name):
+                return function()
+
+        return run
 
     @property
     def runs_on_all_ranks(self) -> bool:

@@ -42,6 +42,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
         keeps_old=user_hooks.reads_old_gradients(trainer),
         separate=separate,
         finish=pipeline.reduce_gradients if separate and steps else None,
+        unguarded=session.guard.off,
     )
     result = _run(session, trainer, batch, step, scale=scale, trains=True, reduce=steps and not separate)
     deferred.stash()

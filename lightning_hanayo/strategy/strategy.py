@@ -29,7 +29,7 @@ from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.lightning.loaders import wrap_loader
-from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unwrapped
+from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options
@@ -191,6 +191,7 @@ class HanayoStrategy(MeshParallelStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self.setup_optimizers(trainer)
+            unguard_states(self.optimizers)
             check_optimizers(self.optimizers, self.topology)
         self.setup_precision_plugin()
         if fits:
@@ -262,6 +263,7 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        closure = self.session.guard.in_this_scope(closure)  # the user's, around Lightning's
         with self._unguarded():  # also from a hook of the user's
             return self.session.votes.step(step, closure)
 

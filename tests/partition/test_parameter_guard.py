@@ -70,3 +70,14 @@ def test_after_the_run_nothing_is_left(model: nn.ModuleDict, guard: ParameterGua
     with guard.during("hook"):
         assert classes(model) == PLAIN
     assert "_part" not in vars(model.block.weight)
+
+
+def test_user_code_that_is_called_back_is_guarded_as_where_it_was_handed_over(
+    model: nn.ModuleDict, guard: ParameterGuard
+) -> None:
+    with guard.during("hook", "optimizer_step"):
+        called_back = guard.in_this_scope(lambda: (guard.scope, guard.hook_name, classes(model)[0]))
+        with guard.off():
+            assert called_back() == ("hook", "optimizer_step", PartialParameter)
+            assert classes(model) == PLAIN
+    assert guard.in_this_scope(lambda: guard.scope)() == "off"

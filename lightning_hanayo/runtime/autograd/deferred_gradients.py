@@ -12,6 +12,7 @@ gradients are kept separate, and added to the old ones when the factor is known.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class DeferredGradients:
         keeps_old: whether existing gradients that the batch does not add to are put back; otherwise they are freed.
         separate: whether the batch keeps its gradients separate from those that it adds to.
         finish: called when all gradients are in `.grad`.
+        unguarded: entered while gradients are put into `.grad`, also where user code has called backward.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class DeferredGradients:
         keeps_old: bool = True,
         separate: bool = False,
         finish: Callable[[], None] | None = None,
+        unguarded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._parameters = list(parameters)
         self._continues = accumulates
         self._separate = accumulates and separate
         self._finish = finish
+        self._unguarded = unguarded
         self._old = [parameter.grad if accumulates or keeps_old else None for parameter in self._parameters]
         self._new: list[Tensor | None] = []
         if not accumulates or separate:
@@ -73,10 +77,11 @@ class DeferredGradients:
             new = [gradient for gradient in self._new if gradient is not None]
             if new and (factor.device.type != "cpu" or factor != 1.0):
                 torch._foreach_mul_(new, factor)
-        self._set(self._sums() if self._separate else self._new)
-        self._new = self._old = []
-        if self._finish is not None:
-            self._finish()
+        with self._unguarded():
+            self._set(self._sums() if self._separate else self._new)
+            self._new = self._old = []
+            if self._finish is not None:
+                self._finish()
 
     def _sums(self) -> list[Tensor | None]:
         """The old gradients plus the new ones."""

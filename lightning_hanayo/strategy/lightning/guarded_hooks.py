@@ -25,7 +25,8 @@ _HOOKS = (
     *(f"on_{stage}_{when}" for stage in _STAGES for when in _TIMES),
     "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end", "on_validation_model_zero_grad",
     "on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step",
-    "configure_gradient_clipping", "optimizer_step", "on_save_checkpoint", *_BATCH_HOOKS,
+    "configure_gradient_clipping", "optimizer_step", "on_save_checkpoint", "configure_optimizers", "backward",
+    "optimizer_zero_grad", "lr_scheduler_step", *_BATCH_HOOKS,
 )  # fmt: skip
 """in which user code alone runs, or calls what enters `ParameterGuard.off`"""
 _ON_FIRST_RANK = frozenset((*_BATCH_HOOKS, *(f"on_{stage}_epoch_end" for stage in _STAGES[1:])))

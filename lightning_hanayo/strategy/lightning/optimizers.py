@@ -1,11 +1,16 @@
 """Optimizers as Lightning wraps and moves them, where some parameters are placeholders."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_hanayo.partial_values import PartialValues
+from lightning_hanayo.partition.missing_values import MissingValues
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -19,3 +24,17 @@ def move_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> No
         placeholders = {p: optimizer.state.pop(p) for p in list(optimizer.state) if p.is_meta}
         _optimizer_to_device(optimizer, device)
         optimizer.state.update(placeholders)
+
+
+def unguard_states(optimizers: Sequence[Optimizer]) -> None:
+    """Make the states plain tensors that some (Adagrad) have made of guarded parameters when constructed."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            state.update({name: _plain(value) for name, value in state.items()})
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, PartialValues | MissingValues):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)

@@ -1,5 +1,8 @@
 """Gradients made in the training step survive Lightning's order: step -> zero_grad -> backward."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,3 +90,19 @@ def test_unused_parameters_get_no_gradient(parameters: list[nn.Parameter]) -> No
     assert parameters[0].grad is None
     deferred.surrogate_loss(torch.tensor(0.0), 1.0).backward(torch.tensor(2.0))
     assert parameters[0].grad.tolist() == [2.0, 2.0] and unused.grad is None
+
+
+def test_gradients_are_put_back_with_parameters_unguarded(parameters: list[nn.Parameter]) -> None:
+    seen: list[Tensor | None] = []
+
+    @contextmanager
+    def unguarded() -> Iterator[None]:
+        seen.append(parameters[0].grad)
+        yield
+        seen.append(parameters[0].grad)
+
+    deferred = DeferredGradients(parameters, accumulates=False, unguarded=unguarded)
+    parameters[0].grad = made = torch.ones(2)
+    deferred.stash()
+    deferred.surrogate_loss(torch.tensor(0.0), 1.0).backward()
+    assert seen[0] is None and seen[1] is made

@@ -29,6 +29,18 @@ class Module(LightningModule):
     def on_validation_epoch_end(self) -> Any:
         return seen()
 
+    def configure_optimizers(self) -> Any:
+        return seen()
+
+    def backward(self, *_: Any) -> Any:
+        return seen()
+
+    def optimizer_zero_grad(self, *_: Any) -> Any:
+        return seen()
+
+    def lr_scheduler_step(self, *_: Any) -> Any:
+        return seen()
+
 
 class Own(Callback):
     def on_train_start(self, *_: Any) -> Any:
@@ -55,6 +67,12 @@ def test_hooks_of_module_and_callbacks_are_guarded(trainer: Mock) -> None:
     assert by_function.on_train_end(1, 2) == ("hook", "on_train_end")
     assert "on_train_batch_end" not in vars(checkpoint) and "on_train_end" not in vars(own)
     assert seen() == ("off", "")
+
+
+@pytest.mark.parametrize("name", ["configure_optimizers", "backward", "optimizer_zero_grad", "lr_scheduler_step"])
+def test_overrides_of_lightnings_own_steps_are_guarded(trainer: Mock, name: str) -> None:
+    guarded(trainer)
+    assert getattr(trainer.lightning_module, name)() == ("hook", name)
 
 
 @pytest.mark.parametrize(("num_pipe_ranks", "scope"), [(2, "alone"), (1, "hook")])

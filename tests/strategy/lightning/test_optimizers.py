@@ -1,0 +1,30 @@
+"""States that optimizers make of guarded parameters when constructed are plain tensors."""
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.partial_values import Part, PartialParameter
+from lightning_hanayo.partition.missing_values import Owner, without_values
+from lightning_hanayo.strategy.lightning.optimizers import unguard_states
+
+
+def test_states_made_of_parts_are_plain() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    vars(parameter)["_part"] = Part("layer.weight", (4, 2))
+    parameter.__class__ = PartialParameter
+    optimizer = torch.optim.Adagrad([parameter], initial_accumulator_value=0.5)
+    parameter.__class__ = nn.Parameter
+    unguard_states([optimizer])
+    state = optimizer.state[parameter]
+    assert type(state["sum"]) is Tensor
+    assert state["sum"].tolist() == [[0.5, 0.5], [0.5, 0.5]] and type(state["step"]) is Tensor
+
+
+def test_states_made_of_placeholders_are_plain_and_have_no_values() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    owner = Owner("layer.weight", 1, torch.device("cpu"))
+    optimizer.state[parameter] = {"slow": without_values(parameter, owner), "step": 3}
+    unguard_states([optimizer])
+    slow = optimizer.state[parameter]["slow"]
+    assert type(slow) is Tensor and slow.is_meta and optimizer.state[parameter]["step"] == 3

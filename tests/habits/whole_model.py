@@ -67,6 +67,47 @@ class ClipsParts(Seen):
             self.see(f"block {i}", clip_grad_norm_(block.up.weight, 0.02))
 
 
+class GroupedBySize(models.MLP):
+    """A learning rate for each size."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": 1.0 / (p.shape[0] + p.numel())} for p in self.parameters()]
+        return torch.optim.Adagrad(groups, initial_accumulator_value=0.1)
+
+
+class GroupedByNorm(models.MLP):
+    """A learning rate for each norm."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": 0.01 * float(p.detach().norm())} for p in self.parameters()])
+
+
+class ClipsEach(models.MLP):
+    """A hook on each parameter clips its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class PenalisedInBackward(models.MLP):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss + 0.01 * sum(p.square().sum() for p in self.parameters())).backward()
+
+
+class NormInClosure(Seen):
+    """Reads a norm in a closure of its own."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            self.see("norm", self.head.weight.grad.norm())
+            return loss
+
+        optimizer.step(closure=closure)
+
+
 class ClipsInStep(models.MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         clip_grad_norm_(self.parameters(), 1.0)
@@ -231,6 +272,9 @@ class TrainedByMuon(models.MLP):
 
 PER_PARAMETER = on(pipelines=EXACT, cubes=Refused("isn't known to work on each element"))
 
+NEEDS_VALUES = everywhere(Refused("is on pipeline rank|this rank holds a part"))
+"""whichever rank is first"""
+
 HABITS = [
     Habit(
         "`clip_grad_norm_`, imported by name, in `on_before_optimizer_step`",
@@ -286,6 +330,16 @@ HABITS = [
         VECTORS,
         everywhere(Refused("didn't run optimizer_closure on rank")),
     ),
+    Habit("a norm read in a closure around Lightning's, for `optimizer.step`", NormInClosure, VECTORS, NEEDS_VALUES),
+    Habit("`backward` that adds a penalty over all parameters", PenalisedInBackward, VECTORS, NEEDS_VALUES),
+    Habit(
+        "`parameter.register_hook` that clips each gradient",
+        ClipsEach,
+        VECTORS,
+        everywhere(Refused("has the hook <lambda>.*once for each micro-batch")),
+    ),
+    Habit("`configure_optimizers` with a learning rate for each size", GroupedBySize, VECTORS, everywhere(EXACT)),
+    Habit("`configure_optimizers` with a learning rate for each norm", GroupedByNorm, VECTORS, NEEDS_VALUES),
     Habit("`torch.optim.Adafactor`", TrainedByAdafactor, VECTORS, PER_PARAMETER),
     Habit("`torch.optim.Muon`", TrainedByMuon, VECTORS, PER_PARAMETER),
     Habit("an optimizer of your own with norms of each parameter, such as LAMB", Layerwise, VECTORS, PER_PARAMETER),

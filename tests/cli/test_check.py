@@ -1,6 +1,7 @@
 """`hanayo check` and `check`: verdicts on the screen and as JSON, exit codes, and no process left behind."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -142,7 +143,8 @@ def test_json_is_all_that_is_printed_to_stdout(capsys: pytest.CaptureFixture[str
         (["--steps=0"], "steps=0"),
         (["--steps=100"], "the check needs 100 batches"),
         (["--depth=3"], "every stage needs a block"),
-        (["--depth=7"], "depth=7: expected 1 to 6, the blocks of blocks"),
+        (["--depth=7"], "depth=7: expected 2 to 6, the blocks of blocks"),
+        (["--depth=1"], "depth=1: expected 2 to 6, the blocks of blocks"),
         (["--step=1"], "unknown option 'step'"),
         (["--trainer.devices=auto"], "trainer.devices='auto': a check needs a number"),
         (["--trainer.strategy=ddp"], "a check needs HanayoStrategy"),
@@ -163,6 +165,12 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     for part in ("usage: hanayo check --config recipe.yaml", "--depth N", "Exit codes: 0 exact", "hanayo fit --help"):
         assert part in output
+
+
+def test_help_waits_for_neither_torch_nor_lightning() -> None:
+    code = "import sys; from lightning_hanayo.cli.check import _parser; _parser().format_help(); "
+    code += "assert not {'torch', 'lightning'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_plain_script_checks_its_own_module(here: Path) -> None:

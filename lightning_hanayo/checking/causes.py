@@ -16,6 +16,8 @@ class Place:
     stack: str
     stages: tuple[Stage, ...]
     has_cube: bool
+    shares_samples: bool = False
+    """whether each rank of a cube runs the step on its share of a micro-batch: `cube_outside="share"`"""
 
     def block_of(self, name: str) -> int | None:
         """The number of the block that a parameter or buffer belongs to; None outside the stack."""
@@ -90,6 +92,11 @@ def _of_loss(compared: Comparison, place: Place, one_process: RankResult) -> str
         return (
             f"The step changes {_listed(outside)}. Where micro-batches overlap, their steps interleave: one reads it "
             f"before the one in front has set it."
+        )
+    if place.shares_samples:
+        return (
+            "With cube_outside='share' the step of each rank of the cube sees its share of a micro-batch's samples. If "
+            "they depend on each other (in-batch negatives, a norm over them), use cube_outside='replicate'."
         )
     return (
         "The forward itself is different: the step reads something that isn't the stack's output (parameters of "

@@ -57,7 +57,9 @@ def examine(case: Case, run: Run, tell: Tell = lambda _: None, notes: tuple[str,
     notes += tuple(dict.fromkeys(text for rank in layout for text in rank.warnings))
     num = layout[0].num_microbatches
     pieces = runs.one_process(of_layout, num)
-    place = Place(layout[0].stack, layout[0].stages, prod(case.topology.cube) > 1)
+    has_cube = prod(case.topology.cube) > 1
+    shares_samples = has_cube and case.options.cube_outside == "share"
+    place = Place(layout[0].stack, layout[0].stages, has_cube, shares_samples)
     compared = runs.compared(pieces, *merge(layout, case.topology))
     verdict = verdict_of_layout(compared, place, pieces, notes)
     if not compared.is_exact or has_noise:

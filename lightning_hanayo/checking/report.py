@@ -35,7 +35,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         console.print(Text(f"  and {more} more (--json lists them)"))
     for name, option in verdict.options.items():
         console.print(Text(f"  loss_weight={name!r}: {_of_option(option)}"))
-    for text in (verdict.cause, *(f"Note: {note}." for note in verdict.notes), verdict.trace):
+    for text in (verdict.cause, *(f"Note: {note.rstrip('.')}." for note in verdict.notes), verdict.trace):
         if text:
             console.print(Text(text))
 

@@ -105,6 +105,11 @@ def test_random_numbers_are_a_cause_in_a_cube_only() -> None:
     assert "random numbers" not in verdict(Key(0, "loss", "batch 0"), draws_numbers=True).cause
 
 
+def test_a_step_that_sees_a_share_of_the_samples_is_a_cause() -> None:
+    cube = Place("model.layers", STAGES, has_cube=True, shares_samples=True)
+    assert "use cube_outside='replicate'" in verdict(Key(0, "loss", "batch 0"), place=cube).cause
+
+
 def test_a_parameter_in_a_cube_is_sharded() -> None:
     cube = Place("model.layers", STAGES, has_cube=True)
     assert "stage 1, sharded over the cube" in verdict(*gradients(2), place=cube).cause
@@ -187,6 +192,11 @@ def test_a_screen_shows_what_each_option_gives() -> None:
     text = shown(verdict_of_microbatches(verdict(), cut("loss", 1.5), options, ()))
     for part in ("loss_weight='tokens': exact", "loss_weight='samples': no samples", "(the training is exact)"):
         assert part in text
+
+
+def test_a_note_ends_with_one_full_stop() -> None:
+    text = shown(Verdict("exact", "the layout is exact", notes=("one.", "two")))
+    assert "Note: one.\n" in text and "Note: two.\n" in text
 
 
 def test_json_has_everything_and_no_infinite_number() -> None:

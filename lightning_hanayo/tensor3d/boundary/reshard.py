@@ -144,7 +144,8 @@ class ReplicatedReshard(Reshard):
             raise UnsupportedError(
                 f"the stack's output has the shape {tuple(x.shape)}, but {len(samples[axis.rank])} samples were "
                 f"expected in dimension {dim}: with cube_outside='replicate' the blocks' arguments and outputs need "
-                f"one row for each sample of the micro-batch. Use cube_outside='share'."
+                f"one row for each sample of the micro-batch. Register the blocks, or use cube_outside='share' if the "
+                f"loss is a mean over samples that don't depend on each other."
             )
         largest = max(map(len, samples))
         position: dict[int, int] = {}

@@ -39,6 +39,7 @@ class Case:
         seed: of all random numbers.
         has_dropout: False: probabilities are set to zero.
         loaders: the containers of the loaders that each batch has a part of, with None for each; None: there is one.
+        are_collated: whether torch's `default_collate` has made the batches.
     """
 
     module: pl.LightningModule
@@ -52,6 +53,7 @@ class Case:
     seed: int = 0
     has_dropout: bool = True
     loaders: Any = None
+    are_collated: bool = False
 
     def batches_of(self, data_rank: int) -> list[Any]:
         """The batches that one data rank trains on."""

@@ -54,7 +54,7 @@ def check(
         devices: the number of processes; None: what the strategy's sizes multiply to.
         steps: optimizer steps.
         depth: keep the first blocks of the stack only; None: all of them. Each stage needs one.
-        dtype: torch.float64, or torch.float32 with a tolerance of 1e-3 instead of 1e-9.
+        dtype: torch.float64, or torch.float32 with tolerances of 1e-5 to 1e-3 instead of 1e-9.
         accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm: as the Trainer's.
         callbacks: the Trainer's. Lightning's own are left out: they write, monitor and stop.
         seed: of all random numbers, and of what `configure_model` builds.
@@ -81,8 +81,9 @@ def check(
     trainer = TrainerOptions(accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm, kept)
     taken = take_batches(module, data, steps * topology.data * accumulate_grad_batches, dtype)
     case = Case(
-        _copied(module), taken.batches, options, topology, trainer, steps, depth, dtype, seed, loaders=taken.loaders
-    )
+        _copied(module), taken.batches, options, topology, trainer, steps, depth, dtype, seed,
+        loaders=taken.loaders, are_collated=taken.are_collated,
+    )  # fmt: skip
     if not defines_configure_model(module):
         prepare(case, whole=False)
         try:

@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -13,8 +12,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.runtime.batches.containers import with_values
-from lightning_hanayo.strategy.lightning.loaders import shape_of_loaders
+from lightning_hanayo.runtime.batches.containers import children, with_children
+from lightning_hanayo.strategy.lightning.loaders import are_collated, shape_of_loaders
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.topology import Topology, resolve
 
@@ -27,6 +26,8 @@ class Taken(NamedTuple):
     batches: tuple[Any, ...]
     loaders: Any = None
     """the containers of the loaders that each batch has a part of, with None for each loader; None if there is one"""
+    are_collated: bool = False
+    """whether torch's `default_collate` has made them: it decides how lists are read"""
 
 
 def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch.dtype) -> Taken:
@@ -41,14 +42,14 @@ def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch
     Raises:
         HanayoError: there are fewer.
     """
-    found, loaders = _batches(module, data)
+    found, loaders, are_made_by_torch = _batches(module, data)
     batches = tuple(cast(batch, dtype) for batch in islice(found, count))
     if len(batches) < count:
         raise HanayoError(
             f"the check needs {count} batches (steps x data ranks x accumulated batches), and the training loader has "
             f"{len(batches)}; take fewer steps or smaller batches"
         )
-    return Taken(batches, loaders)
+    return Taken(batches, loaders, are_made_by_torch)
 
 
 def topology_of(options: Options, devices: int | None) -> Topology:
@@ -99,32 +100,27 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     """The batch with all floating-point tensors in `dtype`. Containers keep their types."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if hasattr(value, "items") and hasattr(value, "keys"):
-        return with_values(value, {key: cast(item, dtype) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast(item, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(cast(item, dtype) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: cast(getattr(value, field.name), dtype) for field in fields(value)})
-    return value
+    inside = children(value)
+    return value if inside is None else with_children(value, {key: cast(item, dtype) for key, item in inside.items()})
 
 
-def _batches(module: pl.LightningModule, data: Any) -> tuple[Iterator[Any], Any]:
+def _batches(module: pl.LightningModule, data: Any) -> tuple[Iterator[Any], Any, bool]:
     if data is None:
         return _of_loaders(module.train_dataloader())
     if not isinstance(data, pl.LightningDataModule):
-        return iter(data), None
+        return iter(data), None, are_collated([data])
     data.prepare_data()
     data.setup("fit")
-    batches, loaders = _of_loaders(data.train_dataloader())
-    return (data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0) for batch in batches), loaders
+    batches, *source = _of_loaders(data.train_dataloader())
+    moved = (data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0) for batch in batches)
+    return moved, *source
 
 
-def _of_loaders(loaders: Any) -> tuple[Iterator[Any], Any]:
-    """The batches of a loader, or of several as Lightning combines them."""
+def _of_loaders(loaders: Any) -> tuple[Iterator[Any], Any, bool]:
+    """The batches of a loader, or of several as Lightning combines them; and what `Taken` says of them."""
     if isinstance(loaders, (dict, list, tuple)):
         loaders = CombinedLoader(loaders, "max_size_cycle")
     if isinstance(loaders, CombinedLoader):
-        return (batch for batch, *_ in loaders), shape_of_loaders(loaders.iterables)
-    return iter(loaders), None
+        shape = shape_of_loaders(loaders.iterables)
+        return (batch for batch, *_ in loaders), shape, are_collated(loaders.flattened)
+    return iter(loaders), None, are_collated([loaders])

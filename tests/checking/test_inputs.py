@@ -1,7 +1,8 @@
 """A check takes batches, ranks and callbacks from what the user has for a training."""
 
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from lightning import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_hanayo.checking.inputs import cast, select_callbacks, take_batches, topology_of
+from lightning_hanayo.checking.trainings.rank import make_loader as make_check_loader
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.topology import Topology
@@ -27,6 +29,15 @@ class Sample:
     name: str
 
 
+@dataclass
+class Counted:
+    x: Tensor
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.x)
+
+
 HALF, WHOLE = torch.ones(2), torch.ones(2, dtype=torch.long)
 
 
@@ -38,6 +49,9 @@ HALF, WHOLE = torch.ones(2), torch.ones(2, dtype=torch.long)
         (HALF, "a"),
         Pair(HALF, WHOLE),
         Sample(HALF, "a"),
+        Counted(HALF),
+        SimpleNamespace(x=HALF),
+        [SimpleNamespace(x=HALF)],
         HALF,
         {"a": [HALF]},
     ],
@@ -78,7 +92,18 @@ def test_several_loaders_are_combined() -> None:
     module: Any = models.MLP()
     module.train_dataloader = lambda: {"a": make_loader([1, 2]), "b": make_loader([3, 4])}
     taken = take_batches(module, None, 2, torch.float32)
-    assert taken == (({"a": 1, "b": 3}, {"a": 2, "b": 4}), {"a": None, "b": None})
+    assert taken[:2] == (({"a": 1, "b": 3}, {"a": 2, "b": 4}), {"a": None, "b": None})
+
+
+def test_batches_say_whether_torch_has_collated_them() -> None:
+    """Then lists are columns, in the check as in the training."""
+    loader = DataLoader([(HALF, HALF)] * 4, batch_size=2)
+    taken = take_batches(models.MLP(), loader, 2, torch.float32)
+    case: Any = SimpleNamespace(batches_of=lambda _: list(taken.batches), **taken._asdict())
+    again = make_check_loader(case, 0)
+    assert taken.are_collated and again.collate_fn is default_collate
+    assert [type(batch) for batch in again] == [list, list]
+    assert not take_batches(models.MLP(), [HALF] * 2, 2, torch.float32).are_collated
 
 
 def test_too_few_batches_are_a_mistake() -> None:

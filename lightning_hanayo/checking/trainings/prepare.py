@@ -36,12 +36,12 @@ def shrink(module: nn.Module, blocks: str | None, depth: int) -> None:
     """Keep the first `depth` blocks of the stack, and correct the counts of them in configs and modules around it.
 
     Raises:
-        HanayoError: there are fewer.
+        HanayoError: there are fewer, or less than two are left.
     """
     stack = find_stack(module, blocks)
     before = len(stack)
-    if not 1 <= depth <= before:
-        raise HanayoError(f"depth={depth}: expected 1 to {before}, the blocks of {stack.name}")
+    if not 2 <= depth <= before:  # a single module isn't found as a stack
+        raise HanayoError(f"depth={depth}: expected 2 to {before}, the blocks of {stack.name}")
     container: Any = module.get_submodule(stack.name)
     del container[depth:]
     path = stack.name.split(".")

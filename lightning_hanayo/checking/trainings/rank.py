@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer, seed_everything
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_hanayo.checking.case import Case, RankFailure, RankResult
 from lightning_hanayo.errors import HanayoError, PeerFailed
@@ -63,15 +63,22 @@ def make_trainer(case: Case, *observers: Callback, **options: Any) -> Trainer:
 
 def make_loader(case: Case, data_rank: int) -> Any:
     """A loader of the data rank's batches, as they are; or several, as the user has."""
-    return _loaders(case.batches_of(data_rank), case.loaders)
+    return _loaders(case.batches_of(data_rank), case.loaders, case.are_collated)
 
 
-def _loaders(batches: Sequence[Any], shape: Any) -> Any:
+def _loaders(batches: Sequence[Any], shape: Any, are_collated: bool) -> Any:
     if isinstance(shape, dict):
-        return {key: _loaders([batch[key] for batch in batches], inner) for key, inner in shape.items()}
+        return {key: _loaders([batch[key] for batch in batches], inner, are_collated) for key, inner in shape.items()}
     if isinstance(shape, list):
-        return [_loaders([batch[i] for batch in batches], inner) for i, inner in enumerate(shape)]
-    return DataLoader(batches, batch_size=None, collate_fn=_unchanged)  # type: ignore[arg-type]
+        return [_loaders([batch[i] for batch in batches], inner, are_collated) for i, inner in enumerate(shape)]
+    return _BatchLoader(batches, batch_size=None, collate_fn=default_collate if are_collated else _unchanged)  # type: ignore[arg-type]
+
+
+class _BatchLoader(DataLoader[Any]):
+    """Gives batches as they are. Its `collate_fn` has made them: the strategy reads it, and nothing calls it."""
+
+    def __iter__(self) -> Any:
+        return iter(self.dataset)
 
 
 class _LenientSchedulers(Callback):

@@ -3,7 +3,7 @@
 On these ranks hooks that would work on data are skipped.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -150,9 +150,13 @@ def source_of(trainer: "pl.Trainer") -> BatchSource:
     combined: CombinedLoader | None = loop._combined_loader
     if combined is None:
         return BatchSource("" if stage is None else stage.value)
-    is_collated = all(getattr(loader, "collate_fn", None) is default_collate for loader in combined.flattened)
     loaders = None if combined._mode == "sequential" else shape_of_loaders(combined.iterables)
-    return BatchSource("" if stage is None else stage.value, loaders, is_collated)
+    return BatchSource("" if stage is None else stage.value, loaders, are_collated(combined.flattened))
+
+
+def are_collated(loaders: Iterable[Any]) -> bool:
+    """Whether torch's `default_collate` makes the batches of all loaders."""
+    return all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders)
 
 
 def shape_of_loaders(loaders: Any) -> Any:

@@ -38,9 +38,9 @@ def test_counts_are_corrected_in_the_modules_around_the_stack() -> None:
     assert module.width == 8
 
 
-def test_a_depth_is_from_one_to_the_number_of_blocks() -> None:
+def test_a_depth_is_from_two_to_the_number_of_blocks() -> None:
     for depth in (0, 9):
-        with pytest.raises(HanayoError, match=f"depth={depth}: expected 1 to 8, the blocks of blocks"):
+        with pytest.raises(HanayoError, match=f"depth={depth}: expected 2 to 8, the blocks of blocks"):
             shrink(models.MLP(), None, depth)
 
 

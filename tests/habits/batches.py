@@ -304,13 +304,13 @@ HABITS = [
     ),
     Habit(
         "a tensor for all samples, without `whole`", Weighted, partial(converted, with_weights),
-        everywhere(Refused(r"HanayoStrategy\(whole=\('weights',\)\)")),
+        everywhere(Refused(r"HanayoStrategy\(whole=\('weights',\)\)", "Use HanayoStrategy(whole=('weights',))")),
     ),
     exact("sequence-first tensors, with `batch_dim=1`", SequenceFirst, sequence_first, batch_dim=1),
     exact("the same in `nn.TransformerEncoder`, with a mask", SequenceFirstEncoder, sequence_first, batch_dim=1),
     Habit(
         "sequence-first tensors, without `batch_dim`", SequenceFirst, sequence_first,
-        everywhere(Refused(r"different numbers of rows.*batch_dim=1")),
+        everywhere(Refused(r"different numbers of rows.*batch_dim=1", "different numbers of rows ... batch_dim=1")),
     ),
     exact("two views of each sample in one call of `nn.TransformerEncoder`", TwoViews, sequences),
     exact(
@@ -319,7 +319,7 @@ HABITS = [
     ),
     Habit(
         "graphs in one tensor of nodes, without `split_batch`", GraphNetwork, graphs,
-        everywhere(Refused(r"different numbers of rows.*split_batch")),
+        everywhere(Refused(r"different numbers of rows.*split_batch", "different numbers of rows ... split_batch")),
     ),
     exact("labels that the model shifts, with `loss_weight='shifted_tokens'`", ShiftedLabels, with_labels,
           loss_weight="shifted_tokens"),

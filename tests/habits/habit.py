@@ -51,6 +51,8 @@ class Refused:
     """An `UnsupportedError` (or another HanayoError) on some rank, whose message matches `message`; no rank hangs."""
 
     message: str
+    shown: str = ""
+    """what the table shows of the message, where `message` has signs of regular expressions"""
 
     def __str__(self) -> str:
         return "refused"

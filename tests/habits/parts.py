@@ -19,7 +19,10 @@ VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
 
 MISSING = Refused("is on pipeline rank")
 PART = Refused("of which this rank holds a part")
-ANY_RANK = Refused("is on pipeline rank|of which this rank holds a part")
+ANY_RANK = Refused(
+    "is on pipeline rank|of which this rank holds a part",
+    "is on pipeline rank ..., or: of which this rank holds a part",
+)
 """whichever rank is first"""
 REFUSED_IN_STEPS = on(pipelines=MISSING, cubes=PART)
 PER_MICROBATCH = everywhere(PerMicrobatch("buffers that training changes once for each of the 4 micro-batches"))

@@ -3,6 +3,7 @@
 Run `python -m tests.habits.table` after a change of the catalog.
 """
 
+from collections import Counter
 from pathlib import Path
 
 from tests.habits.catalog import GROUPS
@@ -27,14 +28,22 @@ What your module's code does, and what comes of it. Each cell is the outcome of 
 def page() -> str:
     """The whole page."""
     messages: dict[str, int] = {}
-    parts = [INTRODUCTION]
+    parts = [f"{INTRODUCTION}\n{_summary()}\n"]
     for title, habits in GROUPS.items():
         header = f"| | {' | '.join(LAYOUTS)} |\n|---|{'---|' * len(LAYOUTS)}"
         parts.append(f"## {title}\n\n{header}\n" + "\n".join(_row(habit, messages) for habit in habits) + "\n")
     if messages:
         lines = [f"{number}. {text}" for text, number in messages.items()]
-        parts.append("## Messages\n\n" + "\n".join(lines) + "\n")
+        parts.append("## Messages\n\nThe key words of each error:\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def _summary() -> str:
+    """How many cells have which outcome."""
+    habits = [habit for group in GROUPS.values() for habit in group]
+    cells = Counter(str(outcome) for habit in habits for outcome in habit.outcomes.values())
+    counts = ", ".join(f"{number} {name.replace('depends', 'depend')}" for name, number in cells.most_common())
+    return f"{len(habits)} habits on {len(LAYOUTS)} layouts are {cells.total()} cells: {counts}."
 
 
 def _row(habit: Habit, messages: dict[str, int]) -> str:
@@ -43,7 +52,7 @@ def _row(habit: Habit, messages: dict[str, int]) -> str:
         outcome = habit.outcomes[name]
         cell = str(outcome)
         if isinstance(outcome, Refused):
-            cell += f" ({messages.setdefault(outcome.message, len(messages) + 1)})"
+            cell += f" ({messages.setdefault(outcome.shown or outcome.message, len(messages) + 1)})"
         cells.append(cell)
     return f"| {habit.name} | {' | '.join(cells)} |"
 

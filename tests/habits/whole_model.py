@@ -311,7 +311,10 @@ HABITS = [
         ClearsByOwn,
         VECTORS,
         on(
-            pipelines=Refused("on_after_backward has (removed|kept) all gradients on rank"),
+            pipelines=Refused(
+                "on_after_backward has (removed|kept) all gradients on rank",
+                "on_after_backward has removed (or kept) all gradients on rank ...",
+            ),
             cubes=Refused("this rank holds a part"),
         ),
     ),
@@ -319,7 +322,12 @@ HABITS = [
         "a parameter's gradient removed if it isn't finite",
         RemovesNonFinite,
         VECTORS,
-        everywhere(Refused("is on pipeline rank|this rank holds a part")),
+        everywhere(
+            Refused(
+                "is on pipeline rank|this rank holds a part",
+                "is on pipeline rank ..., or: of which this rank holds a part",
+            )
+        ),
     ),
     Habit(
         "`optimizer_step` that skips a step by a random number of one rank", SkipsByChance, VECTORS, everywhere(EXACT)

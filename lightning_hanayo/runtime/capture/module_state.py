@@ -7,8 +7,11 @@ scan                what has changed since the last scan:  {("model.layers.3.mlp
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
+from types import CellType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -76,7 +79,9 @@ class ModuleState:
         return old != set(self.holders)
 
     def _follow(self, name: str, value: Any, blocks: Collection[int]) -> None:
-        search = _Search({id(h.container): h for known, h in self.holders.items() if not known.startswith(name)})
+        inside = f"{name}."
+        known = self.holders.values()
+        search = _Search({id(h.container): h for h in known if h.name != name and not h.name.startswith(inside)})
         for block in blocks or (None,):
             search.add_value(name, value, block)
         self.holders = {holder.name: holder for holder in search.found.values()}
@@ -88,6 +93,8 @@ class _Search:
     def __init__(self, found: dict[int, Holder]) -> None:
         self.found = found
         """by the id of their container"""
+        self.reached: set[tuple[int, int | None]] = set()
+        """ids of what functions and tuples hold, by block"""
         self.slots = {id(h.container.owner): h.container for h in found.values() if isinstance(h.container, Slots)}
 
     def add_module(self, name: str, module: nn.Module, block: int | None) -> None:
@@ -106,6 +113,8 @@ class _Search:
         kind = type(value)
         if kind in PLAIN or isinstance(value, (Tensor, type)):
             return
+        for reached, other in _reached_by(value).items():
+            self._add_reached(f"{name}.{reached}", other, block)
         if isinstance(value, nn.Module):
             if block is not None:  # a module that a block holds, hidden in a list or an object
                 self.add_module(name, value, block)
@@ -117,6 +126,12 @@ class _Search:
                 self._add(name, vars(value), block, has_attributes=True)
             if slots := _slots_of(kind):
                 self._add(name, self.slots.setdefault(id(value), Slots(value, slots)), block, has_attributes=True)
+
+    def _add_reached(self, name: str, value: Any, block: int | None) -> None:
+        """Add what a function or tuple reaches. They can form circles, such as a function that calls itself."""
+        if (id(value), block) not in self.reached:
+            self.reached.add((id(value), block))
+            self.add_value(name, value, block)
 
     def _add(self, name: str, container: Any, block: int | None, *, has_attributes: bool) -> None:
         holder = self.found.get(id(container))
@@ -130,6 +145,24 @@ class _Search:
         for key, value in list(items):
             if key not in INTERNAL:
                 self.add_value(f"{name}.{key}", value, block)
+
+
+def _reached_by(value: Any) -> dict[str, Any]:
+    """What code reaches through a tuple, a function, a bound method, a `partial` or a weak reference, by name."""
+    match value:
+        case tuple():
+            return {str(i): item for i, item in enumerate(value)}
+        case FunctionType():
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            return {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+        case MethodType():
+            return {"__self__": value.__self__, "__func__": value.__func__}
+        case partial():
+            return {"func": value.func, "args": value.args, "keywords": value.keywords}
+        case ref():
+            return {"referent": value()}
+        case _:
+            return {}
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """The state of modules: what is found, what counts as a change, and what it costs where nothing changes."""
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -173,3 +175,41 @@ def test_objects_with_slots_are_holders_too(model: Model) -> None:
     slotted.level = 2.0
     scanner.undo()
     assert slotted.level == 0.5
+
+
+def test_a_new_list_leaves_attributes_whose_names_begin_alike(model: Model) -> None:
+    block = model.layers[1]
+    block.aux, block.aux_state = [], {"level": 1.0}
+    state = state_of(model)
+    block.aux = [2.0]
+    state.follow({("layers[1]", "aux"): block.aux})
+    block.aux_state["level"] = 0.5
+    assert ("layers[1].aux_state", CONTENT) in Scanner(list(state.holders.values())).scan()
+
+
+def reaching(box: Box) -> dict[str, Any]:
+    return {
+        "tuple": (1, box),
+        "closure": lambda: box.level,
+        "method": box.__init__,  # type: ignore[misc]
+        "partial": partial(getattr, box, "level"),
+        "weak reference": weakref.ref(box),
+    }
+
+
+@pytest.mark.parametrize("how", reaching(Box()))
+def test_a_block_reaches_an_object_through(how: str, model: Model) -> None:
+    box = Box()
+    model.layers[2].way = reaching(box)[how]
+    state = state_of(model)
+    scanner = Scanner(state.of_blocks({2}))
+    box.level = 0.5
+    assert list(scanner.scan().values()) == [0.5]
+
+
+def test_functions_that_call_themselves_are_searched_once(model: Model) -> None:
+    def countdown(number: int) -> int:
+        return countdown(number - 1) if number else 0
+
+    model.layers[0].way = countdown
+    state_of(model)

@@ -81,6 +81,26 @@ class CollectsInBox(Stack):
         return loss + 0.1 * sum(self.losses)
 
 
+class LateBlocksAddToBox(CollectsInBox):
+    """Only the last blocks, as in models whose first layers are dense, add a loss to what the step resets to zero."""
+
+    class Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.index >= 5:
+                self.owner[0].aux_loss = self.owner[0].aux_loss + self.up(x).square().mean()
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux_loss: Any = 0.0
+        for index, block in enumerate(self.blocks):
+            block.owner, block.index = [self], index
+
+    def loss(self, batch: Batch) -> Tensor:
+        self.aux_loss = 0.0
+        return Stack.loss(self, batch) + 0.1 * self.aux_loss
+
+
 class LogsInside(Stack):
     """Blocks call the LightningModule's log."""
 
@@ -218,6 +238,7 @@ HABITS = [
     Habit("a block stores `self.aux_loss`, and the step adds it", AuxiliaryLoss, VECTORS, everywhere(EXACT), True),
     Habit("a module in a block stores a statistic", InnerStatistics, VECTORS, everywhere(EXACT), True),
     Habit("blocks append losses to a list that they share", CollectsInBox, VECTORS, everywhere(EXACT), True),
+    Habit("only the last blocks add to a loss that the step resets", LateBlocksAddToBox, VECTORS, everywhere(EXACT)),
     Habit("blocks call `self.log` of the LightningModule", LogsInside, VECTORS, everywhere(EXACT), True),
     Habit(
         "the step reads a buffer that each block changes in place",

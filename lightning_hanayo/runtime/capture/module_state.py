@@ -6,7 +6,7 @@ scan                what has changed since the last scan:  {("model.layers.3.mlp
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType
@@ -50,8 +50,10 @@ class ModuleState:
         for index, block in enumerate(blocks):
             for path, module in block.named_modules():
                 search.add_module(f"{name}[{index}]{path and '.'}{path}", module, index)
+        inside = {part for block in blocks for part in block.modules()}
         for path, module in model.named_modules():
-            search.add_module(path or type(model).__name__, module, None)
+            if module not in inside:
+                search.add_module(path or type(model).__name__, module, None)
         self.holders = {holder.name: holder for holder in search.found.values()}
 
     def of_blocks(self, indices: Iterable[int]) -> list[Holder]:
@@ -75,14 +77,14 @@ class ModuleState:
         for (name, key), value in changes.items():
             holder = self.holders.get(name)
             if holder is not None and type(value) not in PLAIN and not isinstance(value, Tensor):
-                self._follow(f"{name}.{key}", value, holder.blocks)
+                self._follow(f"{name}.{key}", value, holder)
         return old != set(self.holders)
 
-    def _follow(self, name: str, value: Any, blocks: Collection[int]) -> None:
+    def _follow(self, name: str, value: Any, holder: Holder) -> None:
         inside = f"{name}."
         known = self.holders.values()
         search = _Search({id(h.container): h for h in known if h.name != name and not h.name.startswith(inside)})
-        for block in blocks or (None,):
+        for block in (*holder.blocks, None) if holder.is_outside else holder.blocks:
             search.add_value(name, value, block)
         self.holders = {holder.name: holder for holder in search.found.values()}
 
@@ -135,11 +137,13 @@ class _Search:
 
     def _add(self, name: str, container: Any, block: int | None, *, has_attributes: bool) -> None:
         holder = self.found.get(id(container))
-        if holder is not None and (block is None or block in holder.blocks):
+        if holder is not None and (holder.is_outside if block is None else block in holder.blocks):
             return
         if holder is None:
             holder = self.found[id(container)] = Holder(name, container, has_attributes=has_attributes)
-        if block is not None:
+        if block is None:
+            holder.is_outside = True
+        else:
             holder.blocks.add(block)
         items = container.items() if isinstance(container, dict | Slots) else enumerate(container)
         for key, value in list(items):

@@ -5,6 +5,9 @@
 
 Other micro-batches' steps start while one is suspended, and set the same attributes. So each micro-batch has its own
 values: they are set before its code continues, and those of the latest micro-batch are restored after it.
+
+What only blocks reach stays on their rank, such as a count of their calls. What code outside the blocks reaches too,
+such as a box that all share, is the step's: each micro-batch brings its values, and other ranks forget them after it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -74,6 +77,8 @@ class StateCarrier:
         """what steps of this batch have changed before their blocks: each has its own values"""
         self._others_changes: set[Key] = set()
         """what hooks, and steps after their blocks, have changed: blocks elsewhere must learn it"""
+        self._shared: set[Key] = set()
+        """what has changed in state that blocks share with other code: other ranks get the step's values each time"""
         self._num_started = 0
         self._find_scanners()
 
@@ -97,7 +102,8 @@ class StateCarrier:
         changes = self._scan()
         self._early |= changes.keys()
         if earlier is None:
-            sent, self._others_changes = self._others_changes | self._early, set()
+            sent, self._others_changes = self._others_changes | self._early | self._shared, set()
+            self._shared |= self._is_shared(sent)
         else:
             sent = set(changes)
         readable = self._readable(sent, self._others | self._own - self._local)
@@ -115,6 +121,7 @@ class StateCarrier:
         """Set the values for the blocks, and add what they change."""
         scanner = self._scanner(frozenset(self._index_of[id(block)] for block in run.blocks))
         scanner.scan()
+        shared = {holder.name: holder.copy for holder in scanner.holders if holder.is_outside}
         before = self._set(_decode(tree)) if tree else {}
         result = [tree]
         yield result
@@ -123,11 +130,14 @@ class StateCarrier:
             encoded = {key: self._encode(key, value, by="a block") for key, value in changes.items()}
             result[0] = (tree or {}) | encoded
             self._follow(changes)
-        if self._local is not None and before:
-            self._set(before)
+        old = {key: _old(shared[key[0]], key[1]) for key in changes if key[0] in shared}
+        restored = old | (before if self._local is not None else {k: before[k] for k in self._is_shared(before)})
+        if restored:
+            self._set(restored)
 
     def deliver(self, tree: Tree | None, left: Left) -> Delivered:
         """Set the step's own values, and those that blocks have set."""
+        self._shared |= self._is_shared(tree or {})
         return Delivered(left, self._set(left.values | _decode(tree or {})))
 
     def end(self, delivered: Delivered) -> None:
@@ -176,6 +186,11 @@ class StateCarrier:
         holders = ((key, self._holder(key)) for key in keys)
         return sorted(key for key, holder in holders if holder is not None and holder.blocks & blocks)
 
+    def _is_shared(self, keys: Iterable[Key]) -> set[Key]:
+        """Those of state that the blocks share with code outside them: it is the step's."""
+        holders = ((key, self._holder(key)) for key in keys)
+        return {key for key, holder in holders if holder is not None and holder.is_outside and holder.blocks}
+
     def _is_own(self, key: Key) -> bool:
         """Whether it is the state of code that runs on this rank."""
         holder = self._holder(key)
@@ -189,6 +204,9 @@ class StateCarrier:
         """
         if value is REMOVED:
             return ("removed",)
+        lost = [item for item in (value if key[1] == CONTENT else [value]) if isinstance(item, Unavailable)]
+        if lost:  # a block elsewhere has stored it, in state that blocks share
+            return "unavailable", lost[0].why
         if type(value) in (int, float) and self._has_tensors and abs(value) < 2**63:
             return type(value).__name__, torch.tensor(value, dtype=torch.int64 if type(value) is int else torch.float64)
         why = self._why_not(value)
@@ -229,6 +247,11 @@ class StateCarrier:
                     f"called and again after it, but the steps of other micro-batches run in between and change it, "
                     f"too. Change it in one of the two places, or in on_train_batch_start."
                 )
+
+
+def _old(copy: Any, key: str) -> Any:
+    """What was there, according to a holder's copy."""
+    return copy if key == CONTENT else copy.get(key, REMOVED)
 
 
 def _without_mutated(changes: Mapping[Key, Any]) -> dict[Key, Any]:

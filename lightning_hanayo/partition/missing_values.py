@@ -93,7 +93,7 @@ class GuardedPlaceholder(Placeholder):
             UnsupportedError: `func` needs the values, or the owner doesn't run this code.
         """
         name, kwargs = name_of(func), kwargs or {}
-        if name not in METADATA and not cls.user_code.runs_on_all_ranks:
+        if (name not in METADATA or name == "requires_grad_") and not cls.user_code.runs_on_all_ranks:
             _refuse(name, next(_owners(args, kwargs)), alone=True)
         if name == "grad":
             placeholder = args[0]

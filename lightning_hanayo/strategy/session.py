@@ -19,9 +19,9 @@ from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.seeds import seed_of
+from lightning_hanayo.strategy import guarded_hooks
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.lightning import (
-    guarded_hooks,
     loaders,
     shared_metrics,
     signals,

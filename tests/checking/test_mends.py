@@ -91,7 +91,7 @@ def without_whole_norms() -> Iterator[None]:
 
 @contextmanager
 def without_guard() -> Iterator[None]:
-    with patch("lightning_hanayo.strategy.lightning.guarded_hooks.guard_hooks", lambda *_, **__: None):
+    with patch("lightning_hanayo.strategy.guarded_hooks.guard_hooks", lambda *_, **__: None):
         yield
 
 

@@ -19,7 +19,10 @@ REMOVED = object()
 """stands for the value of an attribute that was deleted"""
 MUTATED = object()
 """stands for the value of a buffer that was changed in place"""
+REPLACED = object()
+"""stands for a module that was put in the place of another one"""
 BUFFERS = "._buffers"
+MODULES = "._modules"
 PLAIN = (type(None), bool, int, float, str)
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 """attributes of every module that hold its parts and hooks"""
@@ -82,6 +85,8 @@ class Holder:
         self._look()
         if not self.has_attributes:
             return {(self.name, CONTENT): self.copy} if mutated or not _same_content(self.copy, old) else {}
+        if self.name.endswith(MODULES):
+            return {} if _same_content(self.copy, old) else {(self.name, "children"): REPLACED}
         if mutated and self.name.endswith(BUFFERS):
             return {(self.name, key): MUTATED for key, value in self.copy.items() if id(value) in mutated}
         changed = {

@@ -15,7 +15,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from lightning_hanayo.runtime.capture.holder import BUFFERS, INTERNAL, PLAIN, Holder, Key, Slots
+from lightning_hanayo.runtime.capture.holder import BUFFERS, CONTENT, INTERNAL, MODULES, PLAIN, Holder, Key, Slots
 
 MAX_LENGTH = 256
 """lists and dictionaries that are longer hold data, not state"""
@@ -61,24 +61,34 @@ class ModuleState:
         wanted = set(indices)
         return [holder for holder in self.holders.values() if holder.blocks & wanted]
 
-    def set(self, values: Mapping[Key, Any]) -> dict[Key, Any]:
-        """Set attributes and contents of the holders that exist here; return what they were."""
-        before = {}
+    def get(self, keys: Iterable[Key]) -> dict[Key, Any]:
+        """Attributes and contents of the holders that exist here."""
+        return {(name, key): self.holders[name].get(key) for name, key in keys if name in self.holders}
+
+    def set(self, values: Mapping[Key, Any]) -> None:
+        """Set attributes and contents of the holders that exist here."""
         for (name, key), value in values.items():
-            holder = self.holders.get(name)
-            if holder is not None:
-                before[name, key] = holder.get(key)
-                holder.set(key, value)
-        return before
+            if name in self.holders:
+                self.holders[name].set(key, value)
+
+    def inside(self, keys: Iterable[Key]) -> list[Key]:
+        """The contents of lists and dictionaries that these attributes hold."""
+        names = {f"{name}.{key}" for name, key in keys if key != CONTENT}
+        prefixes = tuple(f"{name}." for name in names)
+        return [
+            (name, CONTENT)
+            for name, holder in (self.holders.items() if names else ())
+            if not holder.has_attributes and (name in names or name.startswith(prefixes))
+        ]
 
     def follow(self, changes: Mapping[Key, Any]) -> bool:
         """Find the holders in values that were set, and forget those in what was replaced. Whether there are any."""
-        old = set(self.holders)
+        old = set(map(id, self.holders.values()))
         for (name, key), value in changes.items():
             holder = self.holders.get(name)
             if holder is not None and type(value) not in PLAIN and not isinstance(value, Tensor):
                 self._follow(f"{name}.{key}", value, holder)
-        return old != set(self.holders)
+        return old != set(map(id, self.holders.values()))
 
     def _follow(self, name: str, value: Any, holder: Holder) -> None:
         inside = f"{name}."
@@ -109,6 +119,12 @@ class _Search:
         self.found[id(vars(module))].is_idle = known is not None and names <= known | {"training", "forward"}
         if module._buffers:
             self._add(name + BUFFERS, module._buffers, block, has_attributes=True)
+        if module._modules and block is not None:
+            children = self.found.get(id(module._modules)) or Holder(
+                name + MODULES, module._modules, has_attributes=True
+            )
+            self.found[id(module._modules)] = children
+            children.blocks.add(block)
 
     def add_value(self, name: str, value: Any, block: int | None) -> None:
         """Add a value that can hold others."""

@@ -19,13 +19,23 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.capture.carried import BlockRun
-from lightning_hanayo.runtime.capture.holder import BUFFERS, CONTENT, MUTATED, REMOVED, Holder, Key, Scanner
+from lightning_hanayo.runtime.capture.holder import (
+    BUFFERS,
+    CONTENT,
+    MODULES,
+    MUTATED,
+    REMOVED,
+    REPLACED,
+    Holder,
+    Key,
+    Scanner,
+)  # fmt: skip
 from lightning_hanayo.runtime.capture.module_state import ModuleState
 from lightning_hanayo.runtime.capture.proxy import Unavailable, Valueless
 from lightning_hanayo.runtime.comm.pytree import Flattener
 
 Tree = dict[Key, tuple[Any, ...]]
-"""By key: ("value", tree), ("int" or "float", tensor), ("removed",) or ("unavailable", why)."""
+"""By key: ("value", tree), ("int" or "float", tensor), ("removed",), ("unavailable", why), ("items", a dictionary)."""
 
 
 class Left(NamedTuple):
@@ -109,6 +119,7 @@ class StateCarrier:
         readable = self._readable(sent, self._others | self._own - self._local)
         tree = {key: self._encode(key, self._value(key, changes), by="the step") for key in readable} or None
         values = _without_mutated({key: self._value(key, changes) for key in self._early})
+        values = self._state.get(self._state.inside(changes)) | values
         changed = frozenset(changes)
         if earlier is not None:
             left = earlier.left
@@ -170,8 +181,12 @@ class StateCarrier:
         return self._scanners[indices]
 
     def _set(self, values: dict[Key, Any]) -> dict[Key, Any]:
-        before = self._state.set(values)
-        self._follow(values)
+        """Set attributes, then the contents of what they hold now; return what all of them were."""
+        before = self._state.get(values)
+        for is_content in (False, True):
+            part = {key: value for key, value in values.items() if (key[1] == CONTENT) is is_content}
+            self._state.set(part)
+            self._follow(part)
         return before
 
     def _value(self, key: Key, changes: Mapping[Key, Any]) -> Any:
@@ -212,7 +227,9 @@ class StateCarrier:
         why = self._why_not(value)
         if why is None:
             return "value", value
-        what = ".".join(part.removesuffix(BUFFERS) for part in key if part != CONTENT)
+        if by != "the step" and key[1] == CONTENT and isinstance(value, dict):
+            return "items", {name: self._encode((key[0], str(name)), item, by) for name, item in value.items()}
+        what = ".".join(part.removesuffix(BUFFERS).removesuffix(MODULES) for part in key if part != CONTENT)
         if by == "the step":
             raise UnsupportedError(
                 f"{what} was set in the step to {why}, so blocks that run later, or on another rank, would not see it. "
@@ -224,6 +241,8 @@ class StateCarrier:
         """Why a value can't be sent; None if it can."""
         if value is MUTATED:
             return "other values in place"
+        if value is REPLACED:
+            return "another module"
         flattener = Flattener()
         try:
             flattener.flatten(value)
@@ -255,7 +274,7 @@ def _old(copy: Any, key: str) -> Any:
 
 
 def _without_mutated(changes: Mapping[Key, Any]) -> dict[Key, Any]:
-    return {key: value for key, value in changes.items() if value is not MUTATED}
+    return {key: value for key, value in changes.items() if value is not MUTATED and value is not REPLACED}
 
 
 def _decode(tree: Tree) -> dict[Key, Any]:
@@ -268,6 +287,8 @@ def _decode_value(key: Key, kind: str, value: Any = None) -> Any:
             return value.item()
         case "removed":
             return REMOVED
+        case "items":
+            return {name: _decode_value((key[0], str(name)), *item) for name, item in value.items()}
         case "unavailable":
             return [Unavailable(value)] if key[1] == CONTENT else Unavailable(value)
         case _:

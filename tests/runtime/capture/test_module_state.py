@@ -77,6 +77,7 @@ def test_the_holders_of_some_blocks(model: Model) -> None:
     names = {holder.name for holder in state_of(model).of_blocks([1])}
     assert names == {
         "layers[1]", "layers[1].linear", "layers[1].norm", "layers[1].norm._buffers", "layers[1].losses",
+        "layers[1]._modules",
         "layers[0].box",
     }  # fmt: skip
 
@@ -140,7 +141,9 @@ def test_values_that_are_set_are_no_changes_and_come_back_as_they_were(model: Mo
     scanner = Scanner(list(state.holders.values()))
     model.layers[0].losses.append(1)
     scanner.scan()
-    before = state.set({("layers[0]", "aux"): 1, ("layers[0].losses", CONTENT): [2, 3], ("unknown", "x"): 1})
+    values = {("layers[0]", "aux"): 1, ("layers[0].losses", CONTENT): [2, 3], ("unknown", "x"): 1}
+    before = state.get(values)
+    state.set(values)
     assert model.layers[0].aux == 1 and model.layers[0].losses == [2, 3]
     assert scanner.scan() == {}
     state.set(before)

@@ -27,6 +27,7 @@ class Block(nn.Module):
         super().__init__()
         self.box = box
         self.calls = 0
+        self.activation = nn.Identity()
         self.register_buffer("sigma", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ def test_a_counter_that_is_changed_before_and_after_the_blocks_is_rejected(ranks
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: setattr(model.layers[1], "activation", torch.relu), r"layers\[1\].activation .* can't be sent"),
+        (lambda model: setattr(model.layers[1], "function", torch.relu), r"layers\[1\].function .* can't be sent"),
         (lambda model: model.layers[1].sigma.fill_(2), r"layers\[1\].sigma was set in the step to other values in pl"),
         (lambda model: setattr(model.box, "level", torch.empty((), device="meta")), "is on another pipeline rank"),
     ],
@@ -260,3 +261,52 @@ def test_a_value_of_shared_state_that_can_t_be_sent_fails_where_it_is_read(ranks
     tree, _ = ranks.first.leave()
     with pytest.raises(UnsupportedError, match="was set by a block to a builtins.object"):
         ranks.second.run(tree, 1)
+
+
+def test_a_dictionary_made_once_and_filled_by_each_step_has_each_steps_values(ranks: SimpleNamespace) -> None:
+    model, carrier, suspended = ranks.first.model, ranks.first.carrier, []
+    model.state = None
+    carrier.begin_batch()
+    for number in range(3):
+        carrier.enter()
+        if model.state is None:
+            model.state = {}
+        model.state["aux"] = number
+        suspended.append(ranks.first.leave())
+    for number, (tree, left) in enumerate(suspended):
+        delivered = carrier.deliver(tree, left)
+        assert model.state == {"aux": number}
+        carrier.end(delivered)
+        assert model.state == {"aux": 2}
+
+
+def test_a_list_that_each_step_makes_keeps_what_it_collects(ranks: SimpleNamespace) -> None:
+    model, carrier, suspended = ranks.first.model, ranks.first.carrier, []
+    for number in range(3):
+        carrier.enter()
+        model.parts = [number]
+        suspended.append(ranks.first.leave())
+    for number, (tree, left) in enumerate(suspended):
+        delivered = carrier.deliver(tree, left)
+        model.parts.append("late")
+        assert model.parts == [number, "late"]
+        carrier.end(delivered)
+    assert model.parts == [2, "late"]
+
+
+def test_a_module_that_the_step_replaces_in_a_block_is_rejected(ranks: SimpleNamespace) -> None:
+    ranks.first.model.layers[1].activation = nn.Tanh()
+    with pytest.raises(UnsupportedError, match=r"layers\[1\].children was set in the step to another module"):
+        ranks.first.leave()
+
+
+def test_one_value_that_cannot_travel_leaves_the_others_of_a_dictionary(ranks: SimpleNamespace) -> None:
+    for rank in (ranks.first, ranks.second):
+        rank.blocks[1].stats = {}
+        rank.carrier.begin_batch()
+    with ranks.second.carrier.running(None, BlockRun([ranks.second.blocks[1]], is_last=True)) as result:
+        ranks.second.blocks[1].stats.update(mean=0.5, cache=object())
+    ranks.first.carrier.deliver(sent(result[0]), ranks.first.leave()[1])
+    assert ranks.first.blocks[1].stats["mean"] == 0.5
+    with pytest.raises(UnsupportedError, match="was set by a block to a builtins.object"):
+        bool(ranks.first.blocks[1].stats["cache"])

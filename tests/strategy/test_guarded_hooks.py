@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
-from lightning_hanayo.strategy.lightning.guarded_hooks import guard_hooks
+from lightning_hanayo.strategy.guarded_hooks import guard_hooks
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 GUARD = ParameterGuard(torch.device("cpu"))

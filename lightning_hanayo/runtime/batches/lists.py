@@ -30,11 +30,15 @@ def is_list(value: Any) -> bool:
 def are_columns(items: Sequence[Any], cut: Cut) -> bool:
     """Whether items that can be cut look like columns.
 
-    In each something is cut. Containers hold a tensor of several dimensions and no single number, as samples do.
+    All in them is cut. Containers hold a tensor of several dimensions and no single number, as samples do.
     """
-    if not isinstance(cut, Inside) or WHOLE in cut.cuts.values():
+    if not _cuts_all(cut):
         return False
     return all(isinstance(item, Array) or not _looks_like_a_sample(item) for item in items)
+
+
+def _cuts_all(cut: Cut) -> bool:
+    return all(map(_cuts_all, cut.cuts.values())) if isinstance(cut, Inside) else cut != WHOLE
 
 
 def _looks_like_a_sample(item: Any) -> bool:

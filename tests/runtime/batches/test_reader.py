@@ -105,6 +105,13 @@ def test_pictures_are_a_list_of_samples_even_if_there_are_as_many_as_channels() 
         assert plan.part_sizes == (count,) and [len(part) for part in plan.select(batch, [[0]])] == [1, 1]
 
 
+def test_samples_with_one_box_each_are_not_taken_for_columns() -> None:
+    batch = [{"image": torch.rand(3, 8, 8), "boxes": torch.rand(1, 4)} for _ in range(4)]
+    plan = BatchReader(BatchRule()).plan(batch)
+    assert plan.part_sizes == (4,)
+    assert plan.select(batch, [range(1, 3)])[0] is batch[1]
+
+
 def test_a_doubtful_list_is_of_columns_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"batch is a list of 6 items with 4 rows each.* cut as columns.*split_batch"):
         size, piece = picked([rows(4, 2)] * 6, [0])

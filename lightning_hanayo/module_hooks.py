@@ -52,11 +52,15 @@ def check_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
                 )
 
 
-def num_hooks(modules: Iterable[nn.Module]) -> int:
-    """The number of hooks; 0.3 us per module."""
-    return sum(
-        map(len, chain.from_iterable((m._forward_hooks, m._forward_pre_hooks, m._backward_hooks) for m in modules))
-    )
+class HookCount:
+    """Counts the hooks on modules; 0.1 us per module."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._dictionaries = [getattr(module, kind) for module in modules for kind in _KINDS[:3]]
+
+    def __call__(self) -> int:
+        """The number of hooks now."""
+        return sum(map(len, self._dictionaries))
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:

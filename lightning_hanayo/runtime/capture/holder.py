@@ -6,6 +6,7 @@ Of a buffer that was changed in place only that is known: its values stay on the
 
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -58,15 +59,23 @@ class Slots(MutableMapping[str, Any]):
         return dict(self)
 
 
+@dataclass
+class Clock:
+    """Counts the looks at all holders of a model: while it stands still, what they remember is the same."""
+
+    time: int = 0
+
+
 class Holder:
     """The attributes of an object, or a list, dictionary or set: as it is, and as it was when last looked at.
 
     `blocks` are the indices of the blocks that reach it.
     """
 
-    def __init__(self, name: str, container: Any, *, has_attributes: bool) -> None:
+    def __init__(self, name: str, container: Any, clock: Clock, *, has_attributes: bool) -> None:
         self.name = name
         self.container = container
+        self.clock = clock
         self.has_attributes = has_attributes
         self.is_idle = False
         """whether it is known to keep its values, unless it gets a new one"""
@@ -124,6 +133,7 @@ class Holder:
         (self.container.extend if isinstance(self.container, list | deque) else self.container.update)(content)
 
     def _look(self) -> None:
+        self.clock.time += 1
         old, self.copy = self.copy, self.container.copy()
         if isinstance(self.copy, dict) and (old is None or old.keys() != self.copy.keys()):
             keys = self.copy.keys() - INTERNAL if self.has_attributes else self.copy.keys()
@@ -133,12 +143,15 @@ class Holder:
 
 
 class Scanner:
-    """Finds what has changed in some holders. Where nothing has, it takes about 0.02 us per attribute."""
+    """Finds what has changed in some holders. Where nothing has, it takes about 0.1 us per holder."""
 
-    def __init__(self, holders: Sequence[Holder]) -> None:
+    def __init__(self, holders: Sequence[Holder], clock: Clock) -> None:
         self.holders = holders
+        self._clock = clock
         self._containers = [holder.container for holder in holders]
         self._active = [holder for holder in holders if not holder.is_idle]
+        self._time = -1
+        self._remember()
 
     def scan(self) -> dict[Key, Any]:
         """What has changed since the last scan of these holders."""
@@ -160,15 +173,22 @@ class Scanner:
                 holder.undo()
 
     def _is_unchanged(self) -> bool:
-        if list(map(len, self._containers)) != [len(holder.copy) for holder in self.holders]:
+        if self._time != self._clock.time:
+            self._remember()
+        if list(map(len, self._containers)) != self._lengths:
             return False
-        active = self._active
         try:
-            new = chain.from_iterable([holder.values(holder.container) for holder in active])
-            old = chain.from_iterable([holder.values(holder.copy) for holder in active])
+            values = chain.from_iterable([holder.values(holder.container) for holder in self._active])
         except KeyError:  # one attribute has been deleted, and another one added
             return False
-        return all(map(is_, new, old)) and not any(holder.is_mutated for holder in active if holder.tensors)
+        return all(map(is_, values, self._values)) and not any(holder.is_mutated for holder in self._with_tensors)
+
+    def _remember(self) -> None:
+        """Collect what the holders remember."""
+        self._time = self._clock.time
+        self._lengths = [len(holder.copy) for holder in self.holders]
+        self._values = [value for holder in self._active for value in holder.values(holder.copy)]
+        self._with_tensors = [holder for holder in self._active if holder.tensors]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -15,7 +15,17 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from lightning_hanayo.runtime.capture.holder import BUFFERS, CONTENT, INTERNAL, MODULES, PLAIN, Holder, Key, Slots
+from lightning_hanayo.runtime.capture.holder import (
+    BUFFERS,
+    CONTENT,
+    INTERNAL,
+    MODULES,
+    PLAIN,
+    Clock,
+    Holder,
+    Key,
+    Slots,
+)
 
 MAX_LENGTH = 256
 """lists and dictionaries that are longer hold data, not state"""
@@ -46,7 +56,8 @@ class ModuleState:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], name: str) -> None:
-        search = _Search({})
+        self.clock = Clock()
+        search = _Search({}, self.clock)
         for index, block in enumerate(blocks):
             for path, module in block.named_modules():
                 search.add_module(f"{name}[{index}]{path and '.'}{path}", module, index)
@@ -93,7 +104,9 @@ class ModuleState:
     def _follow(self, name: str, value: Any, holder: Holder) -> None:
         inside = f"{name}."
         known = self.holders.values()
-        search = _Search({id(h.container): h for h in known if h.name != name and not h.name.startswith(inside)})
+        search = _Search(
+            {id(h.container): h for h in known if h.name != name and not h.name.startswith(inside)}, self.clock
+        )
         for block in (*holder.blocks, None) if holder.is_outside else holder.blocks:
             search.add_value(name, value, block)
         self.holders = {holder.name: holder for holder in search.found.values()}
@@ -102,7 +115,8 @@ class ModuleState:
 class _Search:
     """Walks through modules and what they hold."""
 
-    def __init__(self, found: dict[int, Holder]) -> None:
+    def __init__(self, found: dict[int, Holder], clock: Clock) -> None:
+        self._clock = clock
         self.found = found
         """by the id of their container"""
         self.reached: set[tuple[int, int | None]] = set()
@@ -120,10 +134,9 @@ class _Search:
         if module._buffers:
             self._add(name + BUFFERS, module._buffers, block, has_attributes=True)
         if module._modules and block is not None:
-            children = self.found.get(id(module._modules)) or Holder(
-                name + MODULES, module._modules, has_attributes=True
-            )
-            self.found[id(module._modules)] = children
+            parts = module._modules
+            children = self.found.get(id(parts)) or Holder(name + MODULES, parts, self._clock, has_attributes=True)
+            self.found[id(parts)] = children
             children.blocks.add(block)
 
     def add_value(self, name: str, value: Any, block: int | None) -> None:
@@ -156,7 +169,7 @@ class _Search:
         if holder is not None and (holder.is_outside if block is None else block in holder.blocks):
             return
         if holder is None:
-            holder = self.found[id(container)] = Holder(name, container, has_attributes=has_attributes)
+            holder = self.found[id(container)] = Holder(name, container, self._clock, has_attributes=has_attributes)
         if block is None:
             holder.is_outside = True
         else:

@@ -161,7 +161,7 @@ class StateCarrier:
             self._set({key: value for key, value in before if key not in changes and self._is_own(key)})
 
     def _find_scanners(self) -> None:
-        self._all = Scanner(list(self._state.holders.values()))
+        self._all = Scanner(list(self._state.holders.values()), self._state.clock)
         self._scanners: dict[frozenset[int], Scanner] = {}
 
     def _follow(self, changes: Mapping[Key, Any]) -> None:
@@ -177,7 +177,7 @@ class StateCarrier:
 
     def _scanner(self, indices: frozenset[int]) -> Scanner:
         if indices not in self._scanners:
-            self._scanners[indices] = Scanner(self._state.of_blocks(indices))
+            self._scanners[indices] = Scanner(self._state.of_blocks(indices), self._state.clock)
         return self._scanners[indices]
 
     def _set(self, values: dict[Key, Any]) -> dict[Key, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.module_hooks import check_hooks, num_hooks
+from lightning_hanayo.module_hooks import HookCount, check_hooks
 from lightning_hanayo.runtime.batch import Batch, StepFunction
 from lightning_hanayo.runtime.capture.block_tracer import BlockTracer
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
@@ -38,8 +38,7 @@ class UserStep:
     _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
-    _parts: list[nn.Module] = field(default_factory=list, init=False)
-    """all modules in the blocks"""
+    _count_hooks: HookCount | None = field(default=None, init=False)
     _num_hooks: int = field(default=0, init=False)
     """that were there, and accepted, when they were last counted"""
 
@@ -49,7 +48,6 @@ class UserStep:
         Raises:
             UnsupportedError: since the run began, a hook was put on a module in a block.
         """
-        self._parts = self._parts or [part for block in self.blocks for part in block.modules()]
         self._check_hooks()
         self.carriers.begin_batch()
 
@@ -118,7 +116,9 @@ class UserStep:
         self._calls.close()
 
     def _check_hooks(self) -> None:
-        number = num_hooks(self._parts)
+        if self._count_hooks is None:
+            self._count_hooks = HookCount(part for block in self.blocks for part in block.modules())
+        number = self._count_hooks()
         if number != self._num_hooks:
             self._num_hooks = number
             named = (block.named_modules(prefix=f"{self.name}[{i}]") for i, block in enumerate(self.blocks))

@@ -56,7 +56,8 @@ def state_of(model: Model) -> ModuleState:
 
 
 def scanner_of(model: Model) -> Scanner:
-    return Scanner(list(state_of(model).holders.values()))
+    state = state_of(model)
+    return Scanner(list(state.holders.values()), state.clock)
 
 
 def test_holders_are_modules_objects_lists_and_buffers(model: Model) -> None:
@@ -138,7 +139,7 @@ def test_an_attribute_on_a_linear_layer_is_seen(model: Model) -> None:
 
 def test_values_that_are_set_are_no_changes_and_come_back_as_they_were(model: Model) -> None:
     state = state_of(model)
-    scanner = Scanner(list(state.holders.values()))
+    scanner = Scanner(list(state.holders.values()), state.clock)
     model.layers[0].losses.append(1)
     scanner.scan()
     values = {("layers[0]", "aux"): 1, ("layers[0].losses", CONTENT): [2, 3], ("unknown", "x"): 1}
@@ -160,7 +161,7 @@ def test_undo_restores_the_last_scan(model: Model) -> None:
 
 def test_new_objects_are_followed(model: Model) -> None:
     state = state_of(model)
-    scanner = Scanner(list(state.holders.values()))
+    scanner = Scanner(list(state.holders.values()), state.clock)
     model.layers[1].box = box = Box()
     assert state.follow(scanner.scan())
     assert state.holders["layers[1].box"].container is vars(box)
@@ -170,7 +171,7 @@ def test_new_objects_are_followed(model: Model) -> None:
 def test_objects_with_slots_are_holders_too(model: Model) -> None:
     model.layers[0].slotted = slotted = Slotted()
     state = state_of(model)
-    scanner = Scanner(list(state.holders.values()))
+    scanner = Scanner(list(state.holders.values()), state.clock)
     slotted.level = 0.5
     assert scanner.scan() == {("layers[0].slotted", "level"): 0.5}
     state.set({("layers[0].slotted", "tensor"): 1})
@@ -187,7 +188,7 @@ def test_a_new_list_leaves_attributes_whose_names_begin_alike(model: Model) -> N
     block.aux = [2.0]
     state.follow({("layers[1]", "aux"): block.aux})
     block.aux_state["level"] = 0.5
-    assert ("layers[1].aux_state", CONTENT) in Scanner(list(state.holders.values())).scan()
+    assert ("layers[1].aux_state", CONTENT) in Scanner(list(state.holders.values()), state.clock).scan()
 
 
 def reaching(box: Box) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def test_a_block_reaches_an_object_through(how: str, model: Model) -> None:
     box = Box()
     model.layers[2].way = reaching(box)[how]
     state = state_of(model)
-    scanner = Scanner(state.of_blocks({2}))
+    scanner = Scanner(state.of_blocks({2}), state.clock)
     box.level = 0.5
     assert list(scanner.scan().values()) == [0.5]
 

@@ -19,6 +19,7 @@ from tests.habits.step_state import Annealed
 from tests.harness import models
 from tests.harness.models import NUM_BLOCKS, WIDTH, Batch
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 from tests.harness.training import Layout
 
 WAVE = Layout(2, 1, 1)
@@ -112,7 +113,7 @@ CASES: dict[str, tuple[type[LightningModule], Layout, str, Break, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", covered(CASES, by=["what blocks store", "a loop over parts of gradients"]))
 def test_what_is_no_longer_prevented_is_found(pool: Pool, name: str) -> None:
     factory, layout, outcome, break_, first, cause = CASES[name]
     assert verdict_of(pool, factory, VECTORS, layout).outcome == outcome

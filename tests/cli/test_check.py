@@ -173,6 +173,7 @@ def test_help_waits_for_neither_torch_nor_lightning() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.thorough  # the other tests run the same in this process
 def test_a_plain_script_checks_its_own_module(here: Path) -> None:
     """Its classes are in `__main__`, and it has no `if __name__ == "__main__"`."""
     (here / "script.py").write_text(SCRIPT)

@@ -17,6 +17,7 @@ from tests.habits import batches
 from tests.habits.habit import LAYOUTS
 from tests.harness.models import build
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 from tests.harness.training import Layout, make_loader, make_strategy
 
 
@@ -53,11 +54,16 @@ CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
 }
 
 
+EVALUATED = [
+    ("lists", "pipeline"), ("lists", "cube"), ("sequence-first", "both"), ("two loaders", "pipeline"),
+    ("two loaders", "both"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [("lists", "pipeline"), ("lists", "cube"), ("sequence-first", "both"), ("two loaders", "pipeline"),
-     ("two loaders", "both")],
-)  # fmt: skip
+    covered(EVALUATED, by=[("lists", "pipeline"), ("two loaders", "both")]),
+)
 def test_evaluation(pool: Pool, case: str, layout: str) -> None:
     logged, predicted = pool.run(LAYOUTS[layout].world_size, evaluate, case, LAYOUTS[layout])[0]
     ((expected_log, expected),) = pool.run(1, evaluate, case, Layout())

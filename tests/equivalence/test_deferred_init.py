@@ -24,6 +24,7 @@ from lightning_hanayo.strategy.setup import build_pipeline
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     assert_bit_equal,
@@ -188,7 +189,7 @@ def alone(pool: Pool) -> dict[str, tuple[Values, Values, float]]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[:2]), ids=str)
 def test_values_are_the_same_on_every_layout(pool: Pool, alone: Any, layout: Layout) -> None:
     ranks = pool.run(layout.world_size, started, layout)
     for kind, (values, buffers, loss) in alone.items():

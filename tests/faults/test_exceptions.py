@@ -68,6 +68,7 @@ def test_a_script_without_a_fault_finishes(tmp_path: Path) -> None:
     assert (ended.code, ended.output.count("finished"), ended.leftover) == (0, 2, []), ended.output
 
 
+@pytest.mark.thorough  # a launched script shows it the same way
 def test_command_line_shows_a_late_error_once(tmp_path: Path) -> None:
     where = "tests.faults.late_errors"
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

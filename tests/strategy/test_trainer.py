@@ -374,6 +374,7 @@ def two_modules_in_a_cube(layout: Layout) -> Any:
     return two_modules(partial(make_trainer, layout), models.build(Model, torch.float64), Path())
 
 
+@pytest.mark.thorough
 def test_two_modules_in_a_cube(pool: Pool) -> None:
     (alone,) = pool.run(1, two_modules_in_a_cube, Layout())
     for weights in pool.run(2, two_modules_in_a_cube, Layout(cube=(1, 2, 1))):

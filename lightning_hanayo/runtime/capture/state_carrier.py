@@ -130,10 +130,10 @@ class StateCarrier:
     @contextmanager
     def running(self, tree: Tree | None, run: BlockRun) -> Iterator[list[Tree | None]]:
         """Set the values for the blocks, and add what they change."""
-        scanner = self._scanner(frozenset(self._index_of[id(block)] for block in run.blocks))
-        scanner.scan()
-        shared = {holder.name: holder.copy for holder in scanner.holders if holder.is_outside}
         before = self._set(_decode(tree)) if tree else {}
+        scanner = self._scanner(frozenset(self._index_of[id(block)] for block in run.blocks))
+        scanner.scan()  # what others have changed isn't the blocks' doing
+        shared = {holder.name: holder.copy for holder in scanner.holders if holder.is_outside}
         result = [tree]
         yield result
         changes = _without_mutated(scanner.scan())

@@ -12,7 +12,10 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import HookCount, check_hooks, check_parameter_hooks
 from tests.harness import models
 
-HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+HOOKS = [
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+]  # fmt: skip
 
 
 def keep(*_: Any) -> None:
@@ -29,7 +32,9 @@ halve.is_local = True  # type: ignore[attr-defined]
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_is_rejected_by_the_names_of_module_and_function(kind: str) -> None:
     block = nn.Sequential(nn.Linear(2, 2))
+    count = HookCount(block.modules())
     getattr(block[0], kind)(partial(keep, 1))
+    assert count() == 1
     with pytest.raises(UnsupportedError, match=r"^h\[1\]\.0 has the hook keep"):
         check_hooks(block.named_modules(prefix="h[1]"))
 

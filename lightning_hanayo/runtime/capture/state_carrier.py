@@ -29,7 +29,7 @@ from lightning_hanayo.runtime.capture.holder import (
     Holder,
     Key,
     Scanner,
-)  # fmt: skip
+)
 from lightning_hanayo.runtime.capture.module_state import ModuleState
 from lightning_hanayo.runtime.capture.proxy import Unavailable, Valueless
 from lightning_hanayo.runtime.comm.pytree import Flattener

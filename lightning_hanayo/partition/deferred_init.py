@@ -103,6 +103,10 @@ class DeferredInit:
         if isinstance(owner, nn.RNNBase):
             owner._init_flat_weights()
 
+    def assign_one(self, tensor: Tensor, value: Tensor) -> None:
+        """Give one tensor a value, or this rank's shard of it; see `assign`."""
+        self.assign(DeferredModule(self._copy.module_name(tensor), (tensor,)), [value])
+
     def _initialize(self, name: str) -> None:
         """Call the initialization methods of the module and of those around it."""
         names = [name]  # of "a.b.c": "a.b.c", "a.b", "a" and "", the whole model

@@ -1,8 +1,9 @@
 """The options of `HanayoStrategy`, checked when it is constructed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
@@ -37,6 +38,7 @@ class Options:
     batch_dim: int
     split_batch: SplitFunction | None
     whole: Sequence[str]
+    init_from: str | Path | Mapping[str, str | Path] | None
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches"):
@@ -57,12 +59,28 @@ class Options:
         if len(sizes) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
             raise HanayoError(f"cube={self.cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
         self._check_batch_rule()
+        self._check_folders()
         check_schedule(self.schedule)
 
     @property
     def batch_rule(self) -> BatchRule:
         """How batches are cut."""
         return BatchRule(self.batch_dim, self.split_batch, frozenset(self.whole))
+
+    @property
+    def init_folders(self) -> dict[str, Path]:
+        """The folders with a model's first values, by the name of the module they are for; "": the one they fit."""
+        folders = self.init_from if isinstance(self.init_from, Mapping) else {"": self.init_from}
+        return {name: Path(folder) for name, folder in folders.items() if folder is not None}
+
+    def _check_folders(self) -> None:
+        value: Any = self.init_from
+        paths = [*value, *value.values()] if isinstance(value, Mapping) else [value]
+        if not all(path is None or isinstance(path, (str, Path)) for path in paths):
+            raise HanayoError(
+                f"init_from={value!r}: expected a folder with model.safetensors, a dictionary of such folders by the "
+                f"names of the modules they are for, or None"
+            )
 
     def _check_batch_rule(self) -> None:
         dim: Any = self.batch_dim

@@ -258,4 +258,5 @@ def plan_for(
         HanayoError: it can't be run so.
     """
     steady = not user_hooks.clips_by_norm(trainer, module)
-    return plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)
+    is_new, is_converted = prepared.stage_blocks is None, prepared.cube is not None
+    return plan_model(module, options, topology, steady=steady, is_converted=is_converted, is_new=is_new)

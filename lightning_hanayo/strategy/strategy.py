@@ -6,6 +6,7 @@ from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -13,10 +14,12 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.checkpoint.state_dict import (
     gather_module_state,
     gather_optimizer_state,
@@ -93,6 +96,10 @@ class HanayoStrategy(MeshParallelStrategy):
             usual rule. In a cube it is called once more with each micro-batch and the number of ranks that share it.
         whole: names of what is the same for all samples, and stays whole: keys of mappings, and fields of dataclasses,
             on any level.
+        init_from: a folder with `model.safetensors`, or `model.safetensors.index.json` and its files, as
+            `save_pretrained` of transformers writes it. The model's first values come from there; each rank reads only
+            its own. Build the model in `configure_model`: it has no values until they are read. A dictionary gives
+            folders by the names of the modules that they are for.
 
     Raises:
         HanayoError: a bad value, or sizes that don't multiply to the number of processes; before any of them starts.
@@ -122,6 +129,7 @@ class HanayoStrategy(MeshParallelStrategy):
         batch_dim: int = 0,
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         whole: Sequence[str] = (),
+        init_from: str | Path | Mapping[str, str | Path] | None = None,
     ) -> None:
         arguments = locals() | {"costs": costs_from(costs)}
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
@@ -166,7 +174,10 @@ class HanayoStrategy(MeshParallelStrategy):
     def check_before_launch(self, trainer: "pl.Trainer") -> None:
         """Called before any process starts."""
         self._check(trainer)
-        if not defines_configure_model(self.module):
+        if defines_configure_model(self.module):
+            for folder in self.options.init_folders.values():
+                SafetensorsFolder(folder)
+        else:
             plan_for(trainer, self.module, self._prepared_module, self.options, self.topology)
 
     def _check(self, trainer: "pl.Trainer") -> None:
@@ -200,13 +211,19 @@ class HanayoStrategy(MeshParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether the model was built on the meta device: it can't take values before. Asked before and after setup."""
-        return self._restores_late or (self.lightning_module is not None and is_deferred(self.lightning_module))
+        """Whether setup gives the model its first values, which a checkpoint replaces. Asked before and after it."""
+        is_empty = self.lightning_module is not None and is_deferred(self.lightning_module)
+        return self._restores_late or is_empty or self.options.init_from is not None
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """An empty model is built on the meta device: `setup` gives it values, on the ranks that need them."""
+        """An empty model is built on the meta device: `setup` gives it values, on the ranks that need them.
+
+        With `init_from` that is the default, as in `configure_model`.
+        """
+        if empty_init is None:
+            empty_init = self.options.init_from is not None
         with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
             yield
 
@@ -330,6 +347,8 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.options.init_from is not None:
+            rank_zero_info("The checkpoint's values replace those of init_from.")
         with self._unguarded():
             load_module_state(self.module, checkpoint["state_dict"], self._prepared_module.cube, strict=strict)
 

@@ -98,11 +98,16 @@ class Shard:
 
         A tensor of another shape is sharded along the dimensions whose sizes agree. A scalar stays whole.
         """
+        cut = [(i, dim) for i, dim in enumerate(self.dims[: whole.dim()]) if dim.axes and whole.shape[i] == dim.size]
         part = whole
-        for i, dim in enumerate(self.dims[: whole.dim()]):
-            if dim.axes and whole.shape[i] == dim.size:
+        for i, dim in cut:  # views first: of a tensor that is mapped from a file no more is read than is kept
+            if dim.order is None:
+                start, stop = dim.span(mesh, coordinates)
+                part = part.narrow(i, start, stop - start)
+        for i, dim in cut:
+            if dim.order is not None:
                 part = part.index_select(i, dim.entries_at(mesh, coordinates).to(whole.device))
-        return part.clone() if part is whole else part.contiguous()
+        return part.clone(memory_format=torch.contiguous_format)
 
     def put(self, whole: Tensor, part: Tensor, mesh: Mesh, coordinates: Sequence[int]) -> None:
         """Write the `part` of the rank at `coordinates` into `whole`."""

@@ -1,6 +1,7 @@
 """Prepares a copy of the user's module for a run: fewer blocks, another precision, dropout switched off."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.partition.stack import find_stack
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
+from lightning_hanayo.strategy.setup.pretrained import load_pretrained, plan_pretrained
 
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth")
 """attributes of a module or its config that say how many blocks there are"""
@@ -26,7 +28,8 @@ def prepare(case: Case, *, whole: bool) -> pl.LightningModule:
     """
     module = case.module
     if defines_configure_model(module):
-        _after_configure_model(module, lambda: _prepare(module, case, whole))
+        on_meta = bool(case.options.init_folders)  # as with the strategy
+        _after_configure_model(module, lambda: _prepare(module, case, whole), on_meta=on_meta)
     else:
         _prepare(module, case, whole)
     return module
@@ -71,16 +74,27 @@ def _prepare(module: pl.LightningModule, case: Case, whole: bool) -> None:
     if not case.has_dropout:
         switch_dropout_off(module)
     module.double() if case.dtype == torch.float64 else module.to(case.dtype)
-    if whole and is_deferred(module):
-        fill_initial_values(DeferredInit(module, case.seed), module.modules(), torch.device("cpu"), None)
+    if whole:
+        _give_values(module, case)
 
 
-def _after_configure_model(module: pl.LightningModule, then: Callable[[], None]) -> None:
+def _give_values(module: pl.LightningModule, case: Case) -> None:
+    """Give the module in this process what all ranks of a layout together get."""
+    deferred = DeferredInit(module, case.seed) if is_deferred(module) else None
+    if case.options.init_folders:
+        plans = plan_pretrained(module, find_stack(module, case.options.blocks).name, case.options.init_folders)
+        load_pretrained(plans, module, module.modules(), deferred, torch.device("cpu"), None)
+    if deferred is not None:
+        fill_initial_values(deferred, module.modules(), torch.device("cpu"), None)
+
+
+def _after_configure_model(module: pl.LightningModule, then: Callable[[], None], *, on_meta: bool) -> None:
     configure = module.configure_model
 
     @wraps(configure)
     def configure_model() -> None:
-        configure()
+        with torch.device("meta") if on_meta else nullcontext():
+            configure()
         then()
 
     object.__setattr__(module, "configure_model", configure_model)

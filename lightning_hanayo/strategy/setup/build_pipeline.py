@@ -32,6 +32,7 @@ from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.full_parameters import FullParameters
 from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
 from lightning_hanayo.strategy.setup.plan import ModelPlan
+from lightning_hanayo.strategy.setup.pretrained import load_on_all_ranks
 from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
@@ -95,8 +96,11 @@ def build_pipeline(
     if cube is not None:
         blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
         cube.parallelize(blocks, parameters, modules_outside(model, plan.stack))
+    own_modules = _own_modules(model, ownership, rank)
+    if plan.pretrained:
+        load_on_all_ranks(plan.pretrained, model, own_modules, deferred, context.device, cube)
     if deferred is not None:
-        fill_initial_values(deferred, _own_modules(model, ownership, rank), context.device, cube)
+        fill_initial_values(deferred, own_modules, context.device, cube)
 
     streams = context.random_streams
     stages, user_step = build_stages(

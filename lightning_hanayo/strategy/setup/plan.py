@@ -1,5 +1,6 @@
 """Decides what becomes of a model, before any process starts: its stack, the pipeline's layout, its 3-D layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,6 +12,7 @@ from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_not_converted
+from lightning_hanayo.strategy.setup.pretrained import FolderPlan, plan_pretrained
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.topology import Topology
 
@@ -23,19 +25,21 @@ class ModelPlan:
     layout: Layout
     conversion: ParallelizePlan | None
     """of the blocks' layers; None without a cube, and for a model that is converted already"""
+    pretrained: Sequence[FolderPlan] = ()
+    """what it takes from the folders of `init_from`; nothing if an earlier run has given it values"""
 
 
 def plan_model(
-    model: nn.Module, options: Options, topology: Topology, *, steady: bool, is_converted: bool
+    model: nn.Module, options: Options, topology: Topology, *, steady: bool, is_converted: bool, is_new: bool = True
 ) -> ModelPlan:
     """Plan a whole model. Needs no process group, so what is wrong is known before any process starts.
 
     `steady` says whether nothing makes ranks wait for each other between steps; `is_converted`, whether an earlier run
-    of the same Trainer has converted the layers.
+    of the same Trainer has converted the layers; `is_new`, whether there was none.
 
     Raises:
-        HanayoError: no stack, too few blocks, hooks on blocks or parameters, or a size that doesn't divide over the
-            cube.
+        HanayoError: no stack, too few blocks, hooks on blocks or parameters, a size that doesn't divide over the
+            cube, or a folder of values that doesn't fit.
     """
     stack = find_stack(model, options.blocks)
     if topology.replica_size > 1:
@@ -55,10 +59,11 @@ def plan_model(
         check_parameter_hooks(dict(model.named_parameters()))
     if not isinstance(options.balance, str) and len(options.balance) != len(stack):
         raise HanayoError(f"balance has {len(options.balance)} costs, but {stack.name} has {len(stack)} blocks")
+    pretrained = plan_pretrained(model, stack.name, options.init_folders) if is_new else ()
     if is_converted:
-        return ModelPlan(stack, layout, None)
+        return ModelPlan(stack, layout, None, pretrained)
     check_not_converted(model)
-    return ModelPlan(stack, layout, _plan_conversion(model, stack, options, topology))
+    return ModelPlan(stack, layout, _plan_conversion(model, stack, options, topology), pretrained)
 
 
 def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology: Topology) -> ParallelizePlan | None:

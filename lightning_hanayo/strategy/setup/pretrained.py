@@ -1,0 +1,237 @@
+"""Gives a model the values of safetensors folders: each rank reads its own tensors, in a cube its shards of them.
+
+plan     from headers and names, alike on all ranks, before the model is cut: what is missing or doesn't fit is an error
+load     each rank reads and converts its own; then all ranks hear of an error that one had
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_hanayo.checkpoint.pretrained_names import joined, match_names, named_values
+from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
+from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
+from lightning_hanayo.partition.deferred_init import DeferredInit
+from lightning_hanayo.strategy.process_groups import all_gather_objects
+from lightning_hanayo.strategy.setup.cube import Cube
+
+_CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """What a model takes from one folder. Equal on all ranks."""
+
+    folder: SafetensorsFolder
+    module: str
+    """the qualified name of the module that takes it"""
+    sources: Mapping[str, str]
+    """the name in the folder of each tensor of the model that takes its value, by its qualified name there"""
+    missing: tuple[str, ...]
+    """parameters of the module that the folder lacks, outside the blocks"""
+    unused: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one rank has read, or why it couldn't."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    conversions: frozenset[str] = frozenset()
+    """such as: bfloat16 to float32"""
+    replaced: str = ""
+    """a parameter that had values before"""
+    signatures: tuple[str, ...] = ()
+    """of the folders: equal on ranks that see the same tensors in them"""
+    error: str = ""
+
+
+def plan_pretrained(model: nn.Module, blocks: str, folders: Mapping[str, Path]) -> list[FolderPlan]:
+    """Plan what a whole model takes from folders. Needs no process group.
+
+    Args:
+        model: with or without values.
+        blocks: the qualified name of its block stack.
+        folders: by the qualified name of the module that they are for; "": the module whose names fit.
+
+    Raises:
+        HanayoError: a folder can't be read, or what it has doesn't fit the model.
+    """
+    return [_plan(model, blocks, name, SafetensorsFolder(path)) for name, path in folders.items()]
+
+
+def load_pretrained(
+    plans: Sequence[FolderPlan],
+    model: nn.Module,
+    modules: Iterable[nn.Module],
+    deferred: DeferredInit | None,
+    device: torch.device,
+    cube: Cube | None,
+) -> Reading:
+    """Read the values of this rank's `modules`, in a cube its shards of them.
+
+    Raises:
+        HanayoError: a file can't be read any more, or has two values for one parameter.
+    """
+    own = {tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())}
+    values = {name: tensor for name, tensor in named_values(model) if tensor in own}
+    given: set[Tensor] = set()
+    num_bytes, start, conversions, replaced = 0, time.perf_counter(), set(), ""
+    for name, source, whole in _own_sources(plans, values):
+        tensor = values[name]
+        part = whole if cube is None else cube.shard(whole, tensor)
+        num_bytes += part.nbytes
+        if part.dtype != tensor.dtype:
+            conversions.add(f"{part.dtype} to {tensor.dtype}".replace("torch.", ""))
+        value = part.to(device=device, dtype=tensor.dtype, copy=True)
+        if tensor in given:
+            _check_equal(name, source, tensor, value)
+        elif tensor.is_meta:
+            assert deferred is not None
+            deferred.assign_one(tensor, value)
+        else:
+            tensor.detach().copy_(value)
+            replaced = replaced or name
+        given.add(tensor)
+    return Reading(num_bytes, time.perf_counter() - start, frozenset(conversions), replaced)
+
+
+def load_on_all_ranks(
+    plans: Sequence[FolderPlan],
+    model: nn.Module,
+    modules: Iterable[nn.Module],
+    deferred: DeferredInit | None,
+    device: torch.device,
+    cube: Cube | None,
+) -> None:
+    """Load this rank's part, and say on rank 0 what all have read. Called by all ranks of the world.
+
+    Raises:
+        HanayoError: on all ranks, if one couldn't read its part, or sees other files than rank 0.
+    """
+    try:
+        own = load_pretrained(plans, model, modules, deferred, device, cube)
+    except HanayoError as error:
+        own = Reading(error=str(error))
+    own = replace(own, signatures=tuple(plan.folder.signature for plan in plans))
+    world = dist.group.WORLD
+    readings = [own] if world is None else all_gather_objects(world, own)
+    for rank, reading in enumerate(readings):
+        if reading.error:
+            raise HanayoError(f"rank {rank}: {reading.error}")
+        if reading.signatures != readings[0].signatures:
+            raise HanayoError(
+                f"init_from: rank {rank} finds other tensors in {_paths(plans)} than rank 0. Give a folder on a file "
+                f"system that all ranks see, or the same files on each node."
+            )
+    _warn(plans, readings)
+    rank_zero_info(_report(plans, readings))
+
+
+def _plan(model: nn.Module, blocks: str, name: str, folder: SafetensorsFolder) -> FolderPlan:
+    modules = dict(model.named_modules())
+    if name not in modules:
+        raise HanayoError(f"init_from: {type(model).__name__} has no module {name!r}; {nearest(name, modules)}")
+    match = match_names(modules[name], folder.tensors, folder.path)
+    prefix = joined(name, match.prefix)
+    values = {joined(prefix, key): tensor for key, tensor in named_values(modules[prefix])}
+    sources = {joined(prefix, key): source for key, source in match.sources.items()}
+    _check_fit(folder, sources, values)
+    given = {values[key] for key in sources}
+    missing = {tensor: key for key, tensor in reversed(values.items()) if tensor not in given}
+    _check_blocks(folder, blocks, missing)
+    return FolderPlan(folder, prefix, sources, tuple(reversed(missing.values())), tuple(match.unused(folder.tensors)))
+
+
+def _check_fit(folder: SafetensorsFolder, sources: Mapping[str, str], values: Mapping[str, Tensor]) -> None:
+    shapes, dtypes = [], []
+    for name, source in sources.items():
+        stored, tensor = folder.tensors[source], values[name]
+        if stored.shape != tuple(tensor.shape):
+            shapes.append(f"{name} is {tuple(tensor.shape)}, but {source} in the folder {stored.shape}")
+        elif stored.dtype != tensor.dtype and not {stored.dtype, tensor.dtype} <= _CONVERTIBLE:
+            dtypes.append(f"{name} is {tensor.dtype}, but {source} in the folder {stored.dtype_name}")
+    if shapes:
+        raise HanayoError(
+            f"init_from: shapes differ from {folder.path}: {_listed(shapes)}. Build the model of the folder's "
+            f"config.json."
+        )
+    if dtypes:
+        raise UnsupportedError(
+            f"init_from: {folder.path} has dtypes that aren't converted, such as those of quantized weights: "
+            f"{_listed(dtypes)}. Give a folder with floating-point weights."
+        )
+
+
+def _check_blocks(folder: SafetensorsFolder, blocks: str, missing: Mapping[Tensor, str]) -> None:
+    in_blocks = [n for tensor, n in missing.items() if isinstance(tensor, nn.Parameter) and n.startswith(f"{blocks}.")]
+    if in_blocks:
+        raise HanayoError(
+            f"init_from: {folder.path} has no values for parameters of blocks: {_listed(in_blocks[::-1])}. Build the "
+            f"model of the folder's config.json; if you add parameters to its blocks, save the changed model once with "
+            f"safetensors.torch.save_model, and give that folder."
+        )
+
+
+def _check_equal(name: str, source: str, tensor: Tensor, value: Tensor) -> None:
+    if not torch.equal(tensor.detach(), value):
+        raise HanayoError(
+            f"init_from: {name} shares its parameter with another name in the model, but the folder has another value "
+            f"for {source}. Don't tie them: build the model with tie_word_embeddings=False."
+        )
+
+
+def _own_sources(plans: Sequence[FolderPlan], values: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+    """Of each value that this rank holds: a name, the name in the folder, and the whole tensor there, not yet read."""
+    for plan in plans:
+        names: dict[str, dict[Tensor, str]] = defaultdict(dict)
+        for name, source in plan.sources.items():
+            if name in values:
+                names[source].setdefault(values[name], name)
+        for source, whole in plan.folder.mapped(names):
+            for name in names[source].values():
+                yield name, source, whole
+
+
+def _warn(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> None:
+    for plan in plans:
+        if plan.missing:
+            rank_zero_warn(
+                f"init_from: {plan.folder.path} has no values for {_listed(plan.missing)}, which keep their initial "
+                f"ones."
+            )
+        if plan.unused:
+            rank_zero_warn(
+                f"init_from: {plan.folder.path} has {_listed(plan.unused)}, for which {plan.module or 'the model'} has "
+                f"no parameter."
+            )
+    if readings[0].replaced and len(readings) > 1:
+        rank_zero_warn(
+            f"init_from: {readings[0].replaced} and others had values on every rank before, so init_from has saved no "
+            f"memory. Build the model in configure_model, where each rank creates only what it holds."
+        )
+
+
+def _report(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> str:
+    sizes, seconds = [one.num_bytes for one in readings], [one.seconds for one in readings]
+    return (
+        f"init_from: {', '.join(f'{plan.module} from {plan.folder.path}' for plan in plans)}. A rank has read "
+        f"{min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f} MB in {min(seconds):.2f} to {max(seconds):.2f} s"
+        + "".join(f", converted from {one}" for one in sorted(set().union(*(r.conversions for r in readings))))
+    )
+
+
+def _paths(plans: Sequence[FolderPlan]) -> str:
+    return ", ".join(str(plan.folder.path) for plan in plans)
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

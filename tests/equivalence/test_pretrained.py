@@ -1,0 +1,163 @@
+"""Training from a folder of safetensors equals one process that starts from `from_pretrained` of the same folder.
+
+one process      net = from_pretrained(folder)                                    reads everything
+a layout         net = from_config(config), on meta; init_from=folder             each rank reads its own
+"""
+
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
+from lightning_hanayo.strategy.setup import pretrained
+from tests.harness import models
+from tests.harness.models import Batch
+from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
+from tests.harness.training import (
+    Layout,
+    Outcome,
+    OutcomeCallback,
+    assert_bit_equal,
+    assert_close,
+    data_rank,
+    make_loader,
+    make_strategy,
+    make_trainer,
+    merge,
+)
+
+LAYOUTS = [
+    Layout(2, 1, 1),
+    Layout(2, 2, 1),
+    Layout(1, 1, 1, cube=(2, 2, 1)),
+    Layout(2, 1, 1, cube=(1, 2, 1)),
+    Layout(2, 1, 2),
+]
+CASES = [(kind, layout) for kind in ("gpt2", "llama") for layout in LAYOUTS]
+COVER = [("gpt2", LAYOUTS[0]), ("llama", LAYOUTS[1]), ("gpt2", LAYOUTS[2]), ("llama", LAYOUTS[3])]
+TOLERANCES = {"gpt2": 1e-9, "llama": 1e-7}
+"""Llama's norms compute in fp32: their rounding depends on the last bits of the input"""
+
+
+class Tuned(models.Trained):
+    """What users write: with the strategy the line is `from_config`, in one process `from_pretrained`."""
+
+    def __init__(self, folder: Path, *, reads: bool) -> None:
+        super().__init__()
+        self.folder = folder
+        self.reads = reads
+
+    def configure_model(self) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # its thread would outlive the test
+        if hasattr(self, "net"):
+            return
+        if self.reads:
+            self.net: Any = AutoModelForCausalLM.from_pretrained(self.folder).train()
+        else:
+            self.net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.folder))
+
+    def loss(self, batch: Batch) -> Tensor:
+        """In fp64; that of transformers is in fp32."""
+        tokens = batch["input_ids"]
+        return cross_entropy(self.net(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Classifier(Tuned):
+    """The folder's base model with a new head."""
+
+    def configure_model(self) -> None:
+        from transformers import AutoConfig, GPT2ForSequenceClassification
+
+        if not hasattr(self, "net"):
+            config = AutoConfig.from_pretrained(self.folder, num_labels=3, pad_token_id=0)
+            self.net = GPT2ForSequenceClassification(config)
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self.net(batch["input_ids"], labels=batch["input_ids"][:, 0] % 3).loss
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that were trained elsewhere; GPT-2 in several files, with its head tied to the embedding."""
+    root = tmp_path_factory.mktemp("pretrained")
+    made: dict[str, Any] = {"gpt2": models.gpt2(4), "llama": models.llama(4, 4)}
+    for kind, module in made.items():
+        torch.manual_seed(7)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        module.model.save_pretrained(root / kind, max_shard_size="20KB" if kind == "gpt2" else "5GB")
+    assert len(list((root / "gpt2").glob("*.safetensors"))) > 2
+    return {kind: root / kind for kind in made}
+
+
+def batches(layout: Layout) -> list[Batch]:
+    return [
+        {name: value[data_rank(layout) :: layout.data] for name, value in batch.items()}
+        for batch in models.texts((8, 8, 8))
+    ]
+
+
+def fit(module: LightningModule, layout: Layout, **options: Any) -> Outcome:
+    """Train three steps in fp64."""
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")
+    callback = OutcomeCallback()
+    strategy = make_strategy(layout, **options) if options else "auto"
+    trainer = make_trainer(layout, strategy=strategy, callbacks=[callback], max_steps=3, precision="64-true")
+    trainer.fit(module, make_loader(batches(layout)))
+    return callback.outcome
+
+
+def tuned(folder: Path, layout: Layout) -> tuple[Outcome, int]:
+    """This rank's outcome, and how many bytes of tensors it has read."""
+    read: list[int] = []
+    load = pretrained.load_pretrained
+
+    def counted(*arguments: Any) -> Any:
+        reading = load(*arguments)
+        read.append(reading.num_bytes)
+        return reading
+
+    pretrained.load_pretrained = counted  # type: ignore[assignment]
+    try:
+        outcome = fit(Tuned(folder, reads=False), layout, init_from=str(folder))
+    finally:
+        pretrained.load_pretrained = load
+    return outcome, read[0]
+
+
+@pytest.mark.parametrize(("kind", "layout"), covered(CASES, by=COVER), ids=str)
+def test_trains_as_one_process_that_starts_from_pretrained(
+    pool: Pool, folders: dict[str, Path], kind: str, layout: Layout
+) -> None:
+    (expected,) = pool.run(1, whole, folders[kind])
+    ranks = pool.run(layout.world_size, tuned, folders[kind], layout)
+    outcome = merge([rank[0] for rank in ranks], layout)
+    assert_close(outcome.weights, expected.weights, TOLERANCES[kind])
+    assert_close(outcome.gradients, expected.gradients, TOLERANCES[kind])
+    assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCES[kind])
+    stored = sum(tensor.nbytes for _, tensor in everything(folders[kind]))
+    for replica in layout.topology.groups("pipe", "x", "y", "z"):
+        total = sum(ranks[rank][1] for rank in replica)
+        assert total == stored if layout.cube == (1, 1, 1) else stored <= total < 1.2 * stored
+        assert max(ranks[rank][1] for rank in replica) < stored
+
+
+def whole(folder: Path) -> Outcome:
+    return fit(Tuned(folder, reads=True), Layout())
+
+
+def everything(folder: Path) -> Any:
+    opened = SafetensorsFolder(folder)
+    return opened.mapped(opened.tensors)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 
 _FILE = "model.safetensors"
 _INDEX = f"{_FILE}.index.json"
+_SAMPLE = 8
+"""values of each tensor that a signature takes"""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -64,11 +67,16 @@ class SafetensorsFolder:
         self.path = path
         self.tensors = dict(_stored_tensors(path))
 
-    @property
+    @cached_property
     def signature(self) -> str:
-        """The same on all ranks that see the same headers."""
-        headers = sorted((name, one.file.name, one.shape, one.dtype_name) for name, one in self.tensors.items())
-        return sha256(repr(headers).encode()).hexdigest()
+        """The same on all ranks that see the same tensors: of their names, shapes and dtypes, and first few values.
+
+        So it differs between two states of one training, and reads one page for each tensor.
+        """
+        known = [name for name, one in self.tensors.items() if one.dtype is not None]
+        first = {name: whole.reshape(-1)[:_SAMPLE].tolist() for name, whole in self.mapped(known)}
+        headers = sorted((name, one.shape, one.dtype_name) for name, one in self.tensors.items())
+        return sha256(repr((headers, sorted(first.items()))).encode()).hexdigest()
 
     def mapped(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors, file after file. They are read where they are copied, and must not be written to.

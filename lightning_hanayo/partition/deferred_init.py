@@ -26,7 +26,7 @@ from lightning_hanayo.seeds import seed_of
 
 _ADVICE = (
     "Give the module, or one around it up to the LightningModule, a method `reset_parameters(self)` that sets all its "
-    "values, or build it outside of `with torch.device('meta')`."
+    "values, or build it with values, inside `with torch.device('cpu')`."
 )
 
 
@@ -141,7 +141,7 @@ def _check_attributes(name: str, module: nn.Module) -> None:
             raise UnsupportedError(
                 f"{f'{name}.{key}'.removeprefix('.')} of a {type(module).__name__} was built on the meta device, but "
                 f"is neither a parameter nor a buffer: nothing can give it values. Build the {type(module).__name__} "
-                f"outside of `with torch.device('meta')`."
+                f"inside `with torch.device('cpu')`."
             )
 
 
@@ -173,5 +173,5 @@ def _call_first(name: str, caller: str, methods: Iterable[Any], *arguments: obje
         raise UnsupportedError(
             f"{name} can't be initialized by itself: {method.__name__} of {caller or 'the whole model'} failed while "
             f"all other modules were on the meta device ({error}). Let it read no values but the module's own, or "
-            f"build the model outside of `with torch.device('meta')`."
+            f"build the model inside `with torch.device('cpu')`."
         ) from error

@@ -41,6 +41,7 @@ from lightning_hanayo.strategy.setup.build_pipeline import (
 )
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
+from lightning_hanayo.strategy.setup.pretrained import check_same_folders
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
@@ -97,6 +98,8 @@ class Session:
         The module is whole, and the same on all ranks, unless an earlier run has cut or converted it, as recorded in
         `prepared`.
         """
+        if prepared.stage_blocks is None:
+            check_same_folders(self._options.init_folders.values())
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
         seed = broadcast_object(torch.initial_seed())
         if prepared.cube is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -174,11 +174,13 @@ class HanayoStrategy(MeshParallelStrategy):
     def check_before_launch(self, trainer: "pl.Trainer") -> None:
         """Called before any process starts."""
         self._check(trainer)
+        # Ranks that were started may find a folder missing on their node: they say so once all ranks can hear it.
+        options = self.options if self.global_rank == 0 else replace(self.options, init_from=None)
         if defines_configure_model(self.module):
-            for folder in self.options.init_folders.values():
+            for folder in options.init_folders.values():
                 SafetensorsFolder(folder)
         else:
-            plan_for(trainer, self.module, self._prepared_module, self.options, self.topology)
+            plan_for(trainer, self.module, self._prepared_module, options, self.topology)
 
     def _check(self, trainer: "pl.Trainer") -> None:
         batchnorm = self.synchronizes_batchnorm

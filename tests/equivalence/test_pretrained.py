@@ -4,9 +4,7 @@ one process      net = from_pretrained(folder)                                  
 a layout         net = from_config(config), on meta; init_from=folder             each rank reads its own
 """
 
-import re
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,12 @@ from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.strategy.setup import pretrained
 from tests.harness import models
 from tests.harness.models import Batch
-from tests.harness.pool import Pool, RunFailed
+from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     Outcome,
     OutcomeCallback,
-    assert_bit_equal,
     assert_close,
     data_rank,
     make_loader,
@@ -85,7 +82,8 @@ class Classifier(Tuned):
             self.net = GPT2ForSequenceClassification(config)
 
     def loss(self, batch: Batch) -> Tensor:
-        return self.net(batch["input_ids"], labels=batch["input_ids"][:, 0] % 3).loss
+        tokens = batch["input_ids"]
+        return cross_entropy(self.net(tokens).logits, tokens[:, 0] % 3)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +150,24 @@ def test_trains_as_one_process_that_starts_from_pretrained(
         total = sum(ranks[rank][1] for rank in replica)
         assert total == stored if layout.cube == (1, 1, 1) else stored <= total < 1.2 * stored
         assert max(ranks[rank][1] for rank in replica) < stored
+
+
+def classified(folder: Path, layout: Layout) -> tuple[Outcome, list[str]]:
+    """This rank's outcome, and its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcome = fit(Classifier(folder, reads=False), layout, init_from=folder)
+    return outcome, [str(one.message) for one in caught]
+
+
+def test_a_new_head_has_the_same_initial_values_on_every_layout(pool: Pool, folders: dict[str, Path]) -> None:
+    (alone,) = pool.run(1, classified, folders["gpt2"], Layout())
+    ranks = pool.run(2, classified, folders["gpt2"], LAYOUTS[0])
+    outcome = merge([rank[0] for rank in ranks], LAYOUTS[0])
+    assert_close(outcome.weights, alone[0].weights, 1e-9)
+    assert outcome.weights["net.score.weight"].abs().max() > 0
+    for said in (alone[1], ranks[0][1]):
+        assert any("has no values for net.score.weight, which keeps its initial" in one for one in said)
 
 
 def whole(folder: Path) -> Outcome:

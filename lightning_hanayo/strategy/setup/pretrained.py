@@ -6,9 +6,11 @@ load     each rank reads and converts its own; then all ranks hear of an error t
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 from lightning_hanayo.partition.deferred_init import DeferredInit
 from lightning_hanayo.strategy.process_groups import all_gather_objects
 from lightning_hanayo.strategy.setup.cube import Cube
+
+T = TypeVar("T")
 
 _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
@@ -41,7 +45,7 @@ class FolderPlan:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one rank has read, or why it couldn't."""
+    """What one rank has read."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -49,9 +53,6 @@ class Reading:
     """such as: bfloat16 to float32"""
     replaced: str = ""
     """a parameter that had values before"""
-    signatures: tuple[str, ...] = ()
-    """of the folders: equal on ranks that see the same tensors in them"""
-    error: str = ""
 
 
 def plan_pretrained(model: nn.Module, blocks: str, folders: Mapping[str, Path]) -> list[FolderPlan]:
@@ -66,6 +67,26 @@ def plan_pretrained(model: nn.Module, blocks: str, folders: Mapping[str, Path]) 
         HanayoError: a folder can't be read, or what it has doesn't fit the model.
     """
     return [_plan(model, blocks, name, SafetensorsFolder(path)) for name, path in folders.items()]
+
+
+def check_same_folders(folders: Iterable[Path]) -> None:
+    """Check that all ranks see the same tensors in the folders. Called by all ranks of the world.
+
+    Raises:
+        HanayoError: on all ranks, if one sees other tensors, or can't read a folder.
+    """
+    for folder in folders:
+        signatures = _on_all_ranks(partial(_signature, folder))
+        for rank, signature in enumerate(signatures):
+            if signature != signatures[0]:
+                raise HanayoError(
+                    f"init_from: rank {rank} finds other tensors in {folder} than rank 0. Give a folder on a file "
+                    f"system that all ranks see, or the same files on each node."
+                )
+
+
+def _signature(folder: Path) -> str:
+    return SafetensorsFolder(folder).signature
 
 
 def load_pretrained(
@@ -115,23 +136,9 @@ def load_on_all_ranks(
     """Load this rank's part, and say on rank 0 what all have read. Called by all ranks of the world.
 
     Raises:
-        HanayoError: on all ranks, if one couldn't read its part, or sees other files than rank 0.
+        HanayoError: on all ranks, if one couldn't read its part.
     """
-    try:
-        own = load_pretrained(plans, model, modules, deferred, device, cube)
-    except HanayoError as error:
-        own = Reading(error=str(error))
-    own = replace(own, signatures=tuple(plan.folder.signature for plan in plans))
-    world = dist.group.WORLD
-    readings = [own] if world is None else all_gather_objects(world, own)
-    for rank, reading in enumerate(readings):
-        if reading.error:
-            raise HanayoError(f"rank {rank}: {reading.error}")
-        if reading.signatures != readings[0].signatures:
-            raise HanayoError(
-                f"init_from: rank {rank} finds other tensors in {_paths(plans)} than rank 0. Give a folder on a file "
-                f"system that all ranks see, or the same files on each node."
-            )
+    readings = _on_all_ranks(lambda: load_pretrained(plans, model, modules, deferred, device, cube))
     _warn(plans, readings)
     rank_zero_info(_report(plans, readings))
 
@@ -189,6 +196,20 @@ def _check_equal(name: str, source: str, tensor: Tensor, value: Tensor) -> None:
         )
 
 
+def _on_all_ranks(function: Callable[[], T]) -> list[T]:
+    """What the function returns on each rank, in rank order. If one raises a HanayoError, all do."""
+    try:
+        own, error = [function()], ""
+    except HanayoError as caught:
+        own, error = [], str(caught)
+    world = dist.group.WORLD
+    outcomes = [(own, error)] if world is None else all_gather_objects(world, (own, error))
+    for rank, (_, text) in enumerate(outcomes):
+        if text:
+            raise HanayoError(f"rank {rank}: {text}" if text != error else text)
+    return [one for found, _ in outcomes for one in found]
+
+
 def _own_sources(plans: Sequence[FolderPlan], values: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
     """Of each value that this rank holds: a name, the name in the folder, and the whole tensor there, not yet read."""
     for plan in plans:
@@ -205,8 +226,8 @@ def _warn(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> None:
     for plan in plans:
         if plan.missing:
             rank_zero_warn(
-                f"init_from: {plan.folder.path} has no values for {_listed(plan.missing)}, which keep their initial "
-                f"ones."
+                f"init_from: {plan.folder.path} has no values for {_listed(plan.missing)}, which keeps its initial "
+                f"values."
             )
         if plan.unused:
             rank_zero_warn(
@@ -227,10 +248,6 @@ def _report(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> str:
         f"{min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f} MB in {min(seconds):.2f} to {max(seconds):.2f} s"
         + "".join(f", converted from {one}" for one in sorted(set().union(*(r.conversions for r in readings))))
     )
-
-
-def _paths(plans: Sequence[FolderPlan]) -> str:
-    return ", ".join(str(plan.folder.path) for plan in plans)
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

@@ -1,0 +1,125 @@
+"""A folder of safetensors is read in parts, and what is wrong with it is one clear error."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+
+MEGABYTE = 2**20
+
+
+def save_one(path: Path) -> Path:
+    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, path / "model.safetensors")
+    return path
+
+
+def save_two(path: Path) -> Path:
+    """model-1.safetensors: a        model-2.safetensors: b"""
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    for number, (name, value) in enumerate(weights.items()):
+        save_file({name: value}, path / f"model-{number}.safetensors")
+    index = {"weight_map": {name: f"model-{number}.safetensors" for number, name in enumerate(weights)}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+@pytest.mark.parametrize("save", [save_one, save_two])
+def test_tensors_are_found_by_name(tmp_path: Path, save: Callable[[Path], Path]) -> None:
+    folder = SafetensorsFolder(save(tmp_path))
+    assert {name: one.shape for name, one in folder.tensors.items()} == {"a": (2, 3), "b": (4,)}
+    assert [folder.tensors[name].dtype for name in "ab"] == [torch.float32, torch.bfloat16]
+    assert dict(folder.mapped(["a"]))["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert [name for name, _ in folder.mapped("ba")] == ["b", "a"]
+
+
+def mapped_bytes(file: Path) -> int:
+    """How much of the file this process has in memory, as the kernel counts it."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = line.endswith(str(file))
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="counts pages with /proc")
+def test_only_what_is_copied_is_read(tmp_path: Path) -> None:
+    """Of 48 MB, opening reads the header, and 8 MB of rows are 8 MB, up to the pages around them, of at most 2 MB."""
+    file = tmp_path / "model.safetensors"
+    save_file({name: torch.zeros(4096, 1024) for name in ("a", "b", "c")}, file)
+    folder = SafetensorsFolder(tmp_path)
+    for _, whole in folder.mapped(["b"]):
+        before = mapped_bytes(file)
+        assert before <= 2 * MEGABYTE
+        whole[1024:3072].clone()
+        assert 8 * MEGABYTE <= mapped_bytes(file) <= before + 12 * MEGABYTE
+    del whole
+    assert mapped_bytes(file) == 0
+
+
+def test_signatures_tell_folders_apart(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path in (first, second):
+        path.mkdir()
+    assert SafetensorsFolder(save_one(first)).signature == SafetensorsFolder(save_one(second)).signature
+    save_file({"a": torch.zeros(2, 4)}, second / "model.safetensors")
+    assert SafetensorsFolder(first).signature != SafetensorsFolder(second).signature
+
+
+def truncate(path: Path) -> None:
+    file = save_one(path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def break_header(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"a text, not tensors")
+
+
+def lose_a_file(path: Path) -> None:
+    (save_two(path) / "model-1.safetensors").unlink()
+
+
+def lose_a_tensor(path: Path) -> None:
+    save_file({"c": torch.ones(1)}, save_two(path) / "model-1.safetensors")
+
+
+def break_index(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text("{}")
+
+
+def legacy(path: Path) -> None:
+    torch.save({}, path / "pytorch_model.bin")
+
+
+def adapter(path: Path) -> None:
+    (path / "adapter_model.safetensors").touch()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (truncate, HanayoError, r"model\.safetensors can't be read: .* download or save it again"),
+        (break_header, HanayoError, r"model\.safetensors can't be read"),
+        (lose_a_file, HanayoError, r"model-1\.safetensors can't be read"),
+        (lose_a_tensor, HanayoError, r"model-1\.safetensors has no tensor b, which model\.safetensors\.index"),
+        (break_index, HanayoError, r"model\.safetensors\.index\.json can't be read: 'weight_map'"),
+        (legacy, UnsupportedError, r"no safetensors, but other files \(pytorch_model\.bin\).*safe_serialization=True"),
+        (adapter, HanayoError, r"has neither model\.safetensors nor .*, but adapter_model\.safetensors\. Save a model"),
+        (Path.rmdir, HanayoError, r"there is no folder .*snapshot_download"),
+    ],
+)
+def test_a_folder_that_cant_be_read_is_one_error(
+    tmp_path: Path, spoil: Callable[[Path], None], error: type[HanayoError], message: str
+) -> None:
+    spoil(tmp_path)
+    with pytest.raises(HanayoError, match=message) as caught:
+        SafetensorsFolder(tmp_path)
+    assert type(caught.value) is error

@@ -1,6 +1,6 @@
 """All habits, by the heading under which the table lists them."""
 
-from tests.habits import batches, parts, side_outputs, step_state, whole_model
+from tests.habits import batches, parts, pretrained, side_outputs, step_state, whole_model
 from tests.habits.habit import Habit
 
 GROUPS: dict[str, list[Habit]] = {
@@ -9,4 +9,5 @@ GROUPS: dict[str, list[Habit]] = {
     "State that the step sets": step_state.HABITS,
     "Norms, clipping and optimizers": whole_model.HABITS,
     "Parameters of which a rank holds a part, or nothing": parts.HABITS,
+    "Pretrained weights": pretrained.HABITS,
 }

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from lightning import LightningModule
+from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -52,6 +54,17 @@ class Noisy(models.MLP):
 
     def loss(self, batch: Batch) -> Tensor:
         return super().loss({**batch, "x": batch["x"] + 0.1 * torch.randn_like(batch["x"])})
+
+
+class BuiltLater(models.Trained):
+    """Its model is built in `configure_model`, where its Trainer's strategy says so on the meta device."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net: Any = models.MLP()
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self.net.loss(batch)
 
 
 class ConfiguredLater(models.MLP):
@@ -247,3 +260,9 @@ def test_what_differs_is_named(pool: Pool, name: str) -> None:
     verdict = verdict_of(pool, factory, VECTORS, WAVE)
     assert verdict.outcome == "differs", verdict.summary
     assert first in verdict.summary and cause in verdict.cause, f"{verdict.summary} {verdict.cause}"
+
+
+def test_all_trainings_start_from_the_folder_of_init_from(pool: Pool, tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    save_model(models.MLP(), str(tmp_path / "model.safetensors"))
+    assert verdict_of(pool, BuiltLater, VECTORS, WAVE, init_from=tmp_path).outcome == "exact"

@@ -100,10 +100,17 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
     (here / "cut.yaml").write_text(
         "trainer:\n  strategy:\n    class_path: lightning_hanayo.HanayoStrategy\n    init_args:\n      batch_dim: 1\n"
         "      whole: [weights]\n      split_batch: plain_model.halves\n      loss_weight: shifted_tokens\n"
+        "      init_from: some/folder\n"
     )
     assert run("fit", "--model=plain_model.Model", "--config=cut.yaml", "--print_config") == 0
     printed = capsys.readouterr().out
-    for line in ("batch_dim: 1", "- weights", "split_batch: plain_model.halves", "loss_weight: shifted_tokens"):
+    for line in (
+        "batch_dim: 1",
+        "- weights",
+        "split_batch: plain_model.halves",
+        "loss_weight: shifted_tokens",
+        "init_from: some/folder",
+    ):
         assert line in printed
 
 

@@ -29,6 +29,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"whole": "weights"}, "whole='weights': expected a sequence of names, such as ('weights',)"),
     ({"whole": [1]}, "whole=[1]"),
     ({"whole": None}, "whole=None"),
+    ({"init_from": 3}, "init_from=3: expected a folder with model.safetensors"),
+    ({"init_from": {"net": None, 2: "folder"}}, "init_from={'net': None, 2: 'folder'}"),
     ({"costs": "nowhere.json"}, "nowhere.json can't be read"),
 ]
 
@@ -49,6 +51,7 @@ def test_named(options: dict[str, Any], named: str) -> None:
         {"balance": [1, 2]},
         {"num_waves": "auto"},
         {"whole": ["a"], "split_batch": max},
+        {"init_from": {"net": "folder"}},
     ],
 )
 def test_good_ones(options: dict[str, Any]) -> None:

@@ -243,11 +243,10 @@ def _warn(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> None:
 
 def _report(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> str:
     sizes, seconds = [one.num_bytes for one in readings], [one.seconds for one in readings]
-    return (
-        f"init_from: {', '.join(f'{plan.module} from {plan.folder.path}' for plan in plans)}. A rank has read "
-        f"{min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f} MB in {min(seconds):.2f} to {max(seconds):.2f} s"
-        + "".join(f", converted from {one}" for one in sorted(set().union(*(r.conversions for r in readings))))
-    )
+    taken = ", ".join(f"{plan.module or 'the model'} from {plan.folder.path}" for plan in plans)
+    read = f"{min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f} MB in {min(seconds):.2f} to {max(seconds):.2f} s"
+    conversions = sorted(set().union(*(one.conversions for one in readings)))
+    return f"init_from: {taken}. A rank has read {read}" + "".join(f", converted from {one}" for one in conversions)
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

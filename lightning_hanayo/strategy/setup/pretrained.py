@@ -169,7 +169,7 @@ def _check_fit(folder: SafetensorsFolder, sources: Mapping[str, str], values: Ma
     if shapes:
         raise HanayoError(
             f"init_from: shapes differ from {folder.path}: {_listed(shapes)}. Build the model of the folder's "
-            f"config.json."
+            f"config.json. To change sizes (resize_token_embeddings), do it once in one process, and save the result."
         )
     if dtypes:
         raise UnsupportedError(

@@ -1,0 +1,96 @@
+"""Models of transformers that take their values from a folder equal those that `from_pretrained` makes of it.
+
+Each is built on meta, as in `configure_model`. All parameters and buffers are compared, those that no file has as well.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_model
+from torch import nn
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partition.deferred_init import DeferredInit
+from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
+from lightning_hanayo.strategy.setup.pretrained import load_pretrained, plan_pretrained
+from tests.harness.thorough import covered
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+BART = {
+    "vocab_size": 61, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": SIZES,
+    "BertForSequenceClassification": SIZES,
+    "BloomForCausalLM": {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "FalconForCausalLM": SIZES,
+    "Gemma2ForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
+    "GPTNeoXForCausalLM": SIZES,
+    "MambaForCausalLM": {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "OPTForCausalLM": {
+        "vocab_size": 61, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+    },
+    "Phi3ForCausalLM": SIZES | {"pad_token_id": 0},
+    "Qwen3ForCausalLM": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
+    "T5ForConditionalGeneration": {
+        "vocab_size": 61, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4,
+    },
+    "ViTForImageClassification": SIZES | {"image_size": 32, "patch_size": 8},
+    "WhisperForConditionalGeneration": BART
+    | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0),
+}  # fmt: skip
+
+
+def trained(name: str, sizes: dict[str, Any]) -> Any:
+    """A model with other values than initial ones."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # its thread would outlive the test
+    cls = getattr(transformers, name)
+    known = {key: value for key, value in sizes.items() if key != "vocab_size" or not name.startswith("ViT")}
+    model = cls(cls.config_class(**known))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def built_and_loaded(like: Any, folder: Path) -> nn.Module:
+    holder = nn.Module()
+    with torch.device("meta"):
+        holder.net = type(like)(like.config)
+    plans = plan_pretrained(holder, "net", {"": folder})
+    deferred = DeferredInit(holder, 0)
+    load_pretrained(plans, holder, list(holder.modules()), deferred, torch.device("cpu"), None)
+    fill_initial_values(deferred, list(holder.modules()), torch.device("cpu"), None)
+    return holder.net
+
+
+def assert_equal_models(actual: nn.Module, expected: nn.Module) -> None:
+    named: Callable[[nn.Module], Any]
+    for named in (nn.Module.named_parameters, nn.Module.named_buffers):
+        values, wanted = dict(named(actual)), dict(named(expected))
+        assert values.keys() == wanted.keys()
+        assert [name for name, value in wanted.items() if not torch.equal(values[name], value)] == []
+
+
+@pytest.mark.parametrize("name", covered(MODELS, by=["BertForMaskedLM", "Qwen3ForCausalLM"]))
+def test_a_model_equals_from_pretrained(tmp_path: Path, name: str) -> None:
+    model = trained(name, MODELS[name])
+    model.save_pretrained(tmp_path)
+    assert_equal_models(built_and_loaded(model, tmp_path), type(model).from_pretrained(tmp_path))
+
+
+def test_merged_experts_are_loaded_once_they_are_saved_as_the_error_says(tmp_path: Path) -> None:
+    model = trained("MixtralForCausalLM", SIZES | {"num_key_value_heads": 2, "num_local_experts": 2})
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"merges or splits .*save_model\(MixtralForCausalLM"):
+        built_and_loaded(model, tmp_path)
+    save_model(type(model).from_pretrained(tmp_path), str(tmp_path / "model.safetensors"))
+    assert_equal_models(built_and_loaded(model, tmp_path), model)

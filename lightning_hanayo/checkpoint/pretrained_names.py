@@ -12,7 +12,7 @@ model or its base.
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -58,6 +58,12 @@ def joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}".strip(".")
 
 
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """The first names, and how many there are besides."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
 def match_names(model: nn.Module, names: Collection[str], folder: object) -> NameMatch:
     """Find the module of `model` that most of the folder's `names` belong to.
 
@@ -69,8 +75,8 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
     most = max((len(one.sources) + len(one.converted) for one in candidates), default=0)
     if not most:
         raise HanayoError(
-            f"init_from: no tensor of {folder} has the name of one in {type(model).__name__}: {_some(names)} are in "
-            f"the folder, {_some([name for name, _ in named_values(model)])} in the model. Build the model "
+            f"init_from: no tensor of {folder} has the name of one in {type(model).__name__}: {listed(names)} are in "
+            f"the folder, {listed(name for name, _ in named_values(model))} in the model. Build the model "
             f"of the folder's config.json."
         )
     best = [one for one in candidates if len(one.sources) + len(one.converted) == most]
@@ -84,7 +90,7 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
         )
     if first.converted:
         raise UnsupportedError(
-            f"init_from: transformers merges or splits {_some(first.converted)} of {folder} while it loads them, so a "
+            f"init_from: transformers merges or splits {listed(first.converted)} of {folder} while it loads them, so a "
             f"rank can't read its part alone. Save the model once as it is in memory: safetensors.torch.save_model("
             f"{type(model.get_submodule(first.prefix)).__name__}.from_pretrained(folder), new_folder + "
             f"'/model.safetensors')."
@@ -149,9 +155,3 @@ def _transformers_match(prefix: str, module: Any, names: Collection[str]) -> Ite
             raise HanayoError(f"init_from: the folder has {sources[target]} and {name}, which are both {target}")
     ignored = (*_COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()))
     yield NameMatch(prefix, sources, tuple(converted), ignored)
-
-
-def _some(names: Collection[str], most: int = 3) -> str:
-    """The first names, and how many there are."""
-    first: Sequence[str] = list(names)[:most]
-    return ", ".join(first) + (f" ... ({len(names)})" if len(names) > most else "")

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hanayo.checkpoint.pretrained_names import joined, match_names, named_values
+from lightning_hanayo.checkpoint.pretrained_names import joined, listed, match_names, named_values
 from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 from lightning_hanayo.partition.deferred_init import DeferredInit
 from lightning_hanayo.strategy.process_groups import all_gather_objects
 from lightning_hanayo.strategy.setup.cube import Cube
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
@@ -39,7 +39,7 @@ class FolderPlan:
     sources: Mapping[str, str]
     """the name in the folder of each tensor of the model that takes its value, by its qualified name there"""
     missing: tuple[str, ...]
-    """parameters of the module that the folder lacks, outside the blocks"""
+    """what the folder lacks of the module: parameters outside the blocks, and buffers"""
     unused: tuple[str, ...]
 
 
@@ -83,10 +83,6 @@ def check_same_folders(folders: Iterable[Path]) -> None:
                     f"init_from: rank {rank} finds other tensors in {folder} than rank 0. Give a folder on a file "
                     f"system that all ranks see, or the same files on each node."
                 )
-
-
-def _signature(folder: Path) -> str:
-    return SafetensorsFolder(folder).signature
 
 
 def load_pretrained(
@@ -168,13 +164,13 @@ def _check_fit(folder: SafetensorsFolder, sources: Mapping[str, str], values: Ma
             dtypes.append(f"{name} is {tensor.dtype}, but {source} in the folder {stored.dtype_name}")
     if shapes:
         raise HanayoError(
-            f"init_from: shapes differ from {folder.path}: {_listed(shapes)}. Build the model of the folder's "
+            f"init_from: shapes differ from {folder.path}: {listed(shapes)}. Build the model of the folder's "
             f"config.json. To change sizes (resize_token_embeddings), do it once in one process, and save the result."
         )
     if dtypes:
         raise UnsupportedError(
             f"init_from: {folder.path} has dtypes that aren't converted, such as those of quantized weights: "
-            f"{_listed(dtypes)}. Give a folder with floating-point weights."
+            f"{listed(dtypes)}. Give a folder with floating-point weights."
         )
 
 
@@ -182,7 +178,7 @@ def _check_blocks(folder: SafetensorsFolder, blocks: str, missing: Mapping[Tenso
     in_blocks = [n for tensor, n in missing.items() if isinstance(tensor, nn.Parameter) and n.startswith(f"{blocks}.")]
     if in_blocks:
         raise HanayoError(
-            f"init_from: {folder.path} has no values for parameters of blocks: {_listed(in_blocks[::-1])}. Build the "
+            f"init_from: {folder.path} has no values for parameters of blocks: {listed(in_blocks[::-1])}. Build the "
             f"model of the folder's config.json; if you add parameters to its blocks, save the changed model once with "
             f"safetensors.torch.save_model, and give that folder."
         )
@@ -196,17 +192,25 @@ def _check_equal(name: str, source: str, tensor: Tensor, value: Tensor) -> None:
         )
 
 
-def _on_all_ranks(function: Callable[[], T]) -> list[T]:
+def _signature(folder: Path) -> str:
+    return SafetensorsFolder(folder).signature
+
+
+def _on_all_ranks(function: Callable[[], _T]) -> list[_T]:
     """What the function returns on each rank, in rank order. If one raises a HanayoError, all do."""
+    own: list[_T] = []
+    failure: HanayoError | None = None
     try:
-        own, error = [function()], ""
-    except HanayoError as caught:
-        own, error = [], str(caught)
-    world = dist.group.WORLD
-    outcomes = [(own, error)] if world is None else all_gather_objects(world, (own, error))
-    for rank, (_, text) in enumerate(outcomes):
-        if text:
-            raise HanayoError(f"rank {rank}: {text}" if text != error else text)
+        own = [function()]
+    except HanayoError as error:
+        failure = error
+    world, outcome = dist.group.WORLD, (own, str(failure or ""))
+    outcomes = [outcome] if world is None else all_gather_objects(world, outcome)
+    if failure is not None:
+        raise failure
+    for rank, (_, message) in enumerate(outcomes):
+        if message:
+            raise HanayoError(f"rank {rank}: {message}")
     return [one for found, _ in outcomes for one in found]
 
 
@@ -226,12 +230,11 @@ def _warn(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> None:
     for plan in plans:
         if plan.missing:
             rank_zero_warn(
-                f"init_from: {plan.folder.path} has no values for {_listed(plan.missing)}, which keeps its initial "
-                f"values."
+                f"init_from: {plan.folder.path} has no values for {listed(plan.missing)}: initial values are kept."
             )
         if plan.unused:
             rank_zero_warn(
-                f"init_from: {plan.folder.path} has {_listed(plan.unused)}, for which {plan.module or 'the model'} has "
+                f"init_from: {plan.folder.path} has {listed(plan.unused)}, for which {plan.module or 'the model'} has "
                 f"no parameter."
             )
     if readings[0].replaced and len(readings) > 1:
@@ -247,7 +250,3 @@ def _report(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> str:
     read = f"{min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f} MB in {min(seconds):.2f} to {max(seconds):.2f} s"
     conversions = sorted(set().union(*(one.conversions for one in readings)))
     return f"init_from: {taken}. A rank has read {read}" + "".join(f", converted from {one}" for one in conversions)
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -27,20 +28,56 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 @dataclass(frozen=True)
+class Merge:
+    """Tensors of a folder that transformers makes one of while it loads them, such as the experts of Mixtral."""
+
+    target: str
+    """the name in the model of transformers"""
+    sources: Mapping[str, list[str]]
+    """names in the folder, by the converter's patterns"""
+    converter: Any
+    model: Any
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The one tensor, of the folder's tensors by name. It is in memory, or on meta if they are.
+
+        Raises:
+            HanayoError: they don't fit together.
+        """
+        converter = deepcopy(self.converter)
+        converter.collected_tensors = {key: [tensors[name] for name in names] for key, names in self.sources.items()}
+        try:
+            (merged,) = converter.convert(self.target, model=self.model, config=self.model.config).values()
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise HanayoError(
+                f"init_from: transformers can't merge {listed(names_of(self))} to {self.target}: {error}. Some are "
+                f"missing, or of another size."
+            ) from error
+        tensor: Tensor = merged[0] if isinstance(merged, list) else merged
+        return tensor
+
+
+def names_of(source: str | Merge) -> list[str]:
+    """The folder's tensors that a value is made of."""
+    return [source] if isinstance(source, str) else [name for names in source.sources.values() for name in names]
+
+
+@dataclass(frozen=True)
 class NameMatch:
     """A module that a folder fits: names in the module, and those of their tensors in the folder."""
 
     prefix: str
     """the module's qualified name; "" is the model itself"""
-    sources: Mapping[str, str]
-    converted: tuple[str, ...] = ()
-    """tensors of the folder that transformers would merge or split for this module"""
+    sources: Mapping[str, "str | Merge"]
+    split: tuple[str, ...] = ()
+    """tensors of the folder that transformers would split for this module"""
     ignored: Collection[str] = field(default=_COMPUTED, compare=False)
     """patterns of names that may be left over in the folder"""
 
     def unused(self, names: Collection[str]) -> list[str]:
         """Those of the folder's names that belong to nothing in the module."""
-        used, ignored = set(self.sources.values()), re.compile("|".join(self.ignored))
+        used = {name for source in self.sources.values() for name in names_of(source)}
+        ignored = re.compile("|".join(self.ignored))
         return [name for name in names if name not in used and not ignored.search(name)]
 
 
@@ -69,17 +106,17 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
 
     Raises:
         HanayoError: there is none, or there are several.
-        UnsupportedError: the module has merged or split tensors, which the folder has in another form.
+        UnsupportedError: the module has parts of the folder's tensors as tensors of their own.
     """
     candidates = [*_transformers_matches(model, names), *_suffix_matches(model, names)]
-    most = max((len(one.sources) + len(one.converted) for one in candidates), default=0)
+    most = max((len(one.sources) + len(one.split) for one in candidates), default=0)
     if not most:
         raise HanayoError(
             f"init_from: no tensor of {folder} has the name of one in {type(model).__name__}: {listed(names)} are in "
             f"the folder, {listed(name for name, _ in named_values(model))} in the model. Build the model "
             f"of the folder's config.json."
         )
-    best = [one for one in candidates if len(one.sources) + len(one.converted) == most]
+    best = [one for one in candidates if len(one.sources) + len(one.split) == most]
     first = best[0]  # transformers' own rules before equal names
     others = [one.prefix for one in best if one.prefix != first.prefix and not _same_values(model, one, first)]
     if others:
@@ -88,9 +125,9 @@ def match_names(model: nn.Module, names: Collection[str], folder: object) -> Nam
             f"init_from: {folder} fits several modules of {type(model).__name__} equally well: {fitting}. Say which: "
             f"HanayoStrategy(init_from={{{first.prefix!r}: {str(folder)!r}}})."
         )
-    if first.converted:
+    if first.split:
         raise UnsupportedError(
-            f"init_from: transformers merges or splits {listed(first.converted)} of {folder} while it loads them, so a "
+            f"init_from: transformers splits {listed(first.split)} of {folder} while it loads them, so a "
             f"rank can't read its part alone. Save the model once as it is in memory: safetensors.torch.save_model("
             f"{type(model.get_submodule(first.prefix)).__name__}.from_pretrained(folder), new_folder + "
             f"'/model.safetensors')."
@@ -102,10 +139,10 @@ def _same_values(model: nn.Module, one: NameMatch, other: NameMatch) -> bool:
     """Whether both give the same tensors of the model the same values."""
     values = dict(named_values(model))
 
-    def given(match: NameMatch) -> dict[Tensor, str]:
+    def given(match: NameMatch) -> dict[Tensor, str | Merge]:
         return {values[joined(match.prefix, name)]: source for name, source in match.sources.items()}
 
-    return not one.converted and not other.converted and given(one) == given(other)
+    return not one.split and not other.split and given(one) == given(other)
 
 
 def _suffix_matches(model: nn.Module, names: Collection[str]) -> list[NameMatch]:
@@ -143,15 +180,24 @@ def _transformers_match(prefix: str, module: Any, names: Collection[str]) -> Ite
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
     own = dict(named_values(module))
     sources: dict[str, str] = {}
-    converted = []
-    for name in names:
+    merges: dict[str, Merge] = {}
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    split = []
+    for name in sorted(names, key=loading.dot_natural_key):
         rename = loading.rename_source_key
         target, converter = rename(name, renamings, converters, module.base_model_prefix, own)
         if target not in own and name in own:
             target, converter = name, None
-        if converter is not None and target in own:
-            converted.append(name)
-        elif target in own and sources.setdefault(target, name) != name:
+        if target not in own:
+            continue
+        if converter is not None and len(by_pattern[converter].target_patterns) > 1:
+            split.append(name)
+        elif converter is not None:
+            merge = merges.setdefault(target, Merge(target, defaultdict(list), by_pattern[converter], module))
+            merge.sources[converter].append(name)
+        elif sources.setdefault(target, name) != name:
             raise HanayoError(f"init_from: the folder has {sources[target]} and {name}, which are both {target}")
+    for target in sources.keys() & merges.keys():
+        raise HanayoError(f"init_from: the folder has {sources[target]}, and the tensors that are merged to it")
     ignored = (*_COMPUTED, *(module._keys_to_ignore_on_load_unexpected or ()))
-    yield NameMatch(prefix, sources, tuple(converted), ignored)
+    yield NameMatch(prefix, {**sources, **merges}, tuple(split), ignored)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hanayo.checkpoint.pretrained_names import NameMatch, match_names, named_values
+from lightning_hanayo.checkpoint.pretrained_names import Merge, NameMatch, match_names, named_values, names_of
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 
 
@@ -49,6 +49,13 @@ def mixtral() -> nn.Module:
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     return MixtralForCausalLM(MixtralConfig(vocab_size=61, num_key_value_heads=2, num_local_experts=2, **sizes))
+
+
+def dinov2() -> nn.Module:
+    from transformers import Dinov2Config, Dinov2Model
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    return Dinov2Model(Dinov2Config(use_swiglu_ffn=True, **sizes))
 
 
 def plain() -> nn.Module:
@@ -129,13 +136,27 @@ def test_no_module_or_several_are_an_error(model: Any, folder: list[str], messag
         match_names(Wrapped(**model), folder, "folder")
 
 
-def test_merged_experts_are_refused_by_name_and_fit_once_saved_as_they_are() -> None:
-    experts = [
-        f"model.layers.{i}.block_sparse_moe.experts.{e}.w{w}.weight" for i in (0, 1) for e in (0, 1) for w in (1, 2, 3)
-    ]
-    own = names(mixtral)
-    stored = [name for name in own if ".experts." not in name] + experts
-    with pytest.raises(UnsupportedError, match=r"merges or splits model\.layers\.0\.block_sparse_moe\.experts\.0\.w1"):
-        match_names(Wrapped(net=mixtral), stored, "folder")
-    found = match_names(Wrapped(net=mixtral), own, "folder")
-    assert (found.prefix, found.unused(own)) == ("net", [])
+EXPERTS = [
+    f"model.layers.{i}.block_sparse_moe.experts.{e}.w{w}.weight" for i in (0, 1) for e in (0, 1) for w in (1, 2, 3)
+]
+
+
+def test_experts_are_merged_by_transformers() -> None:
+    stored = [name for name in names(mixtral) if ".experts." not in name] + EXPERTS
+    found = match_names(Wrapped(net=mixtral), stored, "folder")
+    merge = found.sources["model.layers.1.mlp.experts.gate_up_proj"]
+    assert isinstance(merge, Merge) and found.unused(stored) == []
+    assert merge.of({name: torch.ones(8, 8) for name in names_of(merge)}).shape == (2, 16, 8)
+    with pytest.raises(HanayoError, match=r"can't merge model\.layers\.1.* to model\.layers\.1\.mlp\.experts"):
+        merge.of({name: torch.ones(8, i) for i, name in enumerate(names_of(merge))})
+
+
+def test_a_merged_and_a_single_expert_are_too_many() -> None:
+    with pytest.raises(HanayoError, match=r"has model\..*experts\.\w+, and the tensors that are merged to it"):
+        match_names(Wrapped(net=mixtral), [*names(mixtral), *EXPERTS], "folder")
+
+
+def test_split_tensors_are_refused_by_name() -> None:
+    stored = [name for name in renamed(names(dinov2), "gate_proj", "weights_in") if "up_proj" not in name]
+    with pytest.raises(UnsupportedError, match=r"splits encoder\.\S*weights_in\.bias.*save_model\(Dinov2Model"):
+        match_names(Wrapped(net=dinov2), stored, "folder")

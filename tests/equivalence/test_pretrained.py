@@ -39,10 +39,10 @@ LAYOUTS = [
     Layout(2, 1, 1, cube=(1, 2, 1)),
     Layout(2, 1, 2),
 ]
-CASES = [(kind, layout) for kind in ("gpt2", "llama") for layout in LAYOUTS]
+CASES = [*((kind, layout) for kind in ("gpt2", "llama") for layout in LAYOUTS), ("mixtral", LAYOUTS[0])]
 COVER = [("gpt2", LAYOUTS[4]), ("llama", LAYOUTS[1]), ("gpt2", LAYOUTS[2]), ("llama", LAYOUTS[3])]
-TOLERANCES = {"gpt2": 1e-9, "llama": 1e-7}
-"""Llama's norms compute in fp32: their rounding depends on the last bits of the input"""
+TOLERANCES = {"gpt2": 1e-9, "llama": 1e-7, "mixtral": 1e-7}
+"""norms of Llama and Mixtral compute in fp32: their rounding depends on the last bits of the input"""
 
 
 class Tuned(models.Trained):
@@ -60,10 +60,11 @@ class Tuned(models.Trained):
         logging.disable_progress_bar()  # its thread would outlive the test
         if hasattr(self, "net"):
             return
+        config = AutoConfig.from_pretrained(self.folder, experts_implementation="eager")  # in fp64, too
         if self.reads:
-            self.net: Any = AutoModelForCausalLM.from_pretrained(self.folder).train()
+            self.net: Any = AutoModelForCausalLM.from_pretrained(self.folder, config=config).train()
         else:
-            self.net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.folder))
+            self.net = AutoModelForCausalLM.from_config(config)
 
     def loss(self, batch: Batch) -> Tensor:
         """In fp64; that of transformers is in fp32."""
@@ -86,11 +87,21 @@ class Classifier(Tuned):
         return cross_entropy(self.net(tokens).logits, tokens[:, 0] % 3)
 
 
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=models.VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    return models.HuggingFace(MixtralForCausalLM(config))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models that were trained elsewhere; GPT-2 in several files, with its head tied to the embedding."""
     root = tmp_path_factory.mktemp("pretrained")
-    made: dict[str, Any] = {"gpt2": models.gpt2(4), "llama": models.llama(4, 4)}
+    made: dict[str, Any] = {"gpt2": models.gpt2(4), "llama": models.llama(4, 4), "mixtral": mixtral()}
     for kind, module in made.items():
         torch.manual_seed(7)
         for parameter in module.parameters():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hanayo.checkpoint.pretrained_names import joined, listed, match_names, named_values
+from lightning_hanayo.checkpoint.pretrained_names import Merge, joined, listed, match_names, named_values, names_of
 from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 from lightning_hanayo.partition.deferred_init import DeferredInit
@@ -36,7 +36,7 @@ class FolderPlan:
     folder: SafetensorsFolder
     module: str
     """the qualified name of the module that takes it"""
-    sources: Mapping[str, str]
+    sources: Mapping[str, str | Merge]
     """the name in the folder of each tensor of the model that takes its value, by its qualified name there"""
     missing: tuple[str, ...]
     """what the folder lacks of the module: parameters outside the blocks, and buffers"""
@@ -105,7 +105,7 @@ def load_pretrained(
     for name, source, whole in _own_sources(plans, values):
         tensor = values[name]
         part = whole if cube is None else cube.shard(whole, tensor)
-        num_bytes += part.nbytes
+        num_bytes += (part if isinstance(source, str) else whole).nbytes
         if part.dtype != tensor.dtype:
             conversions.add(f"{part.dtype} to {tensor.dtype}".replace("torch.", ""))
         value = part.to(device=device, dtype=tensor.dtype, copy=True)
@@ -154,14 +154,15 @@ def _plan(model: nn.Module, blocks: str, name: str, folder: SafetensorsFolder) -
     return FolderPlan(folder, prefix, sources, tuple(reversed(missing.values())), tuple(match.unused(folder.tensors)))
 
 
-def _check_fit(folder: SafetensorsFolder, sources: Mapping[str, str], values: Mapping[str, Tensor]) -> None:
+def _check_fit(folder: SafetensorsFolder, sources: Mapping[str, str | Merge], values: Mapping[str, Tensor]) -> None:
     shapes, dtypes = [], []
     for name, source in sources.items():
-        stored, tensor = folder.tensors[source], values[name]
-        if stored.shape != tuple(tensor.shape):
-            shapes.append(f"{name} is {tuple(tensor.shape)}, but {source} in the folder {stored.shape}")
-        elif stored.dtype != tensor.dtype and not {stored.dtype, tensor.dtype} <= _CONVERTIBLE:
-            dtypes.append(f"{name} is {tensor.dtype}, but {source} in the folder {stored.dtype_name}")
+        first, *_ = names_of(source)
+        stored, tensor = folder.tensors[first], values[name]
+        if stored.dtype != tensor.dtype and not {stored.dtype, tensor.dtype} <= _CONVERTIBLE:
+            dtypes.append(f"{name} is {tensor.dtype}, but {first} in the folder {stored.dtype_name}")
+        elif (shape := _shape(folder, source)) != tuple(tensor.shape):
+            shapes.append(f"{name} is {tuple(tensor.shape)}, but {first} in the folder {shape}")
     if shapes:
         raise HanayoError(
             f"init_from: shapes differ from {folder.path}: {listed(shapes)}. Build the model of the folder's "
@@ -174,6 +175,12 @@ def _check_fit(folder: SafetensorsFolder, sources: Mapping[str, str], values: Ma
         )
 
 
+def _shape(folder: SafetensorsFolder, source: str | Merge) -> tuple[int, ...]:
+    if isinstance(source, str):
+        return folder.tensors[source].shape
+    return tuple(source.of({n: torch.empty(folder.tensors[n].shape, device="meta") for n in names_of(source)}).shape)
+
+
 def _check_blocks(folder: SafetensorsFolder, blocks: str, missing: Mapping[Tensor, str]) -> None:
     in_blocks = [n for tensor, n in missing.items() if isinstance(tensor, nn.Parameter) and n.startswith(f"{blocks}.")]
     if in_blocks:
@@ -184,11 +191,11 @@ def _check_blocks(folder: SafetensorsFolder, blocks: str, missing: Mapping[Tenso
         )
 
 
-def _check_equal(name: str, source: str, tensor: Tensor, value: Tensor) -> None:
+def _check_equal(name: str, source: str | Merge, tensor: Tensor, value: Tensor) -> None:
     if not torch.equal(tensor.detach(), value):
         raise HanayoError(
             f"init_from: {name} shares its parameter with another name in the model, but the folder has another value "
-            f"for {source}. Don't tie them: build the model with tie_word_embeddings=False."
+            f"for {names_of(source)[0]}. Don't tie them: build the model with tie_word_embeddings=False."
         )
 
 
@@ -214,16 +221,21 @@ def _on_all_ranks(function: Callable[[], _T]) -> list[_T]:
     return [one for found, _ in outcomes for one in found]
 
 
-def _own_sources(plans: Sequence[FolderPlan], values: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
-    """Of each value that this rank holds: a name, the name in the folder, and the whole tensor there, not yet read."""
+def _own_sources(
+    plans: Sequence[FolderPlan], values: Mapping[str, Tensor]
+) -> Iterator[tuple[str, str | Merge, Tensor]]:
+    """Of each value that this rank holds: a name, its source, and the whole tensor, which is read only if merged."""
     for plan in plans:
         names: dict[str, dict[Tensor, str]] = defaultdict(dict)
         for name, source in plan.sources.items():
-            if name in values:
+            if name in values and isinstance(source, str):
                 names[source].setdefault(values[name], name)
         for source, whole in plan.folder.mapped(names):
             for name in names[source].values():
                 yield name, source, whole
+        for name, merge in plan.sources.items():
+            if name in values and not isinstance(merge, str):
+                yield name, merge, merge.of(dict(plan.folder.mapped(names_of(merge))))
 
 
 def _warn(plans: Sequence[FolderPlan], readings: Sequence[Reading]) -> None:

@@ -1,5 +1,6 @@
 """The strategy's base class: ranks, launcher, process group, collectives and precision plugin, as Lightning asks."""
 
+import sys
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from typing import Any
@@ -17,12 +18,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hanayo.errors import available
+from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.precision import check_precision
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups, backend_for, broadcast_object
 from lightning_hanayo.topology import Topology, resolve
+
+_LIBRARIES = ("lightning.", "lightning_hanayo.")
 
 
 class MeshParallelStrategy(ParallelStrategy, ABC):
@@ -37,6 +40,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         self.num_nodes = 1
         self._topology: Topology | None = None
         self._groups: ProcessGroups | None = None
+        self._sizes_read: set[str] = set()
+        """by code outside of the libraries, since `configure_optimizers` was called"""
 
     # what this process is
 
@@ -59,6 +64,42 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def environment(self) -> ClusterEnvironment:
         """Tells ranks and addresses."""
         return available(self.cluster_environment, "the cluster environment is set by the Trainer")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """D, the number of data ranks: ranks that see different batches. Known once the Trainer is constructed.
+
+        The number by which to scale a learning rate; `trainer.world_size` counts the ranks of pipelines and cubes, too.
+
+        Example:
+            >>> def configure_optimizers(self):
+            ...     return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.strategy.data_parallel_size)
+        """
+        self._sizes_read.add("data_parallel_size")
+        return self.topology.data
+
+    @property
+    @override
+    def world_size(self) -> int:
+        if not _is_read_by_library():
+            self._sizes_read.add("world_size")
+        return super().world_size
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        """Call `configure_optimizers`.
+
+        Raises:
+            UnsupportedError: it reads the world's size, and not the number of data ranks, which is another one.
+        """
+        self._sizes_read.clear()
+        super().setup_optimizers(trainer)
+        if self._sizes_read == {"world_size"} and self.topology.replica_size > 1:
+            raise UnsupportedError(
+                f"configure_optimizers reads trainer.world_size, which is {self.world_size}: it counts the ranks of "
+                f"pipelines and cubes, too. A learning rate scales with the number of data ranks: use "
+                f"self.trainer.strategy.data_parallel_size, which is {self.topology.data}."
+            )
 
     @property
     def data_rank(self) -> int:
@@ -200,3 +241,11 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def synchronizes_batchnorm(self) -> bool:
         """Whether the user asked for BatchNorm statistics over all processes."""
         return self._layer_sync is not None
+
+
+def _is_read_by_library() -> bool:
+    """Whether Lightning or this package reads the property that calls this, maybe through `Trainer.world_size`."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name == "world_size" and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).startswith(_LIBRARIES)

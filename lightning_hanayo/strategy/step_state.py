@@ -1,6 +1,7 @@
 """Watches what training steps change in place: buffers, such as a queue of old features, and parameters.
 
     buffer       a pipeline changes it once per micro-batch, not once per batch        a warning names it
+    counter      a whole number that each micro-batch advances                         a warning names it
                  a cube's ranks run the step on samples of their own: copies differ    an error names it
     parameter    other micro-batches under way would see the change or not             an error names it
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import check_parameter_hooks
@@ -44,6 +46,7 @@ class StepState:
         outside: Mapping[str, nn.Module],
         pipe_group: dist.ProcessGroup | None,
     ) -> None:
+        self._modules = dict(modules)
         self._places = _places(modules)
         self._shareable = _places(outside)  # the same on all ranks: some may have them on meta
         self._shared: list[str] | None = None
@@ -68,6 +71,7 @@ class StepState:
             check_parameter_hooks(self._parameters)
         is_first = self._changing is None
         before, kept_alive = self._states(by_value=is_first), self._buffers()
+        numbers = self._counters() if is_first else {}
         yield
         after = self._states(by_value=is_first)
         changed = {name for name, state in after.items() if state != before[name]}
@@ -76,8 +80,10 @@ class StepState:
             self._check_parameters(changed)
         if is_first:
             self._changing = changed
-            if changed and num_microbatches > 1:
-                warnings.warn(_warning(sorted(changed), num_microbatches), stacklevel=2)
+            announced = {name for name, (module, _) in self._places.items() if isinstance(module, _BatchNorm)}
+            counters = _advanced(self._counters(), numbers, num_microbatches)
+            if num_microbatches > 1 and (named := sorted(changed - announced) + counters):
+                warnings.warn(_warning(named, num_microbatches), stacklevel=2)
         self._check_alike(changed | (self._changing or set()))
         self._share(changed)
 
@@ -109,6 +115,15 @@ class StepState:
             sums |= {name: str(_checksum(buffer)) for name, buffer in self._buffers()}
             states = {name: (version, sums[name]) for name, version in states.items()}
         return states
+
+    def _counters(self) -> dict[str, int]:
+        """Whole numbers that modules have as attributes."""
+        return {
+            f"{path}.{name}".lstrip("."): value
+            for path, module in self._modules.items()
+            for name, value in vars(module).items()
+            if type(value) is int and not name.startswith("_")
+        }
 
     def _buffers(self) -> list[tuple[str, Tensor | None]]:
         return [(name, module._buffers.get(key)) for name, (module, key) in self._places.items()]
@@ -159,9 +174,15 @@ def _checksum(buffer: Tensor | None) -> int:
     return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
+def _advanced(now: Mapping[str, int], before: Mapping[str, int], num_microbatches: int) -> list[str]:
+    """The counters that have advanced by the same for each micro-batch."""
+    steps = {name: value - before[name] for name, value in now.items() if name in before}
+    return [name for name, step in sorted(steps.items()) if step and step % num_microbatches == 0]
+
+
 def _warning(names: list[str], num_microbatches: int) -> str:
     return (
-        f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: buffers that training changes once for each of the "
-        f"{num_microbatches} micro-batches of a batch, with its samples alone (as in BatchNorm, or a queue). The "
+        f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}: buffers or counters that training changes once for "
+        f"each of the {num_microbatches} micro-batches of a batch, with its samples alone (as for a queue). The "
         f"training depends on num_microbatches, as with accumulate_grad_batches."
     )

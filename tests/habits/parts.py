@@ -25,10 +25,13 @@ ANY_RANK = Refused(
 )
 """whichever rank is first"""
 REFUSED_IN_STEPS = on(pipelines=MISSING, cubes=PART)
-PER_MICROBATCH = everywhere(PerMicrobatch("buffers that training changes once for each of the 4 micro-batches"))
+PER_MICROBATCH = everywhere(
+    PerMicrobatch("buffers or counters that training changes once for each of the 4 micro-batches")
+)
 BUFFER_CHANGED = PER_MICROBATCH | dict.fromkeys(
     ("cube", "both"), Refused("is a buffer that the training step changes, and each rank of the cube")
 )
+PER_STATISTICS = PerMicrobatch(r"norm \(BatchNorm1d\) will normalise by the mean of each of the 4 micro-batches")
 IN_STEP = Refused("is a parameter that the training step changes in place")
 BATCH_NORM = Refused("is a BatchNorm1d, which normalises by the mean of a batch")
 REPLICATE = {"cube_outside": "replicate"}
@@ -320,9 +323,13 @@ HABITS = [
     _habit("`torch.save(self.state_dict())` in a hook", Saved, everywhere(ANY_RANK)),
     _habit("`trainer.save_checkpoint()` in a hook", Checkpointed, everywhere(EXACT)),
     _habit("prototypes normalised in the step", NormalisedInStep, everywhere(IN_STEP)),
-    _habit("BatchNorm outside the stack", Normalised, BUFFER_CHANGED | {"cube": BATCH_NORM, "both": BATCH_NORM}, EVEN),
+    _habit("BatchNorm outside the stack", Normalised, on(pipelines=PER_STATISTICS, cubes=BATCH_NORM), EVEN),
     _habit(
-        "BatchNorm outside the stack, `cube_outside='replicate'`", Normalised, PER_MICROBATCH, EVEN, strategy=REPLICATE
+        "BatchNorm outside the stack, `cube_outside='replicate'`",
+        Normalised,
+        everywhere(PER_STATISTICS),
+        EVEN,
+        strategy=REPLICATE,
     ),
     _habit("a queue of old samples in a buffer", Queue, BUFFER_CHANGED),
     _habit("the same with `cube_outside='replicate'`", Queue, PER_MICROBATCH, strategy=REPLICATE),

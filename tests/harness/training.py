@@ -167,7 +167,7 @@ def data_rank(layout: Layout) -> int:
 def fit(training: Training, layout: Layout) -> Outcome:
     """Train on one rank."""
     warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model has a validation_step
-    warnings.filterwarnings("ignore", message=".*buffers that training changes")  # of a model with BatchNorm
+    warnings.filterwarnings("ignore", message=".*will normalise by the mean")  # of a model with BatchNorm
     callback = OutcomeCallback()
     trainer = make_trainer(
         layout,

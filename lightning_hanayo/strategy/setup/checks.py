@@ -1,11 +1,16 @@
 """Rejects what a pipeline can't run, each with an error that names it, before the first message."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
+from traceback import walk_tb
 from typing import NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partition.stack import Stack, modules_outside
@@ -57,7 +62,7 @@ def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> 
     """
     outside = set() if options.cube_outside == "share" else set(modules_outside(model, stack))
     for name, part in model.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training and part not in outside:
+        if isinstance(part, _BatchNorm) and part.training and part not in outside:
             way_out = "Use LayerNorm or GroupNorm, or leave the cube out"
             if not name.startswith(f"{stack.name}."):
                 way_out = "Set HanayoStrategy(cube_outside='replicate'), where all ranks run it on whole micro-batches"
@@ -65,6 +70,43 @@ def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> 
                 f"{name} is a {type(part).__name__}, which normalises by the mean of a batch, but on a cube each rank "
                 f"runs it on its own samples. {way_out}."
             )
+
+
+def warn_of_batch_statistics(model: nn.Module, num_microbatches: int) -> None:
+    """Warn of BatchNorm, which normalises by the mean of a micro-batch, and not of the batch."""
+    found = [
+        f"{name} ({type(part).__name__})"
+        for name, part in model.named_modules()
+        if isinstance(part, _BatchNorm) and part.training
+    ]
+    if found and num_microbatches > 1:
+        rank_zero_warn(
+            f"{', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''} will normalise by the "
+            f"mean of each of the {num_microbatches} micro-batches of a batch: the training depends on "
+            f"num_microbatches, as with accumulate_grad_batches. GroupNorm, LayerNorm and BatchNorm in eval mode don't."
+        )
+
+
+@contextmanager
+def explaining_single_samples(model: nn.Module, sizes: Sequence[int] = ()) -> Iterator[None]:
+    """Inside it, BatchNorm's complaint about a single value per channel becomes one that names module and way out.
+
+    `sizes`: the samples of this rank's micro-batches, where they are known.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "Expected more than 1 value per channel" not in str(error):
+            raise
+        callers = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+        names = {part: name for name, part in model.named_modules()}
+        part = next((names[one] for one in callers if isinstance(one, _BatchNorm) and one in names), "BatchNorm")
+        cut = f" (a batch was cut into {', '.join(map(str, sizes))} samples)" if sizes else ""
+        raise UnsupportedError(
+            f"{part} normalises by the mean of a micro-batch, which has a single sample{cut}: {error}. Set a smaller "
+            f"HanayoStrategy(num_microbatches=...), leave out a smaller last batch (DataLoader(drop_last=True)), or "
+            f"use GroupNorm, LayerNorm, or BatchNorm in eval mode."
+        ) from error
 
 
 def reject_stop() -> NoReturn:

@@ -1,8 +1,11 @@
 """The batch: what the engine, the stages and the user's step need to know about the batch that is running."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
 
 StepFunction = Callable[[int], Any]
 """Runs the user's step on the micro-batch of that index, and returns what it returns."""
@@ -24,6 +27,8 @@ class Batch:
         dry_run_step: the same on all samples that this rank's blocks work on; only with tensor parallelism.
         on_user_code: called with a micro-batch's index each time before its user code starts or continues, and with
             None before a dry run, whose logs and metrics do not count.
+        on_loss: called before a micro-batch's backward with its index, its loss, and the nodes that end the graph of
+            the code after the stack.
         inputs: the micro-batches themselves, for self-contained stages, which have no user's step.
         loss_weights: each micro-batch's weight in the gradient; only the rank with the loss reads them.
         results: filled by the last stage: what the step returned for each micro-batch, or its loss (self-contained).
@@ -34,6 +39,7 @@ class Batch:
     step: StepFunction | None = None
     dry_run_step: StepFunction | None = None
     on_user_code: Callable[[int | None], None] = lambda _: None
+    on_loss: Callable[[int, Tensor, Collection[Node]], None] = lambda *_: None
     inputs: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()
     results: dict[int, Any] = field(default_factory=dict)

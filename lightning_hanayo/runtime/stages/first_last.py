@@ -86,14 +86,18 @@ class LastStage(Stage):
         self._loss_backward(batch, microbatch, outputs, sequence_number)
         return gradient_message(inputs.gradients)
 
-    def _loss_backward(self, batch: Batch, microbatch: int, outputs: set[Node], sequence_number: int) -> None:
+    def _loss_backward(
+        self, batch: Batch, microbatch: int, outputs: set[Node], sequence_number: int, boundary: set[Node] | None = None
+    ) -> None:
         """Run the backward of the weighted loss, and drop the graph of the step's result.
 
         `outputs` are the nodes that end the graph of the code after the stack. Nodes older than autograd's
-        `sequence_number` belong to the code before it.
+        `sequence_number` belong to the code before it. `boundary` are the nodes that made the stack's output, where
+        the graph ends without `outputs`.
         """
         if batch.loss_weights[microbatch]:  # with weight 0 not even a NaN counts: the mean over no tokens is one
             loss = loss_of(batch.results[microbatch])
+            batch.on_loss(microbatch, loss, boundary or outputs)
             nodes, leaves = graph_boundary.reachable([loss], stop=outputs)
             uses_early_nodes = any(node._sequence_nr() < sequence_number for node in nodes)  # a skip past the stack
             weighted = loss * batch.loss_weights[microbatch]
@@ -126,6 +130,7 @@ class SingleStage(Stage):
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         loss, weight = loss_of(batch.results[microbatch]), batch.loss_weights[microbatch]
         if weight:  # with weight 0 not even a NaN counts: the mean over no tokens is one
+            batch.on_loss(microbatch, loss, ())
             with graph_boundary.without_autocast():
                 (loss * weight).backward()
         batch.results[microbatch] = detach_tree(batch.results[microbatch])

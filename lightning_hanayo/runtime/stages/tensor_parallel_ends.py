@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from typing_extensions import override
 
 from lightning_hanayo.runtime.autograd import graph_boundary
@@ -92,17 +93,18 @@ class TensorParallelLastStage(LastStage):
         self.hooks.before_forward(length)
         made = stage_input.run(self.blocks, self.carriers).message
         whole = [cut.cut(self.boundary.unshard_output(microbatch, tensor)) for tensor in made.tensors]
+        boundary = graph_boundary.nodes_of(whole)
         outside = StageInput.from_message(Message(made.skeleton, tuple(whole)))
         output, trees = outside.output, outside.trees
         batch.results[microbatch], sequence_number = self.first.user.finish(batch, microbatch, output, trees)
         if torch.is_grad_enabled():
-            self._under_way[microbatch] = (inputs, cut, sequence_number, length)
+            self._under_way[microbatch] = (inputs, cut, sequence_number, length, boundary)
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
-        under_way: tuple[DetachedInputs, GraphCut, int, int] = self._under_way.pop(microbatch)
-        inputs, cut, sequence_number, sequence_length = under_way
-        self._loss_backward(batch, microbatch, set(), sequence_number)
+        under_way: tuple[DetachedInputs, GraphCut, int, int, set[Node]] = self._under_way.pop(microbatch)
+        inputs, cut, sequence_number, sequence_length, boundary = under_way
+        self._loss_backward(batch, microbatch, set(), sequence_number, boundary)
         self.hooks.before_backward(sequence_length)
         cut.backward(always=True)
         return gradient_message(inputs.gradients)

@@ -1,0 +1,262 @@
+"""Reads in autograd's graph what a loss is a mean of, and where it isn't a mean over samples at all.
+
+    cross_entropy(logits, y) + 0.1 * error.sum() / mask.sum()     terms: a mean over 12 labels, and one over 9
+    cross_entropy(logits, y, reduction="sum")                     term: a sum
+    mse_loss(a, b).sqrt()                                         coupling: the sqrt of a mean over samples
+    cross_entropy(a @ b.T, targets)                               coupling: a product of samples with samples
+
+Nothing is computed or replaced: torch's own nodes have saved what they counted. A loss of a custom autograd function,
+or of compiled code, shows nothing.
+"""
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+_MEAN, _SUM = 1, 2
+"""torch's numbers for `reduction`"""
+_LINEAR = {
+    "Add", "Alias", "Cat", "Clone", "Expand", "Neg", "Permute", "ReshapeAlias", "Rsub", "Select", "Squeeze", "Stack",
+    "Sub", "T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View",
+}  # fmt: skip
+"""what keeps a mean a mean"""
+_CURVED = {
+    "Abs", "Clamp", "ClampMax", "ClampMin", "Exp", "LinalgVectorNorm", "Log", "Log10", "Log1P", "Log2", "Logsumexp",
+    "Max", "Maximum", "Median", "Min", "Minimum", "Norm", "Pow", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Softplus",
+    "Sqrt", "Std", "Tanh", "Var",
+}  # fmt: skip
+"""what makes of means something that is no mean of the same function of micro-batches"""
+_LAYERS = {"Addmm", "Convolution", "Embedding", "NativeGroupNorm", "NativeLayerNorm"}
+"""what is computed from samples, where no boundary of the graph says so"""
+_LISTS = ("Cat", "Stack")
+_NAMES = {"nll_loss": "cross_entropy", "nll_loss2_d": "cross_entropy"}
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A summand of a loss.
+
+    Args:
+        function: what it is, such as "cross_entropy" or "mean".
+        kind: a "mean" over samples or parts of them, a "sum" over them, or "constant": it doesn't depend on samples.
+        count: how many a mean is over, or the sum of their class weights; what a sum is divided by, 1 if by nothing.
+        is_loss_function: whether one of torch's loss functions has counted.
+    """
+
+    function: str
+    kind: Literal["mean", "sum", "constant"]
+    count: float | Tensor = 1.0
+    is_loss_function: bool = False
+    num_rows: int | None = None
+    """of what `Tensor.sum` adds up"""
+
+
+@dataclass(frozen=True)
+class LossGraph:
+    """What a loss consists of."""
+
+    terms: tuple[LossTerm, ...]
+    couplings: tuple[str, ...] = ()
+    """why it is no mean over samples, in words"""
+
+
+def read_loss(loss: Tensor, stop: Collection[Node], num_samples: int | None, *, couplings: bool) -> LossGraph:
+    """Read the graph of `loss`, a tensor with one element, before its backward.
+
+    Args:
+        loss: of a micro-batch.
+        stop: the nodes that end the graph of the code after the stack.
+        num_samples: of the micro-batch, if they can be counted.
+        couplings: whether to look at the whole graph for samples that are compared with each other.
+    """
+    reader = _Reader(stop, num_samples)
+    reader.read(loss.grad_fn)
+    if couplings and any(map(reader.compares_samples, sorted(reader.nodes(loss.grad_fn), key=_age))):
+        reader.couplings["a product of samples with samples, as for in-batch negatives"] = None
+    return LossGraph(tuple(reader.terms), tuple(reader.couplings))
+
+
+class _Reader:
+    """Walks from the loss through sums, products with numbers and changes of shape, to what has been reduced."""
+
+    def __init__(self, stop: Collection[Node], num_samples: int | None) -> None:
+        self.terms: list[LossTerm] = []
+        self.couplings: dict[str, None] = {}
+        self._stop = set(stop)
+        self._num_samples = num_samples
+        self._of_samples: set[Node] = set()
+        """nodes that are known to be computed from samples"""
+
+    def read(self, root: Node | None) -> None:
+        waiting: list[_Found] = [(root, None)]
+        while waiting:
+            node, divisor = waiting.pop()
+            if node is not None and node not in self._stop and (_is_scalar(node) or _operation(node) in _LISTS):
+                waiting.extend(self._read_node(node, divisor))
+
+    def _read_node(self, node: Any, divisor: "_Divisor | None") -> "list[_Found]":
+        """Add the node's term or coupling; or return the nodes that it is the sum of, with what they are divided by."""
+        operation, children = _operation(node), [child for child, _ in node.next_functions]
+        if not self._is_of_samples(node):
+            self.terms.append(LossTerm("a penalty", "constant"))
+        elif (reduction := getattr(node, "_saved_reduction", None)) in (_MEAN, _SUM):
+            self.terms.append(_of_loss_function(node, reduction, divisor))
+        elif operation in ("Mean", "Sum") and not _is_of_scalars(node):
+            self.terms.append(_of_reduction(node, operation, divisor))
+        elif operation in ("Mul", "Div"):
+            return self._read_product(node, operation, children, divisor)
+        elif operation in _CURVED:
+            self.couplings[f"{_snake(operation)} of a mean or sum over samples"] = None
+        elif operation in _LINEAR or operation in ("Mean", "Sum"):
+            return [(child, divisor) for child in reversed(children)]
+        return []
+
+    def _read_product(
+        self, node: Any, operation: str, children: list[Node | None], divisor: "_Divisor | None"
+    ) -> "list[_Found]":
+        of_samples = [child for child in children if child is not None and self._is_of_samples(child)]
+        if len(of_samples) > 1 or operation == "Div" and of_samples[0] is not children[0]:
+            which = "quotient" if operation == "Div" else "product"
+            self.couplings[f"a {which} of means or sums over samples"] = None
+            return []
+        if len([child for child in children if child is not None]) == 1:  # the other factor is a number
+            divisor = _divided(divisor, node, operation)
+        return [(of_samples[0], divisor)]
+
+    def compares_samples(self, node: Any) -> bool:
+        """Whether it is a matrix product, or a table of distances, of samples with samples."""
+        children = [child for child, _ in node.next_functions]
+        if _operation(node) not in ("Bmm", "Mm", "Cdist", "EuclideanDist") or len(children) != 2:
+            return False
+        return self._has_pairs(node) and all(child is not None and self._is_of_samples(child) for child in children)
+
+    def _has_pairs(self, node: Any) -> bool:
+        """Whether a product of matrices in a batch has one matrix, whose rows and columns are samples: an einsum."""
+        first, *sizes = node._input_metadata[0].shape
+        if _operation(node) != "Bmm":
+            return True
+        samples = self._num_samples
+        if first != 1 or samples is None:
+            return False
+        return all(size == samples or samples > 1 and size % samples == 0 for size in sizes)
+
+    def nodes(self, root: Node | None) -> Iterable[Node]:
+        """The whole graph, from `root` to where it stops."""
+        seen, waiting = set(self._stop), [root]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                yield node
+                waiting.extend(child for child, _ in node.next_functions)
+
+    def _is_of_samples(self, root: Node) -> bool:
+        """Whether it is computed from samples, and not from parameters alone."""
+        if root in self._stop or root in self._of_samples or any(map(self._is_sample, self.nodes(root))):
+            self._of_samples.add(root)
+            return True
+        return False
+
+    def _is_sample(self, node: Any) -> bool:
+        if any(child in self._stop or child in self._of_samples for child, _ in node.next_functions):
+            return True
+        return _operation(node) in _LAYERS or hasattr(node, "_saved_reduction")
+
+
+@dataclass(frozen=True)
+class _Divisor:
+    """What a sum is divided by, and how."""
+
+    value: float | Tensor
+    by_division: bool
+    """otherwise by a product with a number: often a weight in the loss, and no count"""
+
+
+_Found = tuple[Node | None, _Divisor | None]
+"""A node yet to be read, and what it is divided by."""
+
+
+def _of_loss_function(node: Any, reduction: int, divisor: _Divisor | None) -> LossTerm:
+    name = _snake(_operation(node))
+    function = _NAMES.get(name, name)
+    if reduction == _SUM:
+        return LossTerm(function, "sum", divisor.value if divisor else 1.0, is_loss_function=True)
+    return LossTerm(function, "mean", _num_counted(node), is_loss_function=True)
+
+
+def _num_counted(node: Any) -> float | Tensor:
+    """How many elements a loss function has averaged: those that aren't ignored, or the sum of their class weights."""
+    if not hasattr(node, "_saved_total_weight"):
+        return _num_inputs(node)
+    if node._saved_weight is not None:
+        return node._saved_total_weight.detach()  # type: ignore[no-any-return]
+    ignored = node._saved_ignore_index
+    ignored -= 2**64 if ignored >= 2**63 else 0  # torch shows the signed number as an unsigned one
+    return (node._saved_target != ignored).sum()  # type: ignore[no-any-return]
+
+
+def _of_reduction(node: Any, operation: str, divisor: _Divisor | None) -> LossTerm:
+    if operation == "Mean":
+        return LossTerm("mean", "mean", _num_inputs(node))
+    return LossTerm("sum", "sum", divisor.value if divisor else 1.0, num_rows=(*_input_shape(node), 1)[0])
+
+
+def _divided(before: _Divisor | None, node: Any, operation: str) -> _Divisor | None:
+    """The divisor of a term, once this product with a number is taken into account."""
+    number = node._saved_other if node._saved_other is not None else getattr(node, "_saved_self", None)
+    if number is None or isinstance(number, Tensor) and number.numel() != 1:
+        return before
+    value: Any = number.detach() if isinstance(number, Tensor) else number
+    if operation == "Div":
+        return _Divisor(before.value * value if before is not None and before.by_division else value, by_division=True)
+    return before or _Divisor(1.0 / torch.as_tensor(value), by_division=False)
+
+
+def _age(node: Node) -> int:
+    """Nodes in this order come after those that they use, so that the reader knows these already."""
+    return node._sequence_nr()
+
+
+def _is_scalar(node: Any) -> bool:
+    return all(size == 1 for size in node._input_metadata[0].shape)
+
+
+def _is_of_scalars(node: Any) -> bool:
+    """Whether it reduces a stack of means, such as one for each task."""
+    child = node.next_functions[0][0]
+    if child is None or _operation(child) not in _LISTS:
+        return False
+    return all(one is None or _is_scalar(one) for one, _ in child.next_functions)
+
+
+def _input_shape(node: Any) -> tuple[int, ...]:
+    """The shape of what it reduces, as the node that has made it knows."""
+    child, index = next(pair for pair in node.next_functions if pair[0] is not None)
+    return tuple(child._input_metadata[index].shape)
+
+
+def _num_inputs(node: Any) -> float:
+    count = 1.0
+    for size in _input_shape(node):
+        count *= size
+    return count
+
+
+def _operation(node: Node) -> str:
+    """Its name, such as "NllLoss2D"."""
+    return _operation_of(node.name())
+
+
+@cache
+def _operation_of(name: str) -> str:
+    return re.sub(r"Backward\d*$", "", name)
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

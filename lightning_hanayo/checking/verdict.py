@@ -90,7 +90,7 @@ def verdict_of_microbatches(
     if solved:
         ending, advice = f": loss_weight={solved[0]!r} makes it exact", _set_option(solved[0], options)
     elif options:
-        ending = ", and no loss_weight makes it exact"
+        ending = ", and no loss_weight by name makes it exact"
     return replace(
         exact,
         outcome="depends on micro-batches",

@@ -42,6 +42,11 @@ class SplitBatch:
         """How many micro-batches there are."""
         return len(self.step_inputs)
 
+    @property
+    def present(self) -> list[int]:
+        """The indices of the pieces that some rank has."""
+        return [i for i, piece in enumerate(self.pieces) if piece is not None]
+
 
 class BatchSplitter(ABC):
     """Splits batches on a process of pipeline rank 0 (one per rank of the cube), and merges what their steps return."""
@@ -64,20 +69,22 @@ class BatchSplitter(ABC):
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of their pieces. Called by all of them."""
 
+    def by_piece(self, values: Sequence[Any]) -> list[Any]:
+        """One value for each piece, from this rank's (one per micro-batch) and those of the ranks that share them."""
+        return [value for row in zip(*self.all_gather(list(values)), strict=True) for value in row]
+
     def merge(self, results: Sequence[Any], split: SplitBatch, weights: Sequence[float], *, has_loss: bool) -> Any:
-        """Merge what the step returned for the pieces of this rank and of the others that share the micro-batches.
+        """Merge what the step returned.
 
         Args:
-            results: this rank's, one per micro-batch.
+            results: of each piece.
             split: the batch.
             weights: of each piece.
             has_loss: whether it was a training step.
         """
-        per_microbatch = zip(*self.all_gather(list(results)), strict=True)
-        per_piece = [result for row in per_microbatch for result in row]
-        kept = [i for i, piece in enumerate(split.pieces) if piece is not None]
+        kept = split.present
         return microbatches.merge(
-            [per_piece[i] for i in kept], split.sizes.of(kept), [weights[i] for i in kept], has_loss=has_loss
+            [results[i] for i in kept], split.sizes.of(kept), [weights[i] for i in kept], has_loss=has_loss
         )
 
     @abstractmethod

@@ -10,7 +10,7 @@ from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.planner.layout import check_schedule
 from lightning_hanayo.runtime.batches.plan import BatchRule, SplitFunction
 from lightning_hanayo.schedule import CostModel
-from lightning_hanayo.strategy.loss_weight import LossWeight
+from lightning_hanayo.strategy.losses.loss_weight import LossWeight
 
 AutoInt = Literal["auto"] | int
 

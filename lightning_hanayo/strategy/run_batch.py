@@ -4,6 +4,8 @@ hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +21,7 @@ from lightning_hanayo.strategy.lightning.loaders import source_of
 from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
 from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
 from lightning_hanayo.strategy.session import Session
-from lightning_hanayo.strategy.setup.checks import reject_stop
+from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
 
 UserStep = Callable[[Any], Any]
 """The user's step on one micro-batch."""
@@ -71,26 +73,33 @@ def _run(
     reduce: bool = False,
 ) -> Any:
     """Run a batch and merge what the step returned; None above pipeline rank 0. `scale`: the gradient of the loss."""
-    pipeline = session.pipeline
+    pipeline, module = session.pipeline, trainer.lightning_module
     if pipeline.rank > 0:
-        with session.norms.batch():
+        with session.norms.batch(), explaining_single_samples(module):
             return pipeline.follow(trains=trains, reduce=reduce)
     split = pipeline.split(batch, source_of(trainer))
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     log = MicrobatchLog(trainer, split, weights.in_mean, pipeline.splitter)
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
+    own_sizes = [split.sizes.parts[0][piece] for piece in split.own]
     running = Batch(
         microbatches.signature(batch, split.sizes.parts, kind),
         pipeline.reduces_in_batch(reduce),
         step=lambda m: step(split.step_inputs[m]),
         dry_run_step=lambda m: step(split.block_input(m)),
         on_user_code=log.enter,
+        on_loss=partial(session.loss_watch.note, own_sizes),
         loss_weights=[weights.in_gradient[piece] * scale for piece in split.own],
     )
-    with log.collecting(), session.norms.batch():
+    watch = session.loss_watch.training(own_sizes) if trains else nullcontext()
+    with log.collecting(), session.norms.batch(), watch, explaining_single_samples(module, own_sizes):
         count = split.num_microbatches
         pipeline.lead(running, count, progress.batch_key(trainer), trains=trains, reduce=reduce)
-    results = [running.results[m] for m in range(count)]
+        if weights.is_sum:
+            log.add_up([loss_of(running.results[m]) for m in range(count)])
+    own = [(running.results[m], session.loss_watch.noted(m)) for m in range(count)]
+    results, losses = zip(*pipeline.splitter.by_piece(own), strict=True)
+    session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
     return pipeline.splitter.merge(results, split, weights.in_loss, has_loss=trains)
 
 

@@ -28,7 +28,8 @@ from lightning_hanayo.strategy.lightning import (
     torchmetrics_state,
     user_hooks,
 )
-from lightning_hanayo.strategy.loss_weight import LossWeighting, PieceWeights
+from lightning_hanayo.strategy.losses.loss_watch import LossWatch
+from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_object, broadcast_values
@@ -39,6 +40,7 @@ from lightning_hanayo.strategy.setup.build_pipeline import (
     restore_forwards,
     whole_values,
 )
+from lightning_hanayo.strategy.setup.checks import warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.setup.pretrained import check_same_folders
@@ -69,6 +71,8 @@ class Session:
         self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
         self._pipeline: Pipeline | None = None
         self._norms: GradientNorms | None = None
+        self._loss_watch: LossWatch | None = None
+        self._loss_weight = options.loss_weight
         self.cube: Cube | None = None
         self._is_open = True
 
@@ -82,9 +86,14 @@ class Session:
         """Norms over the whole model's gradients."""
         return available(self._norms, "norms of the whole model exist once the Trainer has set up the model")
 
+    @property
+    def loss_watch(self) -> LossWatch:
+        """Compares the weights of micro-batches with their losses."""
+        return available(self._loss_watch, "losses are watched once the Trainer has set up the model")
+
     def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool) -> PieceWeights:
         """The weights of a batch's pieces. In training called by all data ranks."""
-        weighting = LossWeighting(self._options.loss_weight, self.topology.data, self._groups.data_control)
+        weighting = LossWeighting(self._loss_weight, self.topology.data, self._groups.data_control)
         return weighting.for_training(pieces, sizes) if trains else weighting.for_evaluation(pieces, sizes)
 
     @property
@@ -108,8 +117,17 @@ class Session:
             prepared.cube = self._make_cube(plan)
         self.cube = prepared.cube
         streams, example = self._random_streams(trainer, plan.layout, seed), user_hooks.example_run(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            warn_of_batch_statistics(module, plan.layout.num_microbatches)
         self._pipeline = build_pipeline(module, plan, prepared, self._rank_context(seed, streams), example)
+        self._loss_weight = for_model(self._options.loss_weight, module, self._options.batch_dim)
+        self._loss_watch = self._watch_losses(module)
         self._adapt(trainer, module)
+        if trainer.state.fn == TrainerFn.FITTING and self.topology.replica_size > 1:
+            rank_zero_info(
+                f"{self.topology.world_size} ranks, of which {self.topology.data} see different batches: learning "
+                f"rates scale with trainer.strategy.data_parallel_size ({self.topology.data}), not trainer.world_size"
+            )
         self._norms = self._make_norms(module)
         if self.topology.replica_size > 1:
             norm_functions.start(self._norms)
@@ -230,6 +248,15 @@ class Session:
             loaders.skip_hooks_without_data(module, attributes)
         if self.topology.replica_size > 1:  # summaries and graphs would run the model outside a step
             attributes.set(module, "example_input_array", None)
+
+    def _watch_losses(self, module: "pl.LightningModule") -> LossWatch:
+        return LossWatch(
+            module,
+            self._options.loss_weight,
+            batch_dim=self._options.batch_dim,
+            warns=self.cube is None or self.cube.sample_rank == 0,
+            shares_samples=self.cube is not None and self._options.cube_outside == "share",
+        )
 
     def _make_norms(self, module: "pl.LightningModule") -> GradientNorms:
         shards = None if self.cube is None else self.cube.num_replicas

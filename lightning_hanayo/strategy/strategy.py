@@ -69,10 +69,10 @@ class HanayoStrategy(MeshParallelStrategy):
             "auto": 2P.
         blocks: qualified name of the block stack, such as "model.layers"; None: the outermost list of blocks of one
             class that has the most parameters.
-        loss_weight: a micro-batch's weight in the mean loss: "samples", "tokens" (labels that aren't -100),
-            "shifted_tokens" (the same without each sequence's first label, `labels[..., 1:]`: for causal models of
-            transformers, which shift their labels), or a function of the micro-batch that returns a number; "sum" for a
-            loss that is a sum over samples.
+        loss_weight: a micro-batch's weight in the mean loss: "samples", "tokens" (labels that aren't -100; of causal
+            models of transformers those that the model counts), "shifted_tokens" (the same without each sequence's
+            first label, `labels[..., 1:]`), or a function of the micro-batch that returns a number; "sum" for a loss
+            that is a sum over samples. If the losses were means of something else, a warning says of what.
         activation_budget: the most activations that a rank may hold, in multiples of one micro-batch's (M_a); None: P.
         cube_outside: what each rank of a cube gets of a micro-batch outside the stack: "share", its own part of the
             samples, or "replicate", all of them.

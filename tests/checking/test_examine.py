@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_hanayo.runtime.comm.message import gradient_message
-from lightning_hanayo.strategy.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
@@ -142,7 +142,7 @@ def test_a_sum_over_samples_is_found(pool: Pool) -> None:
 
 def test_batch_norm_is_named(pool: Pool) -> None:
     verdict = verdict_of(pool, Normalized, VECTORS, WAVE)
-    assert verdict.outcome == "depends on micro-batches" and "no loss_weight makes it exact" in verdict.summary
+    assert verdict.outcome == "depends on micro-batches" and "no loss_weight by name makes it exact" in verdict.summary
     assert "each micro-batch: norm." in verdict.cause
 
 

@@ -159,7 +159,7 @@ def test_a_loss_weight_that_makes_it_exact_is_recommended() -> None:
 def test_batch_norm_is_named_where_no_loss_weight_helps() -> None:
     options: dict[str, Comparison | str] = {"tokens": "the batch has no labels", "sum": cut("loss", 4.0)}
     found = verdict_of_microbatches(verdict(), cut("loss", 1.12), options, ("model.norm",))
-    assert found.summary.endswith("by 12 %, and no loss_weight makes it exact")
+    assert found.summary.endswith("by 12 %, and no loss_weight by name makes it exact")
     assert "BatchNorm takes its statistics over each micro-batch: model.norm." in found.cause
 
 

@@ -252,7 +252,7 @@ def held(layout: Layout) -> dict[str, Any]:
     """The number of elements of each parameter, and of its optimizer state, on this rank."""
     warnings.filterwarnings("ignore", message=".*no `val_dataloader`")
     module = build(partial(models.gpt, 4, 4))
-    trainer = make_trainer(layout, max_epochs=1)
+    trainer = make_trainer(layout, loss_weight="tokens", max_epochs=1)
     trainer.fit(module, DataLoader(Stream(), batch_size=None))
     state = trainer.optimizers[0].state
     return {

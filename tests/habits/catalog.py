@@ -1,10 +1,11 @@
 """All habits, by the heading under which the table lists them."""
 
-from tests.habits import batches, parts, pretrained, side_outputs, step_state, whole_model
+from tests.habits import batches, losses, parts, pretrained, side_outputs, step_state, whole_model
 from tests.habits.habit import Habit
 
 GROUPS: dict[str, list[Habit]] = {
     "How a batch is cut": batches.HABITS,
+    "Losses": losses.HABITS,
     "What blocks store besides their output": side_outputs.HABITS,
     "State that the step sets": step_state.HABITS,
     "Norms, clipping and optimizers": whole_model.HABITS,

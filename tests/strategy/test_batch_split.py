@@ -12,7 +12,7 @@ import torch
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.batches.plan import BatchRule, BatchSource
 from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
-from lightning_hanayo.strategy.loss_weight import LossWeighting
+from lightning_hanayo.strategy.losses.loss_weight import LossWeighting
 
 LOADERS = BatchSource(loaders={"a": None, "b": None})
 

@@ -37,15 +37,17 @@ class PiecewiseLog:
         self._num_data = num_data
         self._piece: tuple[int, float, int] | None = None
         self._logged: dict[str, _Logged] = {}
+        self._sums: list[list[float]] = []
         object.__setattr__(module, "log", self._keep)
 
     def begin(self, data_rank: int, weight: float, num_samples: int) -> None:
         """A piece's step starts."""
         self._piece = data_rank, weight, num_samples
 
-    def finish(self) -> None:
-        """All pieces are done: log."""
+    def finish(self, sums: Sequence[Sequence[Tensor]] = ()) -> None:
+        """All pieces are done: log. `sums`: their losses by data rank, if these are sums; logged, they are added up."""
         self._piece = None
+        self._sums = [[float(loss) for loss in row] for row in sums]
         for name, logged in self._logged.items():
             self._log(name, self._merged(name, logged), **logged.keywords | {"batch_size": logged.batch_sizes[0] or 1})
         self._logged.clear()
@@ -75,7 +77,8 @@ class PiecewiseLog:
             self._not_merged |= {f"{name} epoch", f"{name}_epoch epoch"}
         reduction = _REDUCTIONS.get(logged.keywords.get("reduce_fx", "mean"))
         rows = logged.values if logged.keywords.get("sync_dist") else logged.values[:1]
-        merged = [_reduced(row, reduction) for row in rows if row]
+        is_sum = bool(self._sums) and [[float(value) for _, value in row] for row in rows] == self._sums[: len(rows)]
+        merged = [_reduced(row, torch.sum if is_sum else reduction) for row in rows if row]
         return _reduced([(1.0, value) for value in merged], reduction)
 
 

@@ -32,7 +32,7 @@ from lightning_hanayo.partition.stack import find_stack
 from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 from lightning_hanayo.strategy.lightning.loaders import source_of
 from lightning_hanayo.strategy.lightning.progress import batch_idx, batch_key
-from lightning_hanayo.strategy.loss_weight import LossWeight, LossWeighting, PieceWeights
+from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.run_batch import UserStep
 
 
@@ -97,6 +97,7 @@ class _PiecewiseSteps(Callback):
         """The module is built now."""
         stack = find_stack(pl_module, self._case.options.blocks)
         self.stack = stack.name
+        self._rule = for_model(self._rule, pl_module, self._case.options.batch_dim)
         num_data = self._case.topology.data
         self.log = PiecewiseLog(pl_module, num_data)
         self.random.attach(stack.blocks)
@@ -119,9 +120,9 @@ class _PiecewiseSteps(Callback):
         with self.random.batch(batch_key(trainer)):
             for data_rank, (row, own) in enumerate(zip(rows, weights, strict=True)):
                 results.append(self._run_row(trainer.lightning_module, row, own, data_rank, step))
-        self.log.finish()
-        self.changed_attributes = self.changed_attributes or self.watch.changed_attributes()
         losses = [[_loss_of(result) for result in row] for row in results]
+        self.log.finish(losses if self._rule == "sum" else ())
+        self.changed_attributes = self.changed_attributes or self.watch.changed_attributes()
         self.losses = [_weighted(row, own.in_loss).detach() for row, own in zip(losses, weights, strict=True)]
         all_losses = [loss for row in losses for loss in row]
         total = _weighted(all_losses, [weight for own in weights for weight in own.in_gradient])

@@ -50,6 +50,7 @@ class MicrobatchLog:
         self._piece: int | None = 0
         self._calls: dict[str, dict[int, list[LogCall]]] = {}
         self._metrics: dict[str, Metric] = {}
+        self._added: set[str] = set()
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -70,6 +71,14 @@ class MicrobatchLog:
         for key, calls in self._gathered().items():
             for i in range(max(map(len, calls.values()))):  # a key may be logged several times in one step
                 self._log_merged(key, {piece: own[i] for piece, own in calls.items() if i < len(own)}, log)
+
+    def add_up(self, losses: Sequence[Tensor]) -> None:
+        """Log the sum of this rank's `losses`, one per micro-batch, where the step has logged them: they are sums."""
+        own = {piece: float(loss) for piece, loss in zip(self._split.own, losses, strict=True)}
+        for key, calls in self._calls.items():
+            values = {piece: [call.value for call in of_piece] for piece, of_piece in calls.items()}
+            if all(len(one) == 1 and _is_number(one[0], own[piece]) for piece, one in values.items()):
+                self._added.add(key)
 
     def enter(self, microbatch: int | None) -> None:
         """Called before the user code of that micro-batch runs; None: what the code logs doesn't count."""
@@ -120,7 +129,10 @@ class MicrobatchLog:
         own_sizes = [call.batch_size for call in calls.values() if not call.is_of_batch]
         batch_size = sum(own_sizes) or next(iter(calls.values())).batch_size
         if metric.is_tensor:
-            log(key, self._merged({piece: call.value for piece, call in calls.items()}, metric.meta), batch_size)
+            values = {piece: call.value for piece, call in calls.items()}
+            is_sum = key in self._added and metric.meta.is_mean_reduction
+            merged = sum(values.values()) if is_sum else self._merged(values, metric.meta)
+            log(key, merged, batch_size)
             return
         log(key, self._metrics[key], batch_size)
         caches = {piece: call.cache for piece, call in calls.items() if isinstance(call.cache, Tensor)}
@@ -139,3 +151,7 @@ class MicrobatchLog:
             return next(iter(values.values()))
         parts = [value * (self._weights[piece] / total) for piece, value in values.items() if self._weights[piece]]
         return torch.stack(parts).sum(0)
+
+
+def _is_number(value: Any, number: float) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and float(value) == number

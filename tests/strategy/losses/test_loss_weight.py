@@ -11,7 +11,8 @@ import torch
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.microbatches import PieceSizes
-from lightning_hanayo.strategy.loss_weight import LossWeighting, PieceWeights
+from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
+from tests.harness import models
 
 Batch = namedtuple("Batch", "x labels")
 
@@ -50,6 +51,19 @@ def test_labels_that_the_model_shifts() -> None:
     assert found.in_mean == (3 / 4, 1 / 4)
     with pytest.raises(HanayoError, match="loss_weight='shifted_tokens' counts the labels"):
         weights([torch.ones(2)], "shifted_tokens")
+
+
+def test_causal_models_of_transformers_shift_labels() -> None:
+    rules = [for_model("tokens", model()) for model in (models.llama, models.gpt2, models.bert, models.Masked)]
+    assert rules == ["shifted_tokens", "shifted_tokens", "tokens", "tokens"]
+    assert for_model("samples", models.llama()) == "samples"
+
+
+def test_a_model_without_the_loss_of_causal_models_does_not() -> None:
+    from transformers import BartConfig, BartForCausalLM
+
+    sizes = {"d_model": 4, "decoder_layers": 1, "decoder_attention_heads": 1, "decoder_ffn_dim": 4, "vocab_size": 7}
+    assert for_model("tokens", BartForCausalLM(BartConfig(**sizes))) == "tokens"
 
 
 def test_samples_count_equally_on_every_data_rank() -> None:

@@ -1,18 +1,42 @@
 """How much each micro-batch counts in the mean loss of its batch."""
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.microbatches import PieceSizes
 
 LossWeight = Literal["samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float]
 IGNORED_LABEL = -100
+_CAUSAL = re.compile("ForCausalLM|LMHeadModel")
+"""the names of causal models of transformers"""
+
+
+def for_model(rule: LossWeight, model: nn.Module, batch_dim: int = 0) -> LossWeight:
+    """The rule as it is meant for a model: "tokens" are those that count in a causal model of transformers.
+
+    Such a model shifts its labels, so the first one of each sequence predicts nothing.
+    """
+    if rule == "tokens" and batch_dim == 0 and any(map(_shifts_labels, model.modules())):
+        return "shifted_tokens"
+    return rule
+
+
+def _shifts_labels(part: nn.Module) -> bool:
+    """Whether it calls the loss of causal models, by its name: a few such models (Bart's, XLNet) don't, nor shift."""
+    kinds = type(part).__mro__
+    if not any(kind.__module__ == "transformers.modeling_utils" for kind in kinds):
+        return False
+    code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
+    calls_loss = code is not None and "loss_function" in code.co_names
+    return calls_loss and any(_CAUSAL.search(kind.__name__) for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -25,6 +49,8 @@ class PieceWeights:
     """in the loss: the same, except for losses that are sums, where each piece has weight 1"""
     in_gradient: tuple[float, ...]
     """in the gradient, which is summed over data ranks"""
+    is_sum: bool = False
+    """whether the loss is a sum, in training"""
 
 
 class LossWeighting:
@@ -53,7 +79,7 @@ class LossWeighting:
         if self._rule == "sum":
             in_mean = _proportions(_counts(pieces, sizes, "samples"))
             present = tuple(float(piece is not None) for piece in pieces)
-            return PieceWeights(in_mean, present, tuple(one / self._num_data for one in present))
+            return PieceWeights(in_mean, present, tuple(one / self._num_data for one in present), is_sum=True)
         counts = _counts(pieces, sizes, self._rule)
         in_mean, local = _proportions(counts), sum(counts)
         total = local * self._num_data if self._rule == "samples" else self._sum_over_data_ranks(local)

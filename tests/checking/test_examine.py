@@ -19,6 +19,7 @@ from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
 from tests.checking.verdicts import verdict_of
+from tests.habits.losses import WeighsClasses
 from tests.harness import models
 from tests.harness.models import NUM_BLOCKS, WIDTH, Batch
 from tests.harness.pool import Pool
@@ -138,6 +139,12 @@ def test_tokens_are_found_to_make_a_padded_loss_exact(pool: Pool) -> None:
 def test_a_sum_over_samples_is_found(pool: Pool) -> None:
     verdict = verdict_of(pool, models.Summed, VECTORS, WAVE)
     assert verdict.summary.endswith("by 75 %: loss_weight='sum' makes it exact"), verdict.summary
+
+
+def test_a_note_names_what_only_a_function_can_count(pool: Pool) -> None:
+    verdict = verdict_of(pool, WeighsClasses, VECTORS, WAVE, steps=1)
+    assert verdict.summary.endswith("and no loss_weight by name makes it exact")
+    assert any("or the sum of their class weights" in note for note in verdict.notes)
 
 
 def test_batch_norm_is_named(pool: Pool) -> None:

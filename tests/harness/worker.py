@@ -20,7 +20,7 @@ from typing import Any
 from tests.harness.limits import VARIABLE, stretch_grace
 
 DUMP_STACKS = signal.SIGUSR1  # writes the stacks of all threads to the worker's log
-IGNORED_THREADS = ("TMonitor",)  # tqdm's, which never ends
+IGNORED_THREADS = ("TMonitor", "tqdm_monitor")  # of several versions of tqdm; they never end
 JOIN_S = 2.0  # to wait for threads that are ending, on an idle machine
 
 

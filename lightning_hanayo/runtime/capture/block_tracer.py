@@ -17,12 +17,14 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_number
+from lightning_hanayo.runtime.capture.cache_argument import cache_for
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
 from lightning_hanayo.runtime.capture.forward_patch import randomness_of, run_block, run_original
 from lightning_hanayo.runtime.capture.proxy import proxies_like
 from lightning_hanayo.runtime.capture.stage_input import NO_OUTPUT, StageInput
 from lightning_hanayo.runtime.capture.suspended_call import suspend
 from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.runtime.comm.objects import is_cache
 from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton
 
 
@@ -36,6 +38,7 @@ class BlockTracer:
     def __init__(
         self, blocks: Sequence[nn.Module], num_local: int, name: str, carriers: Carriers = NO_CARRIERS
     ) -> None:
+        self._blocks = blocks
         self._index_of = {id(block): i for i, block in enumerate(blocks)}
         self._num_local = num_local
         self._name = name
@@ -108,7 +111,9 @@ class BlockTracer:
         self._call_of_block.append(self._calls.setdefault(call, len(self._calls)))
 
     def _argument(self, index: int, value: Any, what: str) -> Skeleton:
-        skeleton = self._flattener.flatten(None if _is_cache(value) else value, what)
+        if is_cache(value):
+            value = cache_for(self._blocks[index], value)
+        skeleton = self._flattener.flatten(value, what, is_argument=True)
         return _relative(skeleton, index, what)
 
     def _wrong_order(self, index: int) -> str:
@@ -121,11 +126,6 @@ class BlockTracer:
             f"{self._name}[{index}] is called where {self._name}[{self.num_called}] is next; a pipeline runs the "
             f"blocks of the stack in order."
         )
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether it is a Hugging Face key/value cache: it is passed in training too, and nothing in it is used again."""
-    return any(k.__name__ == "Cache" and k.__module__.startswith("transformers") for k in type(value).__mro__)
 
 
 def _relative(skeleton: Skeleton, index: int, what: str) -> Skeleton:
@@ -146,4 +146,6 @@ def _relative(skeleton: Skeleton, index: int, what: str) -> Skeleton:
         return (kind, *(_relative(part, index, what) for part in parts))
     if kind == "dict":
         return ("dict", *((key, _relative(value, index, what)) for key, value in parts))
+    if kind == "object":
+        return ("object", parts[0], _relative(parts[1], index, what))
     return skeleton

@@ -69,7 +69,7 @@ class Proxy(Valueless, OutputReference):
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for code between two blocks that needs a value. It names the user's line."""
         raise UnsupportedError(
-            f"{_user_line()} uses the output of a block between two blocks ({operation}), but that block runs on "
+            f"{user_line()} uses the output of a block between two blocks ({operation}), but that block runs on "
             f"another pipeline stage. Move this code into the block, or name another stack with "
             f"HanayoStrategy(blocks=...)."
         )
@@ -91,12 +91,12 @@ class Unavailable(Valueless):
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for code that reads the value."""
         raise UnsupportedError(
-            f"{_user_line()} reads a value that isn't here ({operation}): {self.why}. Let the block store a tensor, a "
+            f"{user_line()} reads a value that isn't here ({operation}): {self.why}. Let the block store a tensor, a "
             f"plain Python value, or a tuple, list or dictionary of them, or return it."
         )
 
 
-def _user_line() -> str:
+def user_line() -> str:
     """The user's line that is running."""
     line = next((f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_NOT_USER_CODE)), None)
     return f"{line.filename}:{line.lineno} ({line.line})" if line else "your module"

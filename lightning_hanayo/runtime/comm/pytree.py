@@ -1,7 +1,8 @@
 """Flattens a pytree that is sent between stages into a hashable skeleton and a list of tensors, and puts it together.
 
-A tree is a tensor, a plain Python value, an output reference, or a tuple, list or dict of trees. A tensor that occurs
-twice is listed once, so a mask that every block gets is sent once.
+A tree is a tensor, a plain Python value, an output reference, or a tuple, list or dict of trees; among the arguments of
+blocks also an object that `objects.py` knows. A tensor that occurs twice is listed once, so a mask that every block
+gets is sent once.
 
     (h, {"mask": m, "causal": True}, m)  ->  skeleton ("tuple", T0, ("dict", ("mask", T1), ("causal", True)), T1)
                                              tensors  [h, m]
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.comm.objects import KINDS, kind_of
 
 Skeleton = tuple[Any, ...]
 _PLAIN = (type(None), bool, int, float, str)
@@ -37,8 +39,9 @@ class Flattener:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._indices: dict[int, int] = {}
+        self._objects: dict[int, tuple[Any, Skeleton]] = {}
 
-    def flatten(self, tree: Any, what: str = "value") -> Skeleton:
+    def flatten(self, tree: Any, what: str = "value", *, is_argument: bool = False) -> Skeleton:
         """Return the skeleton of `tree`, and add its tensors to the list; `what` names the tree in errors.
 
         Raises:
@@ -46,29 +49,52 @@ class Flattener:
         """
         kind = type(tree)
         if isinstance(tree, Tensor):
-            return ("tensor", self._index(tree))
+            return self._object(tree, what) if tree.is_nested else ("tensor", self._index(tree))
         if kind in _PLAIN:
             return ("plain", kind.__name__, tree)  # with its type, as True == 1 == 1.0
         if isinstance(tree, OutputReference):
             return ("proxy", tree.block, tree.path)
         if kind is tuple or kind is list:
-            return (kind.__name__, *(self.flatten(item, f"{what}[{i}]") for i, item in enumerate(tree)))
+            parts = (self.flatten(item, f"{what}[{i}]", is_argument=is_argument) for i, item in enumerate(tree))
+            return (kind.__name__, *parts)
         if isinstance(tree, dict) and kind.__module__ in ("builtins", "collections"):
-            return ("dict", *((self.flatten(k, what), self.flatten(v, f"{what}[{k!r}]")) for k, v in tree.items()))
+            return ("dict", *(
+                (self.flatten(k, what), self.flatten(v, f"{what}[{k!r}]", is_argument=is_argument))
+                for k, v in tree.items()
+            ))  # fmt: skip
         if kind is torch.Size:
             return ("size", *tree)
         if kind is torch.dtype:
             return ("dtype", str(tree).removeprefix("torch."))
-        raise UnsupportedError(
-            f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't be sent to the next pipeline stage. "
-            f"Tensors, plain Python values, and tuples, lists and dictionaries of them can."
-        )
+        if is_argument:
+            return self._object(tree, what)
+        raise _unsendable(tree, what)
+
+    def _object(self, value: Any, what: str) -> Skeleton:
+        """The skeleton of an object, which is made once: all blocks may get the same mask."""
+        if id(value) not in self._objects:
+            kind = kind_of(value)
+            tree = None if kind is None else kind.to_tree(value)
+            if kind is None or tree is None:
+                raise _unsendable(value, what)
+            skeleton = ("object", kind.name, self.flatten(tree, what, is_argument=True))
+            self._objects[id(value)] = value, skeleton
+        return self._objects[id(value)][1]
 
     def _index(self, tensor: Tensor) -> int:
         if id(tensor) not in self._indices:
             self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return self._indices[id(tensor)]
+
+
+def _unsendable(value: Any, what: str) -> UnsupportedError:
+    kind = type(value)
+    return UnsupportedError(
+        f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't be sent to the next pipeline stage. "
+        f"Tensors, plain Python values, and tuples, lists and dictionaries of them can; as arguments of blocks also "
+        f"jagged nested tensors, BlockMasks, and functions that refer to such values alone."
+    )
 
 
 def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any], Any] = OutputReference) -> Any:
@@ -89,6 +115,8 @@ def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any
             return {unflatten(key, tensors, fill): unflatten(value, tensors, fill) for key, value in parts}
         case "size":
             return torch.Size(parts)
+        case "object":
+            return KINDS[parts[0]].from_tree(unflatten(parts[1], tensors, fill))
         case _:
             return getattr(torch, parts[0])
 
@@ -100,6 +128,8 @@ def tensor_indices(skeleton: Skeleton) -> list[int]:
         return parts
     if kind == "dict":
         parts = [node for pair in parts for node in pair]
+    elif kind == "object":
+        return tensor_indices(parts[1])
     elif kind not in ("tuple", "list"):
         return []
     return list(dict.fromkeys(index for part in parts for index in tensor_indices(part)))
@@ -111,6 +141,8 @@ def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
     match kind:
         case "tensor":
             return ("tensor", new_index[parts[0]])
+        case "object":
+            return ("object", parts[0], renumber(parts[1], new_index))
         case "tuple" | "list":
             return (kind, *(renumber(part, new_index) for part in parts))
         case "dict":

@@ -474,6 +474,36 @@ class Nested(models.MLP):
         return functional.cross_entropy(self.head(means), batch["y"])
 
 
+class NestedSkip(models.MLP):
+    """What is added after the stack has the same ragged dimension."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        parts = [one[:n] for one, n in zip(batch["x"], batch["lengths"].tolist(), strict=True)]
+        x = first = self.embedding(torch.nested.nested_tensor(parts, layout=torch.jagged))
+        for block in self.blocks:
+            x = block(x)
+        means = torch.stack([one.mean(0) for one in (x + first).unbind()])
+        return functional.cross_entropy(self.head(means), batch["y"])
+
+
+class Collects(Block):
+    def forward(self, x: Tensor, collected: list[Tensor]) -> Tensor:
+        collected.append(x.square().mean())
+        return super().forward(x)
+
+
+class ListArgument(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Collects() for _ in range(models.NUM_BLOCKS))
+
+    def loss(self, batch: Batch) -> Tensor:
+        x, collected = self.embedding(batch["x"]), []
+        for block in self.blocks:
+            x = block(x, collected)
+        return functional.cross_entropy(self.head(x), batch["y"]) + sum(collected)
+
+
 class NestedStrided(models.MLP):
     def loss(self, batch: Batch) -> Tensor:
         parts = [one[:n] for one, n in zip(batch["x"], batch["lengths"].tolist(), strict=True)]
@@ -486,7 +516,7 @@ class NestedStrided(models.MLP):
 
 class NestedMaskBlock(Block):
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
-        return super().forward(x) + 0.1 * torch.nested.to_padded_tensor(other, 0.0).mean(1)
+        return super().forward(x) + 0.1 * torch.nested.to_padded_tensor(other, 0.0).sum(1)
 
 
 class NestedArgument(models.MLP):
@@ -518,7 +548,7 @@ HABITS = [
     Habit("unequal levels", UnequalLevels, VECTORS, everywhere(EXACT)),
     Habit("levels with norms", LevelsWithNorms, VECTORS, everywhere(EXACT)),
     Habit("prefixes", Prefixes, sequences, everywhere(EXACT)),
-    Habit("gpt2 prefixes", gpt2_with_prefixes, partial(models.texts, (8, 8, 6)), everywhere(EXACT), tolerance=1e-6),
+    Habit("gpt2 prefixes", gpt2_with_prefixes, partial(models.windows, (8, 8, 6)), everywhere(EXACT), tolerance=1e-6),
     Habit("teacher", Teacher, VECTORS, everywhere(EXACT)),
     Habit("teacher updated", TeacherUpdated, VECTORS, everywhere(EXACT)),
     Habit("teacher in setup", TeacherInSetup, VECTORS, everywhere(EXACT)),
@@ -533,6 +563,8 @@ HABITS = [
     Habit("flex lengths", FlexLengths, sequences, everywhere(EXACT)),
     Habit("packed", Packed, sequences, everywhere(EXACT)),
     Habit("nested", Nested, sequences, everywhere(EXACT)),
+    Habit("nested skip", NestedSkip, sequences, everywhere(EXACT)),
+    Habit("list argument", ListArgument, VECTORS, everywhere(EXACT)),
     Habit("nested strided", NestedStrided, sequences, everywhere(EXACT)),
     Habit("nested argument", NestedArgument, sequences, everywhere(EXACT)),
 ]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_number
@@ -24,24 +24,31 @@ from lightning_hanayo.runtime.capture.proxy import proxies_like
 from lightning_hanayo.runtime.capture.stage_input import NO_OUTPUT, StageInput
 from lightning_hanayo.runtime.capture.suspended_call import suspend
 from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.comm.objects import is_cache
-from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton
+from lightning_hanayo.runtime.comm.objects import is_cache, with_ragged_dims_of
+from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, holds
 
 
 class BlockTracer:
     """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
 
     The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry what
-    the step and the blocks store for each other.
+    the step and the blocks store for each other. Unless it `sends_objects`, arguments are tensors and plain values.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], num_local: int, name: str, carriers: Carriers = NO_CARRIERS
+        self,
+        blocks: Sequence[nn.Module],
+        num_local: int,
+        name: str,
+        carriers: Carriers = NO_CARRIERS,
+        *,
+        sends_objects: bool = True,
     ) -> None:
         self._blocks = blocks
         self._index_of = {id(block): i for i, block in enumerate(blocks)}
         self._num_local = num_local
         self._name = name
+        self._sends_objects = sends_objects
         self.num_called = 0
         self.sequence_number = 0
         """autograd's sequence number at the last suspension: older nodes in the loss's graph belong to earlier code"""
@@ -51,6 +58,7 @@ class BlockTracer:
         self._trees: tuple[Any, ...] = ()
         self._output: Any = None
         self._flattener = Flattener()
+        self._nested: list[Tensor] = []
         self._calls: dict[Skeleton, int] = {}
         self._call_of_block: list[int] = []
 
@@ -96,9 +104,10 @@ class BlockTracer:
     def _suspend(self) -> Any:
         """Suspend the step; return what the main thread resumes it with, which comes with what was carried."""
         self._trees, left = self._carriers.leave(self.delivered)
+        self._nested += self._flattener.nested
         output, trees = suspend()
         self.delivered = self._carriers.deliver(trees, left)
-        return output
+        return with_ragged_dims_of(self._nested, output) if self._nested else output
 
     def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         block = f"{self._name}[{index}]"
@@ -114,6 +123,12 @@ class BlockTracer:
         if is_cache(value):
             value = cache_for(self._blocks[index], value)
         skeleton = self._flattener.flatten(value, what, is_argument=True)
+        if not self._sends_objects and holds(skeleton, "object"):
+            raise UnsupportedError(
+                f"{what} is or holds a {type(value).__name__}, and in this cube blocks work on other parts of the "
+                f"samples or features than the step. Pass tensors, set cube=1, or, where blocks aren't registered, "
+                f"cube_outside='share'."
+            )
         return _relative(skeleton, index, what)
 
     def _wrong_order(self, index: int) -> str:

@@ -9,17 +9,28 @@
 A mask that all blocks get is one tensor in one call. Gemma's two kinds of masks are two calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, BlockRun, Carriers, carried_after
 from lightning_hanayo.runtime.capture.proxy import subtree
 from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, renumber, tensor_indices, unflatten
+from lightning_hanayo.runtime.comm.pytree import (
+    Flattener,
+    Skeleton,
+    containers,
+    holds,
+    renumber,
+    tensor_indices,
+    unflatten,
+)
 
 NO_OUTPUT: Skeleton = ("plain", "NoneType", None)
 NO_TREES: Skeleton = ("tuple",)
@@ -67,7 +78,8 @@ class StageInput:
             output = self.output
             for block, call in zip(blocks, self.call_of_block, strict=False):
                 args, kwargs = unflatten(self.calls[call], self.tensors, partial(subtree, output))
-                output = block(*args, **kwargs)
+                with _unchanged(block, self.calls[call], args, kwargs):
+                    output = block(*args, **kwargs)
             run.output = output
         return self.after(output, len(blocks), carried_after(collected))
 
@@ -80,6 +92,44 @@ class StageInput:
         calls, call_of_block = _remaining(self.calls, remaining, len(flattener.tensors), len(self.tensors))
         tensors = (*flattener.tensors, *self.tensors)
         return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_length, carried)
+
+
+@contextmanager
+def _unchanged(block: nn.Module, call: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Check that the block doesn't change lists and dictionaries among its arguments: each block gets its own copies.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if not any(holds(part, "list", "dict") for part in _arguments(call)):
+        yield
+        return
+    before = [(found, copy(found)) for found in _containers(call, args, kwargs)]
+    yield
+    for found, old in before:
+        if not _is_same(found, old):
+            raise UnsupportedError(
+                f"a {type(block).__name__} of the stack changes a {type(found).__name__} that it gets as an argument, "
+                f"which the step and blocks on other ranks would not see. Return what it adds, or store it as an "
+                f"attribute of the block (self.value = ...), which the step may read after the stack."
+            )
+
+
+def _arguments(call: Skeleton) -> list[Skeleton]:
+    _, (_, *args), (_, *kwargs) = call
+    return [*args, *(value for _, value in kwargs)]
+
+
+def _containers(call: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    values = (*args, *kwargs.values())
+    return [found for part, value in zip(_arguments(call), values, strict=True) for found in containers(part, value)]
+
+
+def _is_same(found: Any, old: Any) -> bool:
+    """Whether both hold the same objects."""
+    if isinstance(found, dict):
+        return list(found) == list(old) and all(found[key] is old[key] for key in old)
+    return len(found) == len(old) and all(one is other for one, other in zip(found, old, strict=True))
 
 
 def carried_of(message: Message) -> Skeleton:

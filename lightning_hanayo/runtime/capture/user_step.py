@@ -35,6 +35,8 @@ class UserStep:
     streams: RandomStreams | None = None
     carriers: Carriers = NO_CARRIERS
     guarded: Callable[[], AbstractContextManager[None]] = nullcontext
+    sends_objects: bool = True
+    """whether blocks work on what the step works on, so that they may get more than tensors and plain values"""
     _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
@@ -133,7 +135,7 @@ class UserStep:
             self.streams.begin_user_code(microbatch)
 
     def _start(self, function: StepFunction, microbatch: int, carriers: Carriers) -> _Call:
-        tracer = BlockTracer(self.blocks, self.num_local, self.name, carriers)
+        tracer = BlockTracer(self.blocks, self.num_local, self.name, carriers, sends_objects=self.sends_objects)
         self._begin_random_numbers(microbatch)
         with self.guarded():
             call = self._calls.start(lambda: _run_step(function, microbatch), tracer)

@@ -9,7 +9,7 @@ All ranks run the same program, so a function is sent as the place of its code i
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -33,7 +33,7 @@ class ObjectKind:
 
 
 def kind_of(value: Any) -> ObjectKind | None:
-    """The kind of `value`; None if it can't be sent."""
+    """The kind of `value`; None if there is none for it."""
     return next((kind for kind in KINDS.values() if kind.matches(value)), None)
 
 
@@ -51,6 +51,22 @@ def _nested_parts(nested: Any) -> Any:
 def _nested_of(parts: Any) -> Tensor:
     values, offsets, lengths, ragged_dim = parts
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged_dim)
+
+
+def with_ragged_dims_of(known: Sequence[Tensor], tree: Any) -> Any:
+    """The tree with the `known` nested tensors' own offsets where they are equal: torch compares offsets by identity."""
+    if type(tree) in (tuple, list):
+        return type(tree)(with_ragged_dims_of(known, item) for item in tree)
+    if type(tree) is dict:
+        return {key: with_ragged_dims_of(known, item) for key, item in tree.items()}
+    if not isinstance(tree, Tensor) or not tree.is_nested:
+        return tree
+    values, *sizes, ragged_dim = _nested_parts(tree)
+    for one in known:
+        _, *own, _ = _nested_parts(one)
+        if all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(own, sizes, strict=True)):
+            return _nested_of((values, *own, ragged_dim))
+    return tree
 
 
 def _is_block_mask(value: Any) -> bool:

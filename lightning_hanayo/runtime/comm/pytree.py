@@ -8,11 +8,13 @@ gets is sent once.
                                              tensors  [h, m]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.comm.objects import KINDS, kind_of
@@ -49,7 +51,7 @@ class Flattener:
         """
         kind = type(tree)
         if isinstance(tree, Tensor):
-            return self._object(tree, what) if tree.is_nested else ("tensor", self._index(tree))
+            return ("tensor", self._index(tree)) if _is_dense(tree) else self._object(tree, what)
         if kind in _PLAIN:
             return ("plain", kind.__name__, tree)  # with its type, as True == 1 == 1.0
         if isinstance(tree, OutputReference):
@@ -70,6 +72,11 @@ class Flattener:
             return self._object(tree, what)
         raise _unsendable(tree, what)
 
+    @property
+    def nested(self) -> list[Tensor]:
+        """The nested tensors that have been flattened."""
+        return [value for value, _ in self._objects.values() if isinstance(value, Tensor)]
+
     def _object(self, value: Any, what: str) -> Skeleton:
         """The skeleton of an object, which is made once: all blocks may get the same mask."""
         if id(value) not in self._objects:
@@ -88,8 +95,20 @@ class Flattener:
         return self._indices[id(tensor)]
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its values are one array."""
+    is_plain = type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor)
+    return is_plain and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _unsendable(value: Any, what: str) -> UnsupportedError:
     kind = type(value)
+    if isinstance(value, Tensor):
+        shown = f"nested tensor of the layout {value.layout}" if value.is_nested else f"{kind.__name__} ({value.layout})"
+        return UnsupportedError(
+            f"{what} is a {shown}, which can't be sent to the next pipeline stage. Dense tensors can, and nested ones "
+            f"of the layout torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)."
+        )
     return UnsupportedError(
         f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't be sent to the next pipeline stage. "
         f"Tensors, plain Python values, and tuples, lists and dictionaries of them can; as arguments of blocks also "
@@ -149,3 +168,27 @@ def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
             return ("dict", *((renumber(key, new_index), renumber(value, new_index)) for key, value in parts))
         case _:
             return skeleton
+
+
+@lru_cache(maxsize=1024)
+def holds(skeleton: Skeleton, *kinds: str) -> bool:
+    """Whether there is a node of one of these kinds in the tree."""
+    kind, *parts = skeleton
+    if kind in kinds:
+        return True
+    if kind == "dict":
+        return any(holds(node, *kinds) for pair in parts for node in pair)
+    return kind in ("tuple", "list", "object") and any(holds(p, *kinds) for p in parts if isinstance(p, tuple))
+
+
+def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, Any]]:
+    """The lists and dictionaries in `tree`, without those in an output that it refers to."""
+    kind, *parts = skeleton
+    if kind in ("list", "dict"):
+        yield tree
+    if kind == "dict":
+        for (_, part), value in zip(parts, tree.values(), strict=True):
+            yield from containers(part, value)
+    elif kind in ("tuple", "list"):
+        for part, value in zip(parts, tree, strict=True):
+            yield from containers(part, value)

@@ -63,7 +63,8 @@ def build_stages(
     }
     if 0 not in numbers:
         return stages, None
-    user_step = UserStep(stack.blocks, num_local, stack.name, streams, carriers, guard.step)
+    sends_objects = cube is None or cube.keeps_layout
+    user_step = UserStep(stack.blocks, num_local, stack.name, streams, carriers, guard.step, sends_objects)
     ends = _ends(ownership, user_step, queues) if cube is None else _sharded_ends(ownership, user_step, queues, cube)
     return stages | ends, user_step
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
@@ -116,6 +117,9 @@ class ShardedLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Called by all ranks of the mesh, in the same order."""
+        if x.is_nested:
+            values = self.forward(x.values())
+            return torch.nested.nested_tensor_from_jagged(values, x.offsets(), x.lengths())
         return self.sharding.forward(x, self._parameters["bias"])
 
 

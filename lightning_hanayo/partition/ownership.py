@@ -59,8 +59,7 @@ class Ownership:
     def rank_by_name(self, model: nn.Module) -> dict[str, int]:
         """The pipeline rank that owns each entry of `model.state_dict()`."""
         rank_of_block = {i: self.stage_ranks[stage] for stage, blocks in enumerate(self.stages) for i in blocks}
-        block_names = [name for name, _ in model.get_submodule(self.stack.name).named_children()]
-        rank_by_prefix = {f"{self.stack.name}.{name}.": rank_of_block[i] for i, name in enumerate(block_names)}
+        rank_by_prefix = {f"{name}.": rank_of_block[i] for i, name in enumerate(self.stack.block_names)}
         return {
             name: next((rank for prefix, rank in rank_by_prefix.items() if name.startswith(prefix)), 0)
             for name in model.state_dict()

@@ -1,7 +1,13 @@
-"""Finds the stack: the list of repeated blocks that the pipeline's stages are made of."""
+"""Finds the stack: the repeated blocks that the pipeline's stages are made of.
+
+    layers = ModuleList(block, block, ...)                  "layers"
+    layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blocks of all lists, in order
+    net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import nn
 
@@ -17,6 +23,8 @@ class Stack:
     name: str
     """qualified name in the model, such as `transformer.h` in GPT-2"""
     blocks: tuple[nn.Module, ...]
+    block_names: tuple[str, ...]
+    """qualified names in the model"""
 
     @property
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -36,11 +44,12 @@ class Stack:
 def find_stack(model: nn.Module, name: str | None = None) -> Stack:
     """The `ModuleList` or `Sequential` called `name`, whose blocks may differ.
 
-    Without a name: the outermost list of two or more blocks of one class that has the most parameters.
+    Without a name: the outermost list of two or more blocks of one class that has the most parameters. If there is
+    none: three or more blocks of one class in a row, among other modules of a `Sequential`.
 
     Raises:
         HanayoError: there is none, or the named module is no list of blocks.
-        UnsupportedError: the stack contains one module twice.
+        UnsupportedError: the stack contains one module twice, or lists, which no code calls.
     """
     stack = _named_stack(model, name) if name is not None else _largest_stack(model)
     _check(stack)
@@ -61,34 +70,79 @@ def num_parameters_outside(model: nn.Module, stack: Stack) -> int:
 
 def _named_stack(model: nn.Module, name: str) -> Stack:
     lists = {known: module for known, module in model.named_modules() if isinstance(module, _LISTS)}
-    if name not in lists:
-        hint = nearest(name, lists)
-        raise HanayoError(f"blocks={name!r} is no ModuleList or Sequential of {type(model).__name__}; {hint}")
-    return Stack(name, tuple(lists[name]))
+    if name in lists:
+        return _whole(lists[name], name)
+    found = [*_outermost_stacks(model, ""), *_rows(model)]
+    for stack in found:
+        if stack.name == name:
+            return stack
+    hint = nearest(name, {*lists, *(stack.name for stack in found)})
+    raise HanayoError(f"blocks={name!r} is no ModuleList or Sequential of {type(model).__name__}; {hint}")
 
 
 def _largest_stack(model: nn.Module) -> Stack:
-    candidates = list(_outermost_stacks(model, ""))
+    candidates = list(_outermost_stacks(model, "")) or list(_rows(model))
     if not candidates:
         raise HanayoError(
             f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "
-            f"one class. Build its layers as such a list, or name one with HanayoStrategy(blocks='model.layers')."
+            f"one class. Build its layers as such a list, or name one with HanayoStrategy(blocks='model.layers'). "
+            f"If they are a list of lists, such as [attention, feed-forward], make a module with a forward of each."
         )
     return max(candidates, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters))
 
 
 def _outermost_stacks(module: nn.Module, name: str) -> Iterator[Stack]:
-    """The lists of blocks of one class in `module` that aren't inside another such list."""
-    children = list(module) if isinstance(module, _LISTS) else []
-    stack = Stack(name, tuple(children))
-    if len(children) > 1 and len({type(child) for child in children}) == 1 and stack.parameters:
+    """The lists of blocks of one class in `module` that aren't inside another such list, or among blocks in a row."""
+    stack = _whole(module, name)
+    if len(stack) > 1 and len(set(map(type, stack.blocks))) == 1 and stack.parameters:
         yield stack
         return
+    in_rows = {block for row in _rows_of(module, name) for block in row.blocks}
     for child_name, child in module.named_children():
-        yield from _outermost_stacks(child, f"{name}.{child_name}" if name else child_name)
+        if child not in in_rows:
+            yield from _outermost_stacks(child, _joined(name, child_name))
+
+
+def _rows(model: nn.Module) -> Iterator[Stack]:
+    """The blocks in a row in all Sequentials of `model`."""
+    for name, module in model.named_modules():
+        yield from _rows_of(module, name)
+
+
+def _rows_of(module: nn.Module, name: str) -> Iterator[Stack]:
+    """Three or more blocks of one class in a row in a Sequential, among other modules."""
+    children = list(module._modules.items()) if isinstance(module, nn.Sequential) else []
+    start = 0
+    for _, group in groupby(children, lambda child: type(child[1])):
+        names, blocks = zip(*group, strict=True)
+        stop = start + len(blocks)
+        row = Stack(f"{name}[{start}:{stop}]", blocks, tuple(_joined(name, child) for child in names))
+        if 2 < len(blocks) < len(children) and row.parameters:
+            yield row
+        start = stop
+
+
+def _whole(module: nn.Module, name: str) -> Stack:
+    """All blocks of a list, and of the lists in it, if it holds nothing else; no blocks if it is no list."""
+    named = [(_joined(name, key), child) for key, child in module._modules.items()] if isinstance(module, _LISTS) else []
+    while named and all(isinstance(block, nn.ModuleList) for _, block in named):
+        named = [(_joined(path, key), child) for path, block in named for key, child in block._modules.items()]
+        name = f"{name.removesuffix('[*]')}[*]"
+    return Stack(name, tuple(block for _, block in named), tuple(path for path, _ in named))
+
+
+def _joined(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
 
 
 def _check(stack: Stack) -> None:
+    for name, block in zip(stack.block_names, stack.blocks, strict=True):
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            raise UnsupportedError(
+                f"{name} is a {type(block).__name__}, which has no forward, but a pipeline runs each block of "
+                f"{stack.name} by calling it. Make a module with a forward of it, or name another stack with "
+                f"HanayoStrategy(blocks=...)."
+            )
     for i, block in enumerate(stack.blocks):
         first = stack.blocks.index(block)
         if first < i:

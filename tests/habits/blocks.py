@@ -126,9 +126,9 @@ class UViT(models.Trained):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Linear(WIDTH, WIDTH)
-        self.in_blocks = nn.ModuleList(SkipBlock() for _ in range(5))
+        self.in_blocks = nn.ModuleList(SkipBlock() for _ in range(8))
         self.middle = SkipBlock()
-        self.out_blocks = nn.ModuleList(SkipBlock(skip=True) for _ in range(5))
+        self.out_blocks = nn.ModuleList(SkipBlock(skip=True) for _ in range(8))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Levels(models.MLP):
 class UnequalLevels(Levels):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleList(Block() for _ in range(n)) for n in (1, 4, 2))
+        self.blocks = nn.ModuleList(nn.ModuleList(Block() for _ in range(n)) for n in (1, 5, 3))
 
 
 class LevelsWithNorms(Levels):

@@ -45,9 +45,11 @@ def shrink(module: nn.Module, blocks: str | None, depth: int) -> None:
     before = len(stack)
     if not 2 <= depth <= before:  # a single module isn't found as a stack
         raise HanayoError(f"depth={depth}: expected 2 to {before}, the blocks of {stack.name}")
-    container: Any = module.get_submodule(stack.name)
-    del container[depth:]
-    path = stack.name.split(".")
+    path = stack.block_names[0].split(".")[:-1]
+    for name in reversed(stack.block_names[depth:]):
+        container, _, key = name.rpartition(".")
+        parent: Any = module.get_submodule(container)
+        del parent[list(parent._modules).index(key)]
     for length in range(len(path)):
         _correct_counts(module.get_submodule(".".join(path[:length])), before, depth)
 

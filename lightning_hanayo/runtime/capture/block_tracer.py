@@ -11,6 +11,7 @@ that thread (`num_local` is 0), the first call suspends the step too, until it i
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,14 +26,15 @@ from lightning_hanayo.runtime.capture.stage_input import NO_OUTPUT, StageInput
 from lightning_hanayo.runtime.capture.suspended_call import suspend
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.comm.objects import is_cache, with_ragged_dims_of
-from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, holds
+from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, holds, map_leaves
 
 
 class BlockTracer:
     """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
 
     The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry what
-    the step and the blocks store for each other. Unless it `sends_objects`, arguments are tensors and plain values.
+    the step and the blocks store for each other. Unless it `sends_objects`, arguments are tensors and plain values. `first_number`
+    is added to the block numbers of proxies, so that one from another step is known as such.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class BlockTracer:
         carriers: Carriers = NO_CARRIERS,
         *,
         sends_objects: bool = True,
+        first_number: int = 0,
     ) -> None:
         self._blocks = blocks
         self._index_of = {id(block): i for i, block in enumerate(blocks)}
         self._num_local = num_local
         self._name = name
         self._sends_objects = sends_objects
+        self._first_number = first_number
         self.num_called = 0
         self.sequence_number = 0
         """autograd's sequence number at the last suspension: older nodes in the loss's graph belong to earlier code"""
@@ -95,7 +99,7 @@ class BlockTracer:
             if index == 0:
                 self._output = self._suspend()
                 self._flattener, self._calls, self._call_of_block = Flattener(), {}, []
-            output = proxies_like(self._output, index)
+            output = proxies_like(self._output, self._first_number + index)
         if self.num_called < len(self._index_of):
             return output
         self.sequence_number = current_sequence_number()
@@ -129,7 +133,23 @@ class BlockTracer:
                 f"samples or features than the step. Pass tensors, set cube=1, or, where blocks aren't registered, "
                 f"cube_outside='share'."
             )
-        return _relative(skeleton, index, what)
+        return map_leaves(skeleton, partial(self._relative, index, what))
+
+    def _relative(self, index: int, what: str, leaf: Skeleton) -> Skeleton:
+        """Give a proxy in a call of block `index` the number of blocks between the two: 0 for the output before it.
+
+        Raises:
+            UnsupportedError: the proxy stands for an output in another step.
+        """
+        if leaf[0] != "proxy":
+            return leaf
+        distance = self._first_number + index - 1 - leaf[1]
+        if not 0 <= distance < index:
+            raise UnsupportedError(
+                f"{what} is the output of a block in the step of another micro-batch, which is on another rank. Let "
+                f"the block store the value as an attribute (self.value = x.detach())."
+            )
+        return ("proxy", distance, leaf[2])
 
     def _wrong_order(self, index: int) -> str:
         if self.num_called == len(self._index_of):
@@ -142,25 +162,3 @@ class BlockTracer:
             f"blocks of the stack in order."
         )
 
-
-def _relative(skeleton: Skeleton, index: int, what: str) -> Skeleton:
-    """Drop the block numbers of proxies: all stand for the output of the block just before.
-
-    Raises:
-        UnsupportedError: a proxy stands for the output of an earlier block: a skip connection.
-    """
-    kind, *parts = skeleton
-    if kind == "proxy":
-        if parts[0] != index - 1:
-            raise UnsupportedError(
-                f"{what} is the output of block {parts[0]}: a skip connection between blocks. A block can only get the "
-                f"output of the block just before it."
-            )
-        return ("proxy", 0, parts[1])
-    if kind in ("tuple", "list"):
-        return (kind, *(_relative(part, index, what) for part in parts))
-    if kind == "dict":
-        return ("dict", *((key, _relative(value, index, what)) for key, value in parts))
-    if kind == "object":
-        return ("object", parts[0], _relative(parts[1], index, what))
-    return skeleton

@@ -6,7 +6,11 @@
     sequence_length    of the whole sequences; 0 if no block uses it
     carried            what the step and earlier blocks leave for others: a tree for each carrier
 
-A mask that all blocks get is one tensor in one call. Gemma's two kinds of masks are two calls.
+A mask that all blocks get is one tensor in one call. Gemma's two kinds of masks are two calls. A skip connection is a
+proxy for the output of an earlier block, and becomes that output once the block's stage has run:
+
+    block 3's call      (proxy 0, proxy 2)   proxies by the number of blocks in between: the outputs of 2 and 0
+    after block 1       (proxy 0, tensor 5)
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +31,8 @@ from lightning_hanayo.runtime.comm.pytree import (
     Skeleton,
     containers,
     holds,
+    map_leaves,
+    nodes,
     renumber,
     tensor_indices,
     unflatten,
@@ -75,23 +81,34 @@ class StageInput:
             return self
         run = BlockRun(blocks, is_last=len(blocks) == len(self.call_of_block))
         with carriers.running(self.trees, run) as collected:
-            output = self.output
+            outputs = [self.output]
             for block, call in zip(blocks, self.call_of_block, strict=False):
-                args, kwargs = unflatten(self.calls[call], self.tensors, partial(subtree, output))
+                args, kwargs = unflatten(self.calls[call], self.tensors, partial(_output, outputs))
                 with _unchanged(block, self.calls[call], args, kwargs):
-                    output = block(*args, **kwargs)
-            run.output = output
-        return self.after(output, len(blocks), carried_after(collected))
+                    outputs.append(block(*args, **kwargs))
+            run.output = outputs[-1]
+        return self.after(outputs, len(blocks), carried_after(collected))
 
-    def after(self, output: Any, num_blocks: int, trees: tuple[Any, ...]) -> "StageInput":
-        """The input of the stage after the next `num_blocks`, the last of which has returned `output`."""
+    def after(self, outputs: Sequence[Any], num_blocks: int, trees: tuple[Any, ...]) -> "StageInput":
+        """The input of the stage after the next `num_blocks`, which have returned the last of these `outputs`."""
         flattener = Flattener()
-        skeleton = flattener.flatten(output, "the output of a block")
+        skeleton = flattener.flatten(outputs[-1], "the output of a block")
         carried = flattener.flatten(trees, "what a block stores")
         remaining = self.call_of_block[num_blocks:]
-        calls, call_of_block = _remaining(self.calls, remaining, len(flattener.tensors), len(self.tensors))
+        skipping = {
+            leaf: flattener.flatten(_output(outputs, leaf[2], leaf[1]), "the output of a block")
+            for leaf in _ending(self.calls, remaining)
+        }
+        calls, call_of_block = _remaining(
+            self.calls, remaining, len(flattener.tensors), len(self.tensors), tuple(skipping.items())
+        )
         tensors = (*flattener.tensors, *self.tensors)
         return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_length, carried)
+
+
+def _output(outputs: Sequence[Any], path: tuple[Any, ...], distance: int) -> Any:
+    """The part at `path` of an output, by the number of outputs after it."""
+    return subtree(outputs[-1 - distance], path)
 
 
 @contextmanager
@@ -158,9 +175,40 @@ def _used(
 
 @lru_cache(maxsize=256)
 def _remaining(
-    calls: tuple[Skeleton, ...], call_of_block: tuple[int, ...], num_new: int, num_old: int
+    calls: tuple[Skeleton, ...],
+    call_of_block: tuple[int, ...],
+    num_new: int,
+    num_old: int,
+    skipping: tuple[tuple[Skeleton, Skeleton], ...],
 ) -> tuple[tuple[Skeleton, ...], tuple[int, ...]]:
-    """The calls of the blocks still to come, in a list of tensors that begins with `num_new` more."""
+    """The calls of the blocks still to come, in a list of tensors that begins with `num_new` more.
+
+    `skipping` are the outputs, by their proxies at the end of the stage, that these blocks get past others.
+    """
     shifted = {i: num_new + i for i in range(num_old)}
-    kept = list(dict.fromkeys(call_of_block))
-    return tuple(renumber(calls[call], shifted) for call in kept), tuple(kept.index(call) for call in call_of_block)
+    outputs = dict(skipping)
+
+    def change(position: int, leaf: Skeleton) -> Skeleton:
+        if leaf[0] == "tensor":
+            return ("tensor", shifted[leaf[1]])
+        return outputs.get(_at_end(leaf, position), leaf)
+
+    changed = [map_leaves(calls[call], partial(change, position)) for position, call in enumerate(call_of_block)]
+    kept = list(dict.fromkeys(changed))
+    return tuple(kept), tuple(kept.index(call) for call in changed)
+
+
+@lru_cache(maxsize=256)
+def _ending(calls: tuple[Skeleton, ...], call_of_block: tuple[int, ...]) -> tuple[Skeleton, ...]:
+    """The proxies, as at the end of the stage, whose blocks have run, without the output that the next block gets."""
+    return tuple(dict.fromkeys(
+        _at_end(leaf, position)
+        for position, call in enumerate(call_of_block)
+        for leaf in nodes(calls[call])
+        if leaf[0] == "proxy" and leaf[1] >= max(position, 1)
+    ))  # fmt: skip
+
+
+def _at_end(leaf: Skeleton, position: int) -> Skeleton:
+    """A proxy in the call of the block at this `position` behind a stage, by its distance from the end of the stage."""
+    return ("proxy", leaf[1] - position, leaf[2])

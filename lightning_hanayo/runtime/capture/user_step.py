@@ -40,6 +40,7 @@ class UserStep:
     _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
+    _num_started: int = field(default=0, init=False)
     _count_hooks: HookCount | None = field(default=None, init=False)
     _num_hooks: int = field(default=0, init=False)
     """that were there, and accepted, when they were last counted"""
@@ -135,7 +136,15 @@ class UserStep:
             self.streams.begin_user_code(microbatch)
 
     def _start(self, function: StepFunction, microbatch: int, carriers: Carriers) -> _Call:
-        tracer = BlockTracer(self.blocks, self.num_local, self.name, carriers, sends_objects=self.sends_objects)
+        tracer = BlockTracer(
+            self.blocks,
+            self.num_local,
+            self.name,
+            carriers,
+            sends_objects=self.sends_objects,
+            first_number=self._num_started * len(self.blocks),
+        )
+        self._num_started += 1
         self._begin_random_numbers(microbatch)
         with self.guarded():
             call = self._calls.start(lambda: _run_step(function, microbatch), tracer)

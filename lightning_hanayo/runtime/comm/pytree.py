@@ -116,8 +116,8 @@ def _unsendable(value: Any, what: str) -> UnsupportedError:
     )
 
 
-def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any], Any] = OutputReference) -> Any:
-    """Put a tree together again. `fill` is called with the path of each output reference and replaces it."""
+def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[..., Any] = OutputReference) -> Any:
+    """Put a tree together again. `fill` is called with path and block of each output reference, and replaces it."""
     kind, *parts = skeleton
     match kind:
         case "tensor":
@@ -125,7 +125,7 @@ def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any
         case "plain":
             return parts[1]
         case "proxy":
-            return fill(parts[1])
+            return fill(parts[1], parts[0])
         case "tuple":
             return tuple(unflatten(part, tensors, fill) for part in parts)
         case "list":
@@ -140,45 +140,50 @@ def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[[Any
             return getattr(torch, parts[0])
 
 
-def tensor_indices(skeleton: Skeleton) -> list[int]:
-    """The indices of the skeleton's tensors in the list of tensors, in order of first use."""
+def nodes(skeleton: Skeleton) -> Iterator[Skeleton]:
+    """All nodes of a skeleton, from the root on."""
+    yield skeleton
     kind, *parts = skeleton
-    if kind == "tensor":
-        return parts
     if kind == "dict":
         parts = [node for pair in parts for node in pair]
     elif kind == "object":
-        return tensor_indices(parts[1])
+        parts = parts[1:]
     elif kind not in ("tuple", "list"):
-        return []
-    return list(dict.fromkeys(index for part in parts for index in tensor_indices(part)))
+        return
+    for part in parts:
+        yield from nodes(part)
+
+
+def map_leaves(skeleton: Skeleton, change: Callable[[Skeleton], Skeleton]) -> Skeleton:
+    """The skeleton with `change` applied to each tensor and each output reference."""
+    kind, *parts = skeleton
+    match kind:
+        case "tensor" | "proxy":
+            return change(skeleton)
+        case "tuple" | "list":
+            return (kind, *(map_leaves(part, change) for part in parts))
+        case "object":
+            return (kind, parts[0], map_leaves(parts[1], change))
+        case "dict":
+            return ("dict", *((map_leaves(key, change), map_leaves(value, change)) for key, value in parts))
+        case _:
+            return skeleton
+
+
+def tensor_indices(skeleton: Skeleton) -> list[int]:
+    """The indices of the skeleton's tensors in the list of tensors, in order of first use."""
+    return list(dict.fromkeys(node[1] for node in nodes(skeleton) if node[0] == "tensor"))
 
 
 def renumber(skeleton: Skeleton, new_index: Mapping[int, int]) -> Skeleton:
     """The skeleton for another list of tensors, in which tensor `i` has the index `new_index[i]`."""
-    kind, *parts = skeleton
-    match kind:
-        case "tensor":
-            return ("tensor", new_index[parts[0]])
-        case "object":
-            return ("object", parts[0], renumber(parts[1], new_index))
-        case "tuple" | "list":
-            return (kind, *(renumber(part, new_index) for part in parts))
-        case "dict":
-            return ("dict", *((renumber(key, new_index), renumber(value, new_index)) for key, value in parts))
-        case _:
-            return skeleton
+    return map_leaves(skeleton, lambda leaf: ("tensor", new_index[leaf[1]]) if leaf[0] == "tensor" else leaf)
 
 
 @lru_cache(maxsize=1024)
 def holds(skeleton: Skeleton, *kinds: str) -> bool:
     """Whether there is a node of one of these kinds in the tree."""
-    kind, *parts = skeleton
-    if kind in kinds:
-        return True
-    if kind == "dict":
-        return any(holds(node, *kinds) for pair in parts for node in pair)
-    return kind in ("tuple", "list", "object") and any(holds(p, *kinds) for p in parts if isinstance(p, tuple))
+    return any(node[0] in kinds for node in nodes(skeleton))
 
 
 def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, Any]]:

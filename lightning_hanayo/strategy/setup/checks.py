@@ -64,7 +64,7 @@ def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> 
     for name, part in model.named_modules():
         if isinstance(part, _BatchNorm) and part.training and part not in outside:
             way_out = "Use LayerNorm or GroupNorm, or leave the cube out"
-            if not name.startswith(f"{stack.name}."):
+            if part in modules_outside(model, stack):
                 way_out = "Set HanayoStrategy(cube_outside='replicate'), where all ranks run it on whole micro-batches"
             raise UnsupportedError(
                 f"{name} is a {type(part).__name__}, which normalises by the mean of a batch, but on a cube each rank "

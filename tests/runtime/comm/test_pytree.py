@@ -67,7 +67,7 @@ def test_another_list_of_tensors() -> None:
 
 def test_output_references_are_filled() -> None:
     skeleton = Flattener().flatten((Proxy(("h", 0)), 1))
-    assert unflatten(skeleton, [], lambda path: path) == (("h", 0), 1)
+    assert unflatten(skeleton, [], lambda path, block: path) == (("h", 0), 1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from torch import nn
@@ -36,6 +36,11 @@ class Stack:
         return len(self.blocks)
 
     @property
+    def uncompiled(self) -> "Stack":
+        """The stack of the modules that `torch.compile` has made these blocks of."""
+        return replace(self, blocks=tuple(map(original, self.blocks)))
+
+    @property
     def parameters(self) -> set[nn.Parameter]:
         """The parameters of all blocks."""
         return {parameter for block in self.blocks for parameter in block.parameters()}
@@ -54,6 +59,12 @@ def find_stack(model: nn.Module, name: str | None = None) -> Stack:
     stack = _named_stack(model, name) if name is not None else _largest_stack(model)
     _check(stack)
     return stack
+
+
+def original(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` was called with; the module itself if it isn't the result of that."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
 
 
 def modules_outside(model: nn.Module, stack: Stack) -> Sequence[nn.Module]:

@@ -41,6 +41,7 @@ from lightning_hanayo.strategy.setup.build_pipeline import (
     whole_values,
 )
 from lightning_hanayo.strategy.setup.checks import warn_of_batch_statistics
+from lightning_hanayo.strategy.setup.compiled_code import run_uncompiled
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.setup.pretrained import check_same_folders
@@ -110,6 +111,8 @@ class Session:
         if prepared.stage_blocks is None:
             check_same_folders(self._options.init_folders.values())
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
+        if self.topology.replica_size > 1:
+            run_uncompiled(module, plan.stack, self.attributes, is_cube=prod(self.topology.cube) > 1)
         seed = broadcast_object(torch.initial_seed())
         if prepared.cube is None:
             if self.topology.world_size > 1:

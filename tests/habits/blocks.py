@@ -92,6 +92,12 @@ def compiled_around() -> Any:
     return torch.compile(models.MLP(), backend="aot_eager")
 
 
+class DecoratedStep(models.MLP):
+    @torch.compile(backend="aot_eager")
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
 # stacks
 
 
@@ -541,6 +547,7 @@ HABITS = [
     Habit("module.compile", CompiledModule, VECTORS, everywhere(EXACT)),
     Habit("compiled step", CompiledStep, VECTORS, everywhere(EXACT)),
     Habit("compiled around", compiled_around, VECTORS, everywhere(EXACT)),
+    Habit("compiled decorated step", DecoratedStep, VECTORS, everywhere(EXACT)),
     Habit("sequential", InSequential, VECTORS, everywhere(EXACT)),
     Habit("uvit", UViT, VECTORS, everywhere(EXACT)),
     Habit("uvit one list", UViTInOneList, VECTORS, everywhere(EXACT)),

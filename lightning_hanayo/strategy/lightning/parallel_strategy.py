@@ -14,7 +14,8 @@ from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor
 from typing_extensions import override
 
@@ -54,6 +55,22 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def groups(self) -> ProcessGroups:
         """This rank's process groups."""
         return available(self._groups, "the process groups exist once the Trainer has started the processes")
+
+    @property
+    def _lightning_module(self) -> "pl.LightningModule | None":  # type: ignore[override]
+        """The module that the Trainer was given. Lightning compiles the steps of one that is compiled as a whole."""
+        module: pl.LightningModule | None = vars(self).get("_lightning_module")
+        return module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: "pl.LightningModule | None") -> None:
+        if module is not None and module._compiler_ctx is not None:
+            to_uncompiled(module)
+            rank_zero_warn(
+                f"Trainer was given torch.compile({type(module).__name__}), but runs it as written: its steps are run "
+                f"on micro-batches, and suspended at the blocks. Compile the blocks instead, with block.compile()."
+            )
+        vars(self)["_lightning_module"] = module
 
     @property
     def module(self) -> "pl.LightningModule":

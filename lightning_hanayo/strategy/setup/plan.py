@@ -42,6 +42,8 @@ def plan_model(
             cube, or a folder of values that doesn't fit.
     """
     stack = find_stack(model, options.blocks)
+    if prod(topology.cube) > 1:
+        stack = stack.uncompiled
     if topology.replica_size > 1:
         check_hooks(stack.named_modules)
     layout = choose(

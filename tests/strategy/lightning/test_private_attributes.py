@@ -41,6 +41,7 @@ USED = {
     },
     "of modules and callbacks": {
         "_apply_batch_transfer_handler",
+        "_compiler_ctx",
         "_every_n_train_steps",
         "_on_before_batch_transfer",
         "_train_time_interval",
@@ -50,6 +51,7 @@ USED = {
         "_configure_launcher",
         "_launcher",
         "_layer_sync",
+        "_lightning_module",
         "_precision_plugin",
     },
     "of torchmetrics": {"_computed", "_copy_state_dict", "_forward_cache", "_update_count"},

@@ -1,0 +1,71 @@
+"""Runs uncompiled, for the time of a run, what can't be compiled: code around the stack, and in a cube the blocks.
+
+    torch.compile(model), self.compile(), @torch.compile    the step is suspended at each block: no graph can contain it
+    blocks of a pipeline                                     stay compiled, where they run
+    blocks of a cube                                         their layers communicate: no graph can contain that either
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from types import MethodType
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_hanayo.partition.stack import Stack, original
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+_ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+_ORIGINAL = "_torchdynamo_orig_callable"
+"""what torch.compile made a function of"""
+
+
+def run_uncompiled(
+    module: "pl.LightningModule", stack: Stack, attributes: TemporaryAttributes, *, is_cube: bool
+) -> None:
+    """Give what is compiled around the stack its own code, in a cube also blocks, and warn with their names."""
+    blocks, parts = set(stack.blocks), dict(module.named_modules())
+    around = {n: part for n, part in parts.items() if original(part) not in blocks and not blocks.isdisjoint(part.modules())}
+    names = [*_steps(module, attributes), *_uncompiled(around, attributes)]
+    if names:
+        warnings.warn(
+            f"{', '.join(name or type(module).__name__ for name in names)}: compiled, but run as written, because "
+            f"the step is suspended at the blocks of {stack.name}, which run on several ranks. Compile the blocks "
+            f"instead, with block.compile().",
+            stacklevel=2,
+        )
+    in_blocks = {part for block in blocks for part in block.modules()}
+    inside = {name: part for name, part in parts.items() if original(part) in in_blocks}
+    names = _uncompiled(inside, attributes) if is_cube else []
+    if names:
+        warnings.warn(
+            f"{', '.join(names)}: compiled, but run as written, because layers in the blocks of {stack.name} "
+            f"communicate in the cube. Set cube=1 to run them compiled.",
+            stacklevel=2,
+        )
+
+
+def _steps(module: "pl.LightningModule", attributes: TemporaryAttributes) -> Iterable[str]:
+    """Replace the module's compiled methods, and yield their names."""
+    for name in _ENTRIES:
+        method = getattr(module, name)
+        plain = getattr(method, _ORIGINAL, None)
+        if plain is not None:
+            attributes.set(module, name, MethodType(plain, module) if isinstance(method, MethodType) else plain)
+            yield name
+
+
+def _uncompiled(parts: Mapping[str, nn.Module], attributes: TemporaryAttributes) -> list[str]:
+    """Run the modules' own code where they are called; returns the names of those that were compiled."""
+    return [name for name, part in parts.items() if _uncompile(part, attributes)]
+
+
+def _uncompile(part: nn.Module, attributes: TemporaryAttributes) -> bool:
+    inner = original(part)
+    if inner is not part:
+        attributes.set(part, "forward", inner)
+    elif part._compiled_call_impl is not None:
+        attributes.set(part, "_compiled_call_impl", None)
+    else:
+        return False
+    return True

@@ -375,6 +375,49 @@ class BackwardInStep(models.MLP):
         return (x.grad.norm() - 1).square()
 
 
+class PenaltyByVmap(models.MLP):
+    def loss(self, batch: Batch) -> Tensor:
+        gradient = torch.func.grad(lambda x: self(x).sum())(batch["x"])
+        return super().loss(batch) + gradient.square().mean()
+
+
+class Tangents(models.MLP):
+    def loss(self, batch: Batch) -> Tensor:
+        import torch.autograd.forward_ad as fwad
+        with fwad.dual_level():
+            out = self(fwad.make_dual(batch["x"], torch.ones_like(batch["x"])))
+            primal, tangent = fwad.unpack_dual(out)
+        return functional.cross_entropy(primal, batch["y"]) + tangent.square().mean()
+
+
+class PenaltyAllowUnused(models.MLP):
+    def loss(self, batch: Batch) -> Tensor:
+        x = batch["x"].requires_grad_()
+        scores = self(x) + x[:, :CLASSES]
+        (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return functional.cross_entropy(scores, batch["y"]) + (gradient.norm(dim=1) - 1).square().mean()
+
+
+class PenaltyBefore(models.MLP):
+    def loss(self, batch: Batch) -> Tensor:
+        x = batch["x"].requires_grad_()
+        (gradient,) = torch.autograd.grad(self.embedding(x).tanh().sum(), x, create_graph=True)
+        return super().loss(batch) + (gradient.norm(dim=1) - 1).square().mean()
+
+
+class FunctionalTeacher(models.MLP):
+    """A teacher whose weights are a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = {name: p.detach().clone().double() * 0.5 for name, p in self.named_parameters()}
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            target = torch.func.functional_call(self, self.average, batch["x"])
+        return super().loss(batch) if False else functional.mse_loss(self.embedding(batch["x"])[:, :5], target)
+
+
 # arguments
 
 
@@ -566,6 +609,11 @@ HABITS = [
     Habit("grad of parameter", GradOfParameter, VECTORS, everywhere(EXACT)),
     Habit("grad of head", GradOfHead, VECTORS, everywhere(EXACT)),
     Habit("backward in step", BackwardInStep, VECTORS, everywhere(EXACT)),
+    Habit("penalty func", PenaltyByVmap, VECTORS, everywhere(EXACT)),
+    Habit("penalty fwad", Tangents, VECTORS, everywhere(EXACT)),
+    Habit("penalty unused", PenaltyAllowUnused, VECTORS, everywhere(EXACT)),
+    Habit("penalty before", PenaltyBefore, VECTORS, everywhere(EXACT)),
+    Habit("teacher functional", FunctionalTeacher, VECTORS, everywhere(EXACT)),
     Habit("flex", Flex, sequences, everywhere(EXACT)),
     Habit("flex lengths", FlexLengths, sequences, everywhere(EXACT)),
     Habit("packed", Packed, sequences, everywhere(EXACT)),

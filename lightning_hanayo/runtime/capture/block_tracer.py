@@ -58,6 +58,10 @@ class BlockTracer:
         """autograd's sequence number at the last suspension: older nodes in the loss's graph belong to earlier code"""
         self.delivered: tuple[Any, ...] = ()
         """what the carriers have given to the step"""
+        self.sent: list[Tensor] = []
+        """the tensors with a gradient that the stack has got from the step"""
+        self.received: list[Any] = []
+        """what the step has got from the stack: trees"""
         self._carriers = carriers
         self._trees: tuple[Any, ...] = ()
         self._output: Any = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from lightning_hanayo.errors import UnsupportedError
 
@@ -30,6 +31,8 @@ class ThreadState:
     default_dtype: torch.dtype
     default_device: str
     deterministic: bool
+    torch_func_level: int
+    forward_ad_level: int
     stream: Any
 
     @staticmethod
@@ -46,6 +49,8 @@ class ThreadState:
             default_dtype=torch.get_default_dtype(),
             default_device=str(torch.get_default_device()),
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            torch_func_level=torch._C._functorch.maybe_current_level() or 0,
+            forward_ad_level=forward_ad._current_level,
             stream=torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
         )
 

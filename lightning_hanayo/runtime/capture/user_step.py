@@ -1,7 +1,7 @@
 """The user's step on pipeline rank 0: one suspended call of it for each micro-batch under way."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -13,6 +13,7 @@ from lightning_hanayo.module_hooks import HookCount, check_hooks
 from lightning_hanayo.runtime.batch import Batch, StepFunction
 from lightning_hanayo.runtime.capture.block_tracer import BlockTracer
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
+from lightning_hanayo.runtime.capture.gradient_calls import GradientCalls
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.suspended_call import SuspendedCall, SuspendedCalls
 from lightning_hanayo.runtime.comm.message import Message
@@ -37,6 +38,7 @@ class UserStep:
     guarded: Callable[[], AbstractContextManager[None]] = nullcontext
     sends_objects: bool = True
     """whether blocks work on what the step works on, so that they may get more than tensors and plain values"""
+    _gradient_calls: GradientCalls = field(init=False)
     _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
@@ -44,6 +46,9 @@ class UserStep:
     _count_hooks: HookCount | None = field(default=None, init=False)
     _num_hooks: int = field(default=0, init=False)
     """that were there, and accepted, when they were last counted"""
+
+    def __post_init__(self) -> None:
+        self._gradient_calls = GradientCalls(self.blocks)
 
     def begin_batch(self) -> None:
         """Called before each batch, where the stack has several stages.
@@ -59,7 +64,7 @@ class UserStep:
         assert batch.step is not None
         batch.on_user_code(microbatch)
         self._begin_random_numbers(microbatch)
-        with self.guarded():
+        with self._user_code(batch):
             return batch.step(microbatch)
 
     def start(self, batch: Batch, microbatch: int) -> Message:
@@ -70,15 +75,15 @@ class UserStep:
         """
         assert batch.step is not None
         self._enter(batch, microbatch)
-        self._under_way[microbatch] = self._start(batch.step, microbatch, self.carriers)
+        self._under_way[microbatch] = self._start(batch, batch.step, microbatch, self.carriers)
         self._check_hooks()
-        return self._under_way[microbatch][1].message
+        return _message(self._under_way[microbatch][1])
 
     def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
         """Resume a step suspended at the first block with that block's output; return the calls of the other blocks."""
         self._enter(batch, microbatch)
         no_trees = (None,) * len(after.trees)  # what the first block has stored is delivered with the others' values
-        return self._run_to_last_block(self._under_way[microbatch], (after.output, no_trees))
+        return self._run_to_last_block(batch, self._under_way[microbatch], (after.output, no_trees))
 
     def finish(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> tuple[Any, int]:
         """Resume with the stack's output, and what was carried.
@@ -87,7 +92,8 @@ class UserStep:
         """
         call, tracer = self._under_way.pop(microbatch)
         self._enter(batch, microbatch)
-        with self.guarded():
+        tracer.received += [output, trees]
+        with self._user_code(batch):
             call.resume((output, trees))
         self.carriers.end(tracer.delivered)
         self._calls.release(call)
@@ -98,15 +104,15 @@ class UserStep:
         """Like `start`, for `batch.dry_run_step`. What it logs, counts and stores does not count; it never ends."""
         assert batch.dry_run_step is not None
         self._enter(batch, None)
-        self._dry_runs[microbatch] = self._start(batch.dry_run_step, microbatch, NO_CARRIERS)
+        self._dry_runs[microbatch] = self._start(batch, batch.dry_run_step, microbatch, NO_CARRIERS)
         self.carriers.undo()
-        return self._dry_runs[microbatch][1].message
+        return _message(self._dry_runs[microbatch][1])
 
     def finish_dry_run(self, batch: Batch, microbatch: int, output: Any) -> Message:
         """Like `run_to_last_block`; then unwind the dry run."""
         self._enter(batch, None)
         call, tracer = self._dry_runs.pop(microbatch)
-        message = self._run_to_last_block((call, tracer), (output, ()))
+        message = self._run_to_last_block(batch, (call, tracer), (output, ()))
         call.abandon()
         self._calls.release(call)
         self.carriers.undo()
@@ -135,7 +141,13 @@ class UserStep:
         if self.streams is not None:
             self.streams.begin_user_code(microbatch)
 
-    def _start(self, function: StepFunction, microbatch: int, carriers: Carriers) -> _Call:
+    @contextmanager
+    def _user_code(self, batch: Batch) -> Iterator[None]:
+        cuts_batch = len(batch.loss_weights) > 1 or self.num_local == 0  # the ranks of a cube share micro-batches, too
+        with self.guarded(), self._gradient_calls.checked(cuts_batch=cuts_batch):
+            yield
+
+    def _start(self, batch: Batch, function: StepFunction, microbatch: int, carriers: Carriers) -> _Call:
         tracer = BlockTracer(
             self.blocks,
             self.num_local,
@@ -146,17 +158,18 @@ class UserStep:
         )
         self._num_started += 1
         self._begin_random_numbers(microbatch)
-        with self.guarded():
+        with self._user_code(batch):
             call = self._calls.start(lambda: _run_step(function, microbatch), tracer)
         self._check_suspended(call, tracer)
         return call, tracer
 
-    def _run_to_last_block(self, under_way: _Call, first_output: tuple[Any, Sequence[Any]]) -> Message:
+    def _run_to_last_block(self, batch: Batch, under_way: _Call, first_output: tuple[Any, Sequence[Any]]) -> Message:
         call, tracer = under_way
-        with self.guarded():
+        tracer.received += first_output
+        with self._user_code(batch):
             call.resume(first_output)
         self._check_suspended(call, tracer)
-        return tracer.message
+        return _message(tracer)
 
     def _check_suspended(self, call: SuspendedCall, tracer: BlockTracer) -> None:
         if call.done:
@@ -165,6 +178,13 @@ class UserStep:
                 f"the step ended after {tracer.num_called} of the {len(self.blocks)} blocks of {self.name}; "
                 f"a pipeline runs one whole pass through the stack for each micro-batch."
             )
+
+
+def _message(tracer: BlockTracer) -> Message:
+    """What a suspended step sends."""
+    message = tracer.message
+    tracer.sent += message.differentiable
+    return message
 
 
 def _run_step(function: StepFunction, microbatch: int) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partial_values import FULL_PARAMETER, METADATA, name_of
+from lightning_hanayo.partial_values import FULL_PARAMETER, METADATA, PartialParameter, PartialValues, name_of
 from lightning_hanayo.partition.ownership import Placeholder
 
 _TO_DEVICE = frozenset(("cpu", "cuda"))
@@ -170,10 +170,11 @@ def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwarg
         kwargs = kwargs | {"device": torch.device("meta")}
     try:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            args, kwargs = tree_map(to_meta, (args, kwargs))
-            return func(*args, **kwargs)
+            on_meta = tree_map(to_meta, (args, kwargs))
+            return func(*on_meta[0], **on_meta[1])
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        if not isinstance(error, NotImplementedError) and "meta" not in str(error):
+        has_part = any(isinstance(leaf, PartialParameter | PartialValues) for leaf in tree_leaves((args, kwargs)))
+        if not isinstance(error, NotImplementedError) and "meta" not in str(error) and not has_part:
             raise  # the user's mistake, such as shapes that don't fit
         _refuse(name, owner, error)
 

@@ -1,8 +1,8 @@
 """Finds the stack: the repeated blocks that the pipeline's stages are made of.
 
-    layers = ModuleList(block, block, ...)                  "layers"
-    layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blocks of all lists, in order
-    net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
+layers = ModuleList(block, block, ...)                  "layers"
+layers = ModuleList(ModuleList(block, ...), ...)        "layers[*]"      all blocks of all lists, in order
+net = Sequential(embedding, block, block, ..., head)    "net[1:9]"       the blocks among other modules
 """
 
 from collections.abc import Iterator, Sequence
@@ -122,12 +122,12 @@ def _rows(model: nn.Module) -> Iterator[Stack]:
 
 def _rows_of(module: nn.Module, name: str) -> Iterator[Stack]:
     """Three or more blocks of one class in a row in a Sequential, among other modules."""
-    children = list(module._modules.items()) if isinstance(module, nn.Sequential) else []
+    children = _children(module, name) if isinstance(module, nn.Sequential) else []
     start = 0
     for _, group in groupby(children, lambda child: type(child[1])):
         names, blocks = zip(*group, strict=True)
         stop = start + len(blocks)
-        row = Stack(f"{name}[{start}:{stop}]", blocks, tuple(_joined(name, child) for child in names))
+        row = Stack(f"{name}[{start}:{stop}]", blocks, names)
         if 2 < len(blocks) < len(children) and row.parameters:
             yield row
         start = stop
@@ -135,11 +135,16 @@ def _rows_of(module: nn.Module, name: str) -> Iterator[Stack]:
 
 def _whole(module: nn.Module, name: str) -> Stack:
     """All blocks of a list, and of the lists in it, if it holds nothing else; no blocks if it is no list."""
-    named = [(_joined(name, key), child) for key, child in module._modules.items()] if isinstance(module, _LISTS) else []
+    named = _children(module, name) if isinstance(module, _LISTS) else []
     while named and all(isinstance(block, nn.ModuleList) for _, block in named):
-        named = [(_joined(path, key), child) for path, block in named for key, child in block._modules.items()]
+        named = [child for path, block in named for child in _children(block, path)]
         name = f"{name.removesuffix('[*]')}[*]"
     return Stack(name, tuple(block for _, block in named), tuple(path for path, _ in named))
+
+
+def _children(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """The children with their qualified names; a module that is there twice is there twice."""
+    return [(_joined(name, key), child) for key, child in module._modules.items() if child is not None]
 
 
 def _joined(name: str, child: str) -> str:

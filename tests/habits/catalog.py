@@ -1,6 +1,6 @@
 """All habits, by the heading under which the table lists them."""
 
-from tests.habits import batches, losses, parts, pretrained, side_outputs, step_state, whole_model
+from tests.habits import arguments, batches, blocks, losses, parts, pretrained, side_outputs, step_state, whole_model
 from tests.habits.habit import Habit
 
 GROUPS: dict[str, list[Habit]] = {
@@ -9,6 +9,8 @@ GROUPS: dict[str, list[Habit]] = {
     "What blocks store besides their output": side_outputs.HABITS,
     "State that the step sets": step_state.HABITS,
     "Norms, clipping and optimizers": whole_model.HABITS,
+    "Kinds of blocks": blocks.HABITS,
+    "Arguments of blocks, and gradients inside the step": arguments.HABITS,
     "Parameters of which a rank holds a part, or nothing": parts.HABITS,
     "Pretrained weights": pretrained.HABITS,
 }

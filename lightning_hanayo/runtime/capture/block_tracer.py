@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_number
-from lightning_hanayo.runtime.capture.cache_argument import cache_for
+from lightning_hanayo.runtime.capture.around_stack.cache_argument import cache_for
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
 from lightning_hanayo.runtime.capture.forward_patch import randomness_of, run_block, run_original
 from lightning_hanayo.runtime.capture.proxy import proxies_like
@@ -33,8 +33,8 @@ class BlockTracer:
     """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
 
     The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry what
-    the step and the blocks store for each other. Unless it `sends_objects`, arguments are tensors and plain values. `first_number`
-    is added to the block numbers of proxies, so that one from another step is known as such.
+    the step and the blocks store for each other. Unless it `sends_objects`, arguments are tensors and plain values.
+    `first_number` is added to the block numbers of proxies, so that one from another step is known as such.
     """
 
     def __init__(
@@ -165,4 +165,3 @@ class BlockTracer:
             f"{self._name}[{index}] is called where {self._name}[{self.num_called}] is next; a pipeline runs the "
             f"blocks of the stack in order."
         )
-

@@ -93,6 +93,12 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Raises:
         UnsupportedError: the block is stored on another pipeline rank.
     """
+    if vars(block)[_ON_OTHER_RANK] and current_tracer() is not None:
+        raise UnsupportedError(
+            f"the step calls a copy of a {type(block).__name__} of the stack that was made when the block was already "
+            f"on another pipeline rank, so the copy has no weights here. Copy the model in __init__ or setup(), where "
+            f"it is whole on all ranks; copies run on the rank of the step."
+        )
     if vars(block)[_ON_OTHER_RANK]:
         raise UnsupportedError(
             f"a {type(block).__name__} of the pipelined stack was called outside a training or evaluation step, but it "

@@ -11,9 +11,10 @@ from torch import nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import HookCount, check_hooks
 from lightning_hanayo.runtime.batch import Batch, StepFunction
+from lightning_hanayo.runtime.capture.around_stack.gradient_calls import GradientCalls
+from lightning_hanayo.runtime.capture.around_stack.replaced_parameters import ReplacedParameters
 from lightning_hanayo.runtime.capture.block_tracer import BlockTracer
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
-from lightning_hanayo.runtime.capture.gradient_calls import GradientCalls
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.suspended_call import SuspendedCall, SuspendedCalls
 from lightning_hanayo.runtime.comm.message import Message
@@ -38,6 +39,8 @@ class UserStep:
     guarded: Callable[[], AbstractContextManager[None]] = nullcontext
     sends_objects: bool = True
     """whether blocks work on what the step works on, so that they may get more than tensors and plain values"""
+    replaced_parameters: ReplacedParameters | None = None
+    """of the whole model; None: not checked"""
     _gradient_calls: GradientCalls = field(init=False)
     _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
@@ -57,6 +60,8 @@ class UserStep:
             UnsupportedError: since the run began, a hook was put on a module in a block.
         """
         self._check_hooks()
+        if self.replaced_parameters is not None:
+            self.replaced_parameters.begin_batch()
         self.carriers.begin_batch()
 
     def run(self, batch: Batch, microbatch: int) -> Any:
@@ -172,6 +177,8 @@ class UserStep:
         return _message(tracer)
 
     def _check_suspended(self, call: SuspendedCall, tracer: BlockTracer) -> None:
+        if self.replaced_parameters is not None and not call.done:
+            self.replaced_parameters.check()
         if call.done:
             self._calls.release(call)
             raise UnsupportedError(

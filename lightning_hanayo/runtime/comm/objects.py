@@ -54,7 +54,7 @@ def _nested_of(parts: Any) -> Tensor:
 
 
 def with_ragged_dims_of(known: Sequence[Tensor], tree: Any) -> Any:
-    """The tree with the `known` nested tensors' own offsets where they are equal: torch compares offsets by identity."""
+    """The tree with the offsets of the `known` nested tensors where they are equal: torch compares their identity."""
     if type(tree) in (tuple, list):
         return type(tree)(with_ragged_dims_of(known, item) for item in tree)
     if type(tree) is dict:
@@ -64,7 +64,9 @@ def with_ragged_dims_of(known: Sequence[Tensor], tree: Any) -> Any:
     values, *sizes, ragged_dim = _nested_parts(tree)
     for one in known:
         _, *own, _ = _nested_parts(one)
-        if all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(own, sizes, strict=True)):
+        if all(
+            a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(own, sizes, strict=True)
+        ):
             return _nested_of((values, *own, ragged_dim))
     return tree
 
@@ -106,7 +108,8 @@ def _codes(module: str, name: str) -> Iterator[CodeType]:
     found: Any = import_module(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    found = unwrap(found.fget if isinstance(found, property) else found) if found is not None else None
+    found = found.fget if isinstance(found, property) else found
+    found = unwrap(found) if callable(found) else None
     waiting = [found.__code__] if hasattr(found, "__code__") else []
     while waiting:
         code = waiting.pop()

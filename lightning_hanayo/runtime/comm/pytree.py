@@ -104,7 +104,9 @@ def _is_dense(tensor: Tensor) -> bool:
 def _unsendable(value: Any, what: str) -> UnsupportedError:
     kind = type(value)
     if isinstance(value, Tensor):
-        shown = f"nested tensor of the layout {value.layout}" if value.is_nested else f"{kind.__name__} ({value.layout})"
+        shown = (
+            f"nested tensor of the layout {value.layout}" if value.is_nested else f"{kind.__name__} ({value.layout})"
+        )
         return UnsupportedError(
             f"{what} is a {shown}, which can't be sent to the next pipeline stage. Dense tensors can, and nested ones "
             f"of the layout torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)."

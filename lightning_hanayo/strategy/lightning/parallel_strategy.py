@@ -57,7 +57,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         return available(self._groups, "the process groups exist once the Trainer has started the processes")
 
     @property
-    def _lightning_module(self) -> "pl.LightningModule | None":  # type: ignore[override]
+    def _lightning_module(self) -> "pl.LightningModule | None":
         """The module that the Trainer was given. Lightning compiles the steps of one that is compiled as a whole."""
         module: pl.LightningModule | None = vars(self).get("_lightning_module")
         return module

@@ -11,6 +11,7 @@ from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.runtime.capture.around_stack.replaced_parameters import ReplacedParameters
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
 from lightning_hanayo.runtime.capture.module_state import ModuleState
 from lightning_hanayo.runtime.capture.recorded_outputs import RecordedOutputs
@@ -64,7 +65,8 @@ def build_stages(
     if 0 not in numbers:
         return stages, None
     sends_objects = cube is None or cube.keeps_layout
-    user_step = UserStep(stack.blocks, num_local, stack.name, streams, carriers, guard.step, sends_objects)
+    replaced = ReplacedParameters(model)
+    user_step = UserStep(stack.blocks, num_local, stack.name, streams, carriers, guard.step, sends_objects, replaced)
     ends = _ends(ownership, user_step, queues) if cube is None else _sharded_ends(ownership, user_step, queues, cube)
     return stages | ends, user_step
 

@@ -1,8 +1,8 @@
 """Runs uncompiled, for the time of a run, what can't be compiled: code around the stack, and in a cube the blocks.
 
-    torch.compile(model), self.compile(), @torch.compile    the step is suspended at each block: no graph can contain it
-    blocks of a pipeline                                     stay compiled, where they run
-    blocks of a cube                                         their layers communicate: no graph can contain that either
+torch.compile(model), self.compile(), @torch.compile    the step is suspended at each block: no graph can contain it
+blocks of a pipeline                                     stay compiled, where they run
+blocks of a cube                                         their layers communicate: no graph can contain that either
 """
 
 import warnings
@@ -25,7 +25,9 @@ def run_uncompiled(
 ) -> None:
     """Give what is compiled around the stack its own code, in a cube also blocks, and warn with their names."""
     blocks, parts = set(stack.blocks), dict(module.named_modules())
-    around = {n: part for n, part in parts.items() if original(part) not in blocks and not blocks.isdisjoint(part.modules())}
+    around = {
+        n: part for n, part in parts.items() if original(part) not in blocks and not blocks.isdisjoint(part.modules())
+    }
     names = [*_steps(module, attributes), *_uncompiled(around, attributes)]
     if names:
         warnings.warn(

@@ -118,8 +118,9 @@ class ShardedLinear(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Called by all ranks of the mesh, in the same order."""
         if x.is_nested:
-            values = self.forward(x.values())
-            return torch.nested.nested_tensor_from_jagged(values, x.offsets(), x.lengths())
+            jagged: Any = x
+            values = self.forward(jagged.values())
+            return torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths())
         return self.sharding.forward(x, self._parameters["bias"])
 
 

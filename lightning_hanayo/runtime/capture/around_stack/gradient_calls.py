@@ -60,8 +60,11 @@ class GradientCalls:
         """
         tracer = current_tracer()
         if accumulates and not inputs:
-            _refuse("calls backward()", "Return the loss, whose backward the pipeline runs; for gradients that the step "
-                    "itself needs there is torch.autograd.grad")  # fmt: skip
+            _refuse(
+                "calls backward()",
+                "Return the loss, whose backward the pipeline runs; for gradients that the step itself needs there is "
+                "torch.autograd.grad",
+            )
         if tracer is not None and self._passes_stack(outputs, inputs, tracer):
             _refuse(
                 "computes a gradient through the stack (torch.autograd.grad)",

@@ -32,7 +32,7 @@ class FilledElsewhere(Valueless):
         """Raise the error for code that uses the layer again."""
         raise UnsupportedError(
             f"{user_line()} uses layer {self.index} of a key/value cache ({operation}), which a block on another rank "
-            f"has filled. A cache lives inside one forward: pass a new one to each call of the model, or use_cache=False."
+            f"has filled. A cache lives inside one forward: pass a new one to each call of the model."
         )
 
 
@@ -44,7 +44,8 @@ def cache_for(block: nn.Module, cache: Any) -> Any:
     Raises:
         UnsupportedError: another forward has used the cache.
     """
-    own = {part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)}
+    indices = (vars(part).get("layer_idx") for part in block.modules())
+    own = {index for index in indices if isinstance(index, int)}
     found = _with_layers(cache, own)
     return found if _holds_values(found) else None
 

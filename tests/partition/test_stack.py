@@ -3,6 +3,7 @@
 model.layers.0 .. 7            found
 model.layers.0.experts.0 .. 3  inside another list: never
 classifier (different layers)  blocks of several classes: only if named
+net.1 .. 3 of net.0 .. 5       blocks in a row in a Sequential: if there is no such list
 """
 
 from collections.abc import Callable
@@ -69,6 +70,47 @@ def test_stack_is_found(kind: str) -> None:
     assert stack.blocks == tuple(model.get_submodule(name))
     inside = sum(p.numel() for p in stack.parameters)
     assert num_parameters_outside(model, stack) == sum(p.numel() for p in model.parameters()) - inside
+
+
+class Block(nn.Module):
+    """Has a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = linears(2)
+
+
+def blocks_in_a_row(count: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(count)), nn.LayerNorm(4))
+
+
+def levels(*counts: int) -> nn.ModuleList:
+    return nn.ModuleList(linears(count) for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "block_names"),
+    [
+        (Holder(net=blocks_in_a_row(3)), "net[1:4]", ["net.1", "net.2", "net.3"]),
+        (blocks_in_a_row(3), "[1:4]", ["1", "2", "3"]),
+        (Holder(net=blocks_in_a_row(3), layers=linears(2)), "layers", ["layers.0", "layers.1"]),
+        (Holder(net=blocks_in_a_row(2)), "net.1.parts", ["net.1.parts.0", "net.1.parts.1"]),
+        (Holder(net=levels(1, 2)), "net[*]", ["net.0.0", "net.1.0", "net.1.1"]),
+        (Holder(net=nn.ModuleList([levels(1, 1), levels(1)])), "net[*]", ["net.0.0.0", "net.0.1.0", "net.1.0.0"]),
+    ],
+)
+def test_blocks_in_a_row_and_in_lists_of_lists(model: nn.Module, name: str, block_names: list[str]) -> None:
+    for stack in (find_stack(model), find_stack(model, name)):
+        assert (stack.name, list(stack.block_names)) == (name, block_names)
+        assert stack.blocks == tuple(map(model.get_submodule, block_names))
+
+
+def test_lists_without_a_forward_are_refused() -> None:
+    mixed = nn.ModuleList([linears(2), nn.Linear(4, 4)])
+    with pytest.raises(
+        UnsupportedError, match=r"h.0 is a ModuleList, which has no forward.*Make a module with a forward"
+    ):
+        find_stack(Holder(h=mixed), "h")
 
 
 def test_stack_by_name() -> None:

@@ -42,17 +42,6 @@ def is_cache(value: Any) -> bool:
     return any(k.__name__ == "Cache" and k.__module__.startswith("transformers") for k in type(value).__mro__)
 
 
-def _nested_parts(nested: Any) -> Any:
-    if nested.layout is not torch.jagged:
-        return None
-    return nested.values(), nested.offsets(), nested.lengths(), nested._ragged_idx
-
-
-def _nested_of(parts: Any) -> Tensor:
-    values, offsets, lengths, ragged_dim = parts
-    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged_dim)
-
-
 def with_ragged_dims_of(known: Sequence[Tensor], tree: Any) -> Any:
     """The tree with the offsets of the `known` nested tensors where they are equal: torch compares their identity."""
     if type(tree) in (tuple, list):
@@ -64,11 +53,24 @@ def with_ragged_dims_of(known: Sequence[Tensor], tree: Any) -> Any:
     values, *sizes, ragged_dim = _nested_parts(tree)
     for one in known:
         _, *own, _ = _nested_parts(one)
-        if all(
-            a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(own, sizes, strict=True)
-        ):
+        if all(map(_is_equal, own, sizes)):
             return _nested_of((values, *own, ragged_dim))
     return tree
+
+
+def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _nested_parts(nested: Any) -> Any:
+    if nested.layout is not torch.jagged:
+        return None
+    return nested.values(), nested.offsets(), nested.lengths(), nested._ragged_idx
+
+
+def _nested_of(parts: Any) -> Tensor:
+    values, offsets, lengths, ragged_dim = parts
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged_dim)
 
 
 def _is_block_mask(value: Any) -> bool:
@@ -83,7 +85,9 @@ def _block_mask_of(attributes: Any) -> Any:
 
 def _function_place(function: FunctionType) -> tuple[Any, ...] | None:
     """Module and name of the outermost function, the number of the code in it, and the values that it refers to."""
-    name = function.__qualname__.partition(".<locals>")[0]
+    in_module = vars(import_module(function.__module__)).items()
+    named = (name for name, value in in_module if value is function)  # lambdas don't know their names
+    name = next(named, function.__qualname__.partition(".<locals>")[0])
     codes = list(_codes(function.__module__, name))
     cells = function.__closure__ or ()
     number = next((i for i, code in enumerate(codes) if code is function.__code__), None)

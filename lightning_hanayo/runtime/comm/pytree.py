@@ -41,7 +41,7 @@ class Flattener:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._indices: dict[int, int] = {}
-        self._objects: dict[int, tuple[Any, Skeleton]] = {}
+        self._objects: dict[int, tuple[Any, Skeleton | None]] = {}
 
     def flatten(self, tree: Any, what: str = "value", *, is_argument: bool = False) -> Skeleton:
         """Return the skeleton of `tree`, and add its tensors to the list; `what` names the tree in errors.
@@ -80,13 +80,16 @@ class Flattener:
     def _object(self, value: Any, what: str) -> Skeleton:
         """The skeleton of an object, which is made once: all blocks may get the same mask."""
         if id(value) not in self._objects:
+            self._objects[id(value)] = value, None  # until its parts are known, which may refer to it
             kind = kind_of(value)
             tree = None if kind is None else kind.to_tree(value)
-            if kind is None or tree is None:
-                raise _unsendable(value, what)
-            skeleton = ("object", kind.name, self.flatten(tree, what, is_argument=True))
-            self._objects[id(value)] = value, skeleton
-        return self._objects[id(value)][1]
+            if kind is not None and tree is not None:
+                parts = self.flatten(tree, what, is_argument=True)
+                self._objects[id(value)] = value, ("object", kind.name, parts)
+        skeleton = self._objects[id(value)][1]
+        if skeleton is None:
+            raise _unsendable(value, what)
+        return skeleton
 
     def _index(self, tensor: Tensor) -> int:
         if id(tensor) not in self._indices:

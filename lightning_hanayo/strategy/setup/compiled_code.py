@@ -25,14 +25,12 @@ def run_uncompiled(
 ) -> None:
     """Give what is compiled around the stack its own code, in a cube also blocks, and warn with their names."""
     blocks, parts = set(stack.blocks), dict(module.named_modules())
-    around = {
-        n: part for n, part in parts.items() if original(part) not in blocks and not blocks.isdisjoint(part.modules())
-    }
+    around = {name: part for name, part in parts.items() if _is_around(part, blocks)}
     names = [*_steps(module, attributes), *_uncompiled(around, attributes)]
     if names:
         warnings.warn(
             f"{', '.join(name or type(module).__name__ for name in names)}: compiled, but run as written, because "
-            f"the step is suspended at the blocks of {stack.name}, which run on several ranks. Compile the blocks "
+            f"the step is suspended at the stack {stack.name!r}, which runs on several ranks. Compile the blocks "
             f"instead, with block.compile().",
             stacklevel=2,
         )
@@ -41,10 +39,15 @@ def run_uncompiled(
     names = _uncompiled(inside, attributes) if is_cube else []
     if names:
         warnings.warn(
-            f"{', '.join(names)}: compiled, but run as written, because layers in the blocks of {stack.name} "
+            f"{', '.join(names)}: compiled, but run as written, because layers in the stack {stack.name!r} "
             f"communicate in the cube. Set cube=1 to run them compiled.",
             stacklevel=2,
         )
+
+
+def _is_around(part: nn.Module, blocks: set[nn.Module]) -> bool:
+    """Whether blocks are in it, and it is none of them, nor a compiled one."""
+    return blocks.isdisjoint((part, original(part))) and not blocks.isdisjoint(part.modules())
 
 
 def _steps(module: "pl.LightningModule", attributes: TemporaryAttributes) -> Iterable[str]:

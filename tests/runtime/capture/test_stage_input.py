@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.forward_patch import patch_blocks, unpatch_blocks
 from lightning_hanayo.runtime.capture.stage_input import StageInput
@@ -66,6 +67,71 @@ def test_equal_calls_are_sent_once(blocks: list[nn.Module]) -> None:
 def test_several_blocks_at_once(blocks: list[nn.Module]) -> None:
     whole = started(blocks, [(M,), (M,), (N,), (M,)]).run(blocks[1:])
     assert torch.equal(whole.output, 1 + 2 * (M + M + N + M)) and whole.call_of_block == ()
+
+
+def test_an_output_is_sent_as_far_as_a_later_block_gets_it() -> None:
+    """block 3 gets the output of block 1: x, 2x, 4x, 4x + 2 * 2x"""
+    blocks: list[nn.Module] = [Add() for _ in range(5)]
+    patch_blocks(blocks)
+
+    def step(_: int) -> Tensor:
+        first = blocks[0](torch.ones(2))
+        second = blocks[1](first, first, scale=1.0)
+        third = blocks[2](second, second, scale=1.0)
+        fourth = blocks[3](third, second, scale=2.0)
+        return blocks[4](fourth, first)
+
+    user = UserStep(blocks, 1, "blocks")
+    stage_input = StageInput.from_message(user.start(Batch(step=step), 0))
+    user.close()
+    held, alone = [], []
+    whole = stage_input.run(blocks[1:])
+    for block in blocks[1:]:
+        stage_input = StageInput.from_message(stage_input.run([block]).message)
+        held.append(len(stage_input.message.tensors))
+        alone.append(stage_input.output[0].item())
+    unpatch_blocks(blocks)
+    assert alone == [2.0, 4.0, 8.0, 9.0] and torch.equal(whole.output, stage_input.output)
+    assert held == [2, 3, 2, 1]
+
+
+class Collects(nn.Module):
+    def forward(self, x: Tensor, state: dict[str, list[Tensor]]) -> Tensor:
+        state["seen"].append(x)
+        return x
+
+
+def test_a_list_that_a_block_changes_is_refused() -> None:
+    blocks: list[nn.Module] = [Collects() for _ in range(2)]
+    patch_blocks(blocks)
+
+    def step(_: int) -> Tensor:
+        state: dict[str, list[Tensor]] = {"seen": []}
+        return blocks[1](blocks[0](M, state), state)
+
+    user = UserStep(blocks, 1, "blocks")
+    stage_input = StageInput.from_message(user.start(Batch(step=step), 0))
+    user.close()
+    with pytest.raises(UnsupportedError, match="a Collects of the stack changes a list that it gets as an argument"):
+        stage_input.run(blocks[1:])
+    unpatch_blocks(blocks)
+
+
+def test_an_output_of_another_step_is_refused(blocks: list[nn.Module]) -> None:
+    kept: list[Tensor] = []
+
+    def step(_: int) -> Tensor:
+        x = blocks[1](blocks[0](M))
+        kept.append(x)
+        return blocks[3](blocks[2](kept[0]))
+
+    user = UserStep(blocks, 1, "blocks")
+    user.start(Batch(step=step), 0)
+    with pytest.raises(
+        UnsupportedError, match=r"argument 0 of blocks\[2\] is the output of a block in the step of another"
+    ):
+        user.start(Batch(step=step), 1)
+    user.close()
 
 
 def test_a_stage_without_blocks_changes_nothing(blocks: list[nn.Module]) -> None:

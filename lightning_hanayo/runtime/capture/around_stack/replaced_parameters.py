@@ -31,6 +31,7 @@ class ReplacedParameters:
                 if now is not before:
                     raise UnsupportedError(
                         f"{name}{name and '.'}{key} is replaced while the stack is called "
-                        f"(torch.func.functional_call), but the blocks run on several ranks, and the steps of other micro-batches run in between. "
+                        f"(torch.func.functional_call), but the blocks run on several ranks, and the steps of other "
+                        f"micro-batches run in between. "
                         f"Call it for a module before or after the stack, or inside a block."
                     )

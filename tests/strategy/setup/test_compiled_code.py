@@ -1,0 +1,86 @@
+"""Code around the stack, and the blocks of a cube, run uncompiled during a run; a warning names what was compiled."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hanayo.partition.stack import find_stack
+from lightning_hanayo.strategy.setup.compiled_code import run_uncompiled
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from tests.harness import models
+
+
+class Model(models.MLP):
+    """Its blocks are compiled, by a compiler that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: list[torch.fx.GraphModule] = []
+        for i, block in enumerate(self.blocks):
+            self.blocks[i] = self.compiled(block)
+
+    def compiled(self, block: nn.Module) -> nn.Module:
+        return torch.compile(block, backend=self.count)  # type: ignore[return-value]
+
+    def count(self, graph: torch.fx.GraphModule, _: object) -> object:
+        self.graphs.append(graph)
+        return graph.forward
+
+
+class CompiledInPlace(Model):
+    def compiled(self, block: nn.Module) -> nn.Module:
+        block.compile(backend=self.count)
+        return block
+
+
+def graphs_of(model: Model, *, is_cube: bool) -> int:
+    """How many graphs are compiled in a forward during a run."""
+    torch.compiler.reset()
+    attributes, stack = TemporaryAttributes(), find_stack(model)
+    run_uncompiled(model, stack.uncompiled if is_cube else stack, attributes, is_cube=is_cube)
+    model(torch.ones(1, models.WIDTH))
+    attributes.restore()
+    return len(model.graphs)
+
+
+@pytest.mark.parametrize("factory", [Model, CompiledInPlace])
+def test_blocks_of_a_pipeline_stay_compiled(factory: type[Model]) -> None:
+    assert graphs_of(factory(), is_cube=False) > 0
+
+
+@pytest.mark.parametrize("factory", [Model, CompiledInPlace])
+def test_blocks_of_a_cube_are_not_compiled(factory: type[Model]) -> None:
+    model = factory()
+    with pytest.warns(
+        UserWarning, match="^blocks.0, blocks.1, .*: compiled, but run as written, because layers in the"
+    ):
+        assert graphs_of(model, is_cube=True) == 0
+    model.blocks[0](torch.ones(1, models.WIDTH))
+    assert len(model.graphs) == 1  # after the run it is compiled again
+
+
+class Around(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile(backend=self.count)
+
+    def compiled(self, block: nn.Module) -> nn.Module:
+        return block
+
+    @torch.compile(backend="eager")
+    def training_step(self, batch: models.Batch, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+
+def test_what_is_around_the_stack_is_not_compiled() -> None:
+    with pytest.warns(UserWarning, match="^training_step, Around: compiled, but run as written.* the stack 'blocks'"):
+        assert graphs_of(Around(), is_cube=False) == 0
+
+
+def test_nothing_is_said_where_nothing_is_compiled() -> None:
+    model = models.MLP()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_uncompiled(model, find_stack(model), TemporaryAttributes(), is_cube=True)

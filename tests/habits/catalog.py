@@ -9,7 +9,7 @@ GROUPS: dict[str, list[Habit]] = {
     "What blocks store besides their output": side_outputs.HABITS,
     "State that the step sets": step_state.HABITS,
     "Norms, clipping and optimizers": whole_model.HABITS,
-    "Kinds of blocks": blocks.HABITS,
+    "The stack and its blocks": blocks.HABITS,
     "Arguments of blocks, and gradients inside the step": arguments.HABITS,
     "Parameters of which a rank holds a part, or nothing": parts.HABITS,
     "Pretrained weights": pretrained.HABITS,

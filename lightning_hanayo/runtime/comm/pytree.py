@@ -51,7 +51,7 @@ class Flattener:
         """
         kind = type(tree)
         if isinstance(tree, Tensor):
-            return ("tensor", self._index(tree)) if _is_dense(tree) else self._object(tree, what)
+            return ("tensor", self._index(tree)) if _is_strided(tree) else self._object(tree, what)
         if kind in _PLAIN:
             return ("plain", kind.__name__, tree)  # with its type, as True == 1 == 1.0
         if isinstance(tree, OutputReference):
@@ -98,7 +98,7 @@ class Flattener:
         return self._indices[id(tensor)]
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _is_strided(tensor: Tensor) -> bool:
     """Whether its values are one array."""
     is_plain = type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor)
     return is_plain and tensor.layout is torch.strided and not tensor.is_nested
@@ -111,7 +111,7 @@ def _unsendable(value: Any, what: str) -> UnsupportedError:
             f"nested tensor of the layout {value.layout}" if value.is_nested else f"{kind.__name__} ({value.layout})"
         )
         return UnsupportedError(
-            f"{what} is a {shown}, which can't be sent to the next pipeline stage. Dense tensors can, and nested ones "
+            f"{what} is a {shown}, which can't be sent to the next pipeline stage. Strided tensors can, and nested ones "
             f"of the layout torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)."
         )
     return UnsupportedError(

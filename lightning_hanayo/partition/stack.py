@@ -49,8 +49,9 @@ class Stack:
 def find_stack(model: nn.Module, name: str | None = None) -> Stack:
     """The `ModuleList` or `Sequential` called `name`, whose blocks may differ.
 
-    Without a name: the outermost list of two or more blocks of one class that has the most parameters. If there is
-    none: three or more blocks of one class in a row, among other modules of a `Sequential`.
+    Without a name: the outermost list of two or more blocks of one class that has the most parameters; a frozen one
+    only if all are frozen. If there is no list: three or more blocks of one class in a row, among other modules of a
+    `Sequential`.
 
     Raises:
         HanayoError: there is none, or the named module is no list of blocks.
@@ -99,7 +100,13 @@ def _largest_stack(model: nn.Module) -> Stack:
             f"one class. Build its layers as such a list, or name one with HanayoStrategy(blocks='model.layers'). "
             f"If they are a list of lists, such as [attention, feed-forward], make a module with a forward of each."
         )
-    return max(candidates, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters))
+    return max(candidates, key=_size)
+
+
+def _size(stack: Stack) -> tuple[bool, int]:
+    """The number of parameters; less than that of any other stack if none is trained, as in a teacher."""
+    parameters = stack.parameters
+    return any(one.requires_grad for one in parameters), sum(one.numel() for one in parameters)
 
 
 def _outermost_stacks(module: nn.Module, name: str) -> Iterator[Stack]:

@@ -68,7 +68,7 @@ class HanayoStrategy(MeshParallelStrategy):
         num_microbatches: B, the pieces that a batch is cut into; a batch with fewer samples is cut into fewer.
             "auto": 2P.
         blocks: qualified name of the block stack, such as "model.layers"; None: the outermost list of blocks of one
-            class that has the most parameters.
+            class that has the most parameters, or such blocks in a row in a `Sequential`.
         loss_weight: a micro-batch's weight in the mean loss: "samples", "tokens" (labels that aren't -100; of causal
             models of transformers those that the model counts), "shifted_tokens" (the same without each sequence's
             first label, `labels[..., 1:]`), or a function of the micro-batch that returns a number; "sum" for a loss

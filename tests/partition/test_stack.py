@@ -105,6 +105,12 @@ def test_blocks_in_a_row_and_in_lists_of_lists(model: nn.Module, name: str, bloc
         assert stack.blocks == tuple(map(model.get_submodule, block_names))
 
 
+def test_a_frozen_teacher_is_no_stack() -> None:
+    model = Holder(teacher=linears(9).requires_grad_(False), student=linears(2))
+    assert find_stack(model).name == "student"
+    assert find_stack(model.requires_grad_(False)).name == "teacher"
+
+
 def test_lists_without_a_forward_are_refused() -> None:
     mixed = nn.ModuleList([linears(2), nn.Linear(4, 4)])
     with pytest.raises(

@@ -111,8 +111,8 @@ def _unsendable(value: Any, what: str) -> UnsupportedError:
             f"nested tensor of the layout {value.layout}" if value.is_nested else f"{kind.__name__} ({value.layout})"
         )
         return UnsupportedError(
-            f"{what} is a {shown}, which can't be sent to the next pipeline stage. Strided tensors can, and nested ones "
-            f"of the layout torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)."
+            f"{what} is a {shown}, which can't be sent to the next pipeline stage. Strided tensors can, and nested "
+            f"ones of the layout torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)."
         )
     return UnsupportedError(
         f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't be sent to the next pipeline stage. "

@@ -36,7 +36,7 @@ class GradientCalls:
     def checked(self, *, cuts_batch: bool) -> Iterator[None]:
         """Entered while user code runs; `cuts_batch` says whether it runs on a part of a batch."""
         trains = torch.is_grad_enabled()
-        run: Callable[..., Any] = _autograd._engine_run_backward
+        run: Callable[..., Any] = _autograd.graph._engine_run_backward
 
         def check(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
             _, _, _, inputs, *_ = (*args, ())

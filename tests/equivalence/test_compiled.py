@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.training import Layout, Training, assert_same_training, run

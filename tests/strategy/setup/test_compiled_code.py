@@ -40,7 +40,8 @@ def graphs_of(model: Model, *, is_cube: bool) -> int:
     torch.compiler.reset()
     attributes, stack = TemporaryAttributes(), find_stack(model)
     run_uncompiled(model, stack.uncompiled if is_cube else stack, attributes, is_cube=is_cube)
-    model(torch.ones(1, models.WIDTH))
+    with torch.no_grad():
+        model(torch.ones(1, models.WIDTH))
     attributes.restore()
     return len(model.graphs)
 

@@ -11,10 +11,11 @@ runs. Nothing else runs then: the main thread waits for the step.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo.errors import UnsupportedError
@@ -39,9 +40,9 @@ class GradientCalls:
         run: Callable[..., Any] = _autograd.graph._engine_run_backward
 
         def check(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-            _, _, _, inputs, *_ = (*args, ())
+            inputs = args[3] if len(args) > 3 else ()
             accumulates = trains and bool(kwargs.get("accumulate_grad"))
-            self._check(outputs, inputs, accumulates=accumulates, cuts_batch=cuts_batch)
+            self._check(_with_edges(outputs), _with_edges(inputs), accumulates=accumulates, cuts_batch=cuts_batch)
             return run(outputs, *args, **kwargs)
 
         _autograd._engine_run_backward = check
@@ -89,6 +90,21 @@ class GradientCalls:
         before, leaves = graph_boundary.reachable(tracer.sent)
         leaves |= {parameter for block in self._blocks for parameter in block.parameters()}
         return any(one in leaves if one.grad_fn is None else one.grad_fn in before for one in inputs)
+
+
+class _Edge(NamedTuple):
+    """A `GradientEdge` that a step has passed instead of a tensor, with what is asked of tensors here."""
+
+    grad_fn: Node
+    requires_grad: bool = True
+
+    def dim(self) -> int:
+        """Of a tensor with this gradient, as far as is known."""
+        return 0
+
+
+def _with_edges(values: Sequence[Any]) -> list[Any]:
+    return [_Edge(one.node) if isinstance(one, GradientEdge) else one for one in values]
 
 
 def _depends_on_other_samples(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:

@@ -86,11 +86,17 @@ def to_parameter(model: Model, x: Tensor) -> Any:
     return grad(sum_of(model, x), model.embedding.weight)
 
 
+def to_edge(model: Model, x: Tensor) -> Any:
+    x = model.embedding(x)
+    output = model.blocks[1](model.blocks[0](x))
+    return grad(torch.autograd.graph.get_gradient_edge(output), torch.autograd.graph.get_gradient_edge(x), output)
+
+
 def to_block(model: Model, x: Tensor) -> Any:
     return grad(sum_of(model, x), model.blocks[1].weight)
 
 
-@pytest.mark.parametrize("step", [to_input, to_input_with_a_skip, to_embedded, to_parameter, to_block])
+@pytest.mark.parametrize("step", [to_input, to_input_with_a_skip, to_embedded, to_parameter, to_edge, to_block])
 def test_a_gradient_through_the_stack_is_refused(step: Step) -> None:
     with pytest.raises(UnsupportedError, match=r"test_gradient_calls.py:\d+ .* computes a gradient through the stack"):
         run(step)

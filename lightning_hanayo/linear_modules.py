@@ -3,11 +3,17 @@
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.packed_values import is_tensor_subclass
+
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this is exactly `nn.Linear` or Hugging Face's `Conv1D`: a subclass may compute something else."""
-    cls = type(module)
-    return cls is nn.Linear or (cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils")
+    """Whether this is exactly `nn.Linear` or Hugging Face's `Conv1D`: a subclass may compute something else.
+
+    So may a weight of a tensor subclass, as torchao's quantized ones.
+    """
+    cls, weight = type(module), module._parameters.get("weight")
+    is_layer = cls is nn.Linear or (cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils")
+    return is_layer and (weight is None or not is_tensor_subclass(weight))
 
 
 def as_autocast(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hanayo.checkpoint.gather_tensors import gather
+from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
 from lightning_hanayo.runtime.comm.transport import Transport
 
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -38,11 +39,11 @@ def gather_module_state(
     own = {name: value for name, value in state.items() if ranks[name] == transport.rank}
     if sharding is not None:
         own |= _map_parameters(module, own, sharding.unshard)
-    gathered = gather(transport, {name: value for name, value in own.items() if isinstance(value, Tensor)})
+    gathered = gather(transport, {name: _sendable(value) for name, value in own.items() if isinstance(value, Tensor)})
     if gathered is None:
         return own
     for entries in gathered:
-        state.update(entries)
+        state.update({name: _received(value) for name, value in entries.items()})
     return state
 
 
@@ -79,6 +80,14 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], shardin
         return
     own = _own_entries(optimizer, state, sharding.shard if sharding is not None else None)
     optimizer.load_state_dict({**state, "state": own})
+
+
+def _sendable(value: Tensor) -> Tensor | dict[str, Tensor]:
+    return {"bytes": to_bytes(value)} if is_tensor_subclass(value) else value
+
+
+def _received(value: Tensor | dict[str, Tensor]) -> Tensor:
+    return from_bytes(value["bytes"]) if isinstance(value, dict) else value
 
 
 def _is_mock(optimizer: Optimizer) -> bool:

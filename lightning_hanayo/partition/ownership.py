@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.partition.stack import Stack, modules_outside
 
 
@@ -102,6 +103,18 @@ def _restore(data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> P
     return placeholder
 
 
+def _on_meta(tensor: Tensor) -> Tensor:
+    """A plain tensor on the meta device: one of a tensor subclass has another memory layout than its shape says."""
+    if is_tensor_subclass(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_like(tensor, device="meta")
+
+
+def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """What is set on a parameter, without the memory of tensors, such as the values of an 8-bit weight."""
+    return {name: _on_meta(one) if isinstance(one, Tensor) else one for name, one in vars(parameter).items()}
+
+
 def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers_of: Iterable[nn.Module] = ()) -> None:
     """Replace all parameters but those in `keep` by placeholders, and move the buffers of `buffers_of` to meta.
 
@@ -109,7 +122,7 @@ def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers
     parameter groups and state dicts keep the indices and names that they have in a single process.
     """
     placeholders = {
-        parameter: _restore(torch.empty_like(parameter, device="meta"), parameter.requires_grad, vars(parameter))
+        parameter: _restore(_on_meta(parameter), parameter.requires_grad, _attributes(parameter))
         for parameter in model.parameters()
         if parameter not in keep and not isinstance(parameter, Placeholder)
     }

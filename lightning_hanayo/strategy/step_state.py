@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import check_parameter_hooks
+from lightning_hanayo.packed_values import inner_tensors
 from lightning_hanayo.tensor3d.mesh import Mesh
 
 
@@ -72,9 +73,13 @@ class StepState:
         is_first = self._changing is None
         before, kept_alive = self._states(by_value=is_first), self._buffers()
         numbers = self._counters() if is_first else {}
-        yield
-        after = self._states(by_value=is_first)
-        changed = {name for name, state in after.items() if state != before[name]}
+        try:
+            yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):  # autograd has noticed it, but doesn't name it
+                self._check_parameters(self._changed_since(before, by_value=is_first))
+            raise
+        changed = self._changed_since(before, by_value=is_first)
         del kept_alive  # until here, no other tensor could take the id of one that was replaced
         if num_microbatches > 1 or self._mesh is not None:
             self._check_parameters(changed)
@@ -107,11 +112,14 @@ class StepState:
                 buffer = buffer.to(before.device)
             module._buffers[key] = buffer
 
+    def _changed_since(self, before: Mapping[str, Any], *, by_value: bool) -> set[str]:
+        return {name for name, state in self._states(by_value=by_value).items() if state != before[name]}
+
     def _states(self, *, by_value: bool) -> dict[str, Any]:
         """What differs when something has changed: versions, and at first values, too: a change of `.data` has none."""
         states: dict[str, Any] = {name: _version(one) for name, one in (*self._buffers(), *self._parameters.items())}
         if by_value:
-            sums = {name: str(one.detach().sum().item()) for name, one in self._parameters.items()}
+            sums = {name: _sums(one) for name, one in self._parameters.items()}
             sums |= {name: str(_checksum(buffer)) for name, buffer in self._buffers()}
             states = {name: (version, sums[name]) for name, version in states.items()}
         return states
@@ -186,3 +194,7 @@ def _warning(names: list[str], num_microbatches: int) -> str:
         f"each of the {num_microbatches} micro-batches of a batch, with its samples alone (as for a queue). The "
         f"training depends on num_microbatches, as with accumulate_grad_batches."
     )
+
+
+def _sums(parameter: nn.Parameter) -> str:
+    return " ".join(str(one.detach().sum().item()) for one in inner_tensors(parameter))

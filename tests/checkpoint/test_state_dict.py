@@ -22,6 +22,7 @@ from lightning_hanayo.checkpoint.state_dict import (
 from lightning_hanayo.partition.ownership import replace_with_placeholders
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
+from tests.harness.quantized import Quantized
 
 
 class Model(nn.Module):
@@ -63,6 +64,18 @@ def test_module_state_is_gathered_on_rank_0() -> None:
     whole, other = on_both_ranks(lambda rank, transport: gather_module_state(parts[rank], owners, transport))
     assert list(whole) == list(expected) and all(torch.equal(whole[name], expected[name]) for name in expected)
     assert set(other) == {name for name, rank in owners.items() if rank == 1}
+
+
+def test_quantized_weights_are_gathered_as_they_are() -> None:
+    model = Model()
+    quantized = Quantized.of(torch.randn(2, 2))
+    model.blocks[1][0].weight = nn.Parameter(quantized, requires_grad=False)  # type: ignore[index]
+    parts = [model_of_rank(model, rank) for rank in range(2)]
+    owners = {name: owner(name) for name in model.state_dict()}
+    whole, _ = on_both_ranks(lambda rank, transport: gather_module_state(parts[rank], owners, transport))
+    gathered = whole["blocks.1.0.weight"]
+    assert type(gathered) is Quantized
+    assert torch.equal(gathered.codes, quantized.codes) and torch.equal(gathered.scales, quantized.scales)
 
 
 def test_each_rank_loads_its_own_entries_of_a_full_module_state() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition.cut import cut, measure_block_times
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
@@ -140,10 +141,14 @@ def restore_forwards(pipeline: Pipeline) -> None:
 
 
 def whole_values(model: nn.Module) -> Sequence[torch.Tensor]:
-    """All values of a whole model: what the ranks must agree on. Empty if it has placeholders, from an earlier run."""
+    """The plain tensors with all values of a whole model, on which the ranks must agree.
+
+    Empty if it has placeholders, from an earlier run.
+    """
     if any(isinstance(parameter, Placeholder) for parameter in model.parameters()):
         return []
-    return [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    stored = (one for tensor in (*model.parameters(), *model.buffers()) for one in stored_tensors(tensor))
+    return [tensor for tensor in stored if not tensor.is_meta]
 
 
 def _guard_parameters(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.packed_values import is_packed
 from lightning_hanayo.partition.stack import Stack, modules_outside
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, takes_dataloader_iter
 from lightning_hanayo.strategy.options import Options
@@ -52,6 +53,22 @@ def check_not_converted(module: nn.Module) -> None:
                 f"{type(module).__name__} on a cube of ranks. Build it anew and load a checkpoint, or continue with "
                 f"the same Trainer."
             )
+
+
+def check_packed_parameters(model: nn.Module) -> None:
+    """Reject parameters whose values are packed, which the ranks of a cube can't shard.
+
+    Raises:
+        UnsupportedError: there is one, as in the quantized layers of bitsandbytes and torchao.
+    """
+    for name, part in model.named_modules():
+        for parameter in part.parameters(recurse=False):
+            if is_packed(parameter):
+                raise UnsupportedError(
+                    f"{name} is a {type(part).__name__}, whose weights are packed: its parameter of the class "
+                    f"{type(parameter).__name__} can't be sharded over the ranks of a cube. Quantized layers train on "
+                    f"pipelines: leave the cube out, or quantize none of the model's layers."
+                )
 
 
 def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> None:

@@ -11,7 +11,7 @@ from lightning_hanayo.module_hooks import check_hooks, check_parameter_hooks
 from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_not_converted
+from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_not_converted, check_packed_parameters
 from lightning_hanayo.strategy.setup.pretrained import FolderPlan, plan_pretrained
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.topology import Topology
@@ -71,6 +71,7 @@ def plan_model(
 def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology: Topology) -> ParallelizePlan | None:
     if prod(topology.cube) == 1:
         return None
+    check_packed_parameters(model)
     check_batch_statistics(model, stack, options)
     outside = {p for module in modules_outside(model, stack) for p in module.parameters(recurse=False)}
     return plan_parallelize(stack.blocks, stack.name, topology.cube, tokens=options.cube_tokens, outside=outside)

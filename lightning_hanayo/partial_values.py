@@ -120,6 +120,16 @@ def name_of(func: Callable[..., Any]) -> str:
     return name
 
 
+def in_place_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor that an operation in place writes into; None if it is none."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    is_operator = name.startswith("__i") and name.endswith("__") and name not in ("__int__", "__index__", "__invert__")
+    if name == "__setitem__" or is_operator or (name.endswith("_") and not name.endswith("__")):
+        return args[0] if args else next(iter(kwargs.values()))
+    return None
+
+
 def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, if it is exact on parts; what it returns is a part as well.
 

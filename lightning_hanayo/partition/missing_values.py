@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partial_values import FULL_PARAMETER, METADATA, PartialParameter, PartialValues, name_of
+from lightning_hanayo.partial_values import (
+    FULL_PARAMETER,
+    METADATA,
+    PartialParameter,
+    PartialValues,
+    in_place_target,
+    name_of,
+)
 from lightning_hanayo.partition.ownership import Placeholder
 
 _TO_DEVICE = frozenset(("cpu", "cuda"))
@@ -143,7 +150,7 @@ def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwar
         return None
     if name.startswith("_foreach_") and len(args[0]) > 1:
         return _for_each(func, args, kwargs)
-    owner, target = next(_owners(args, kwargs)), _target(name, args, kwargs)
+    owner, target = next(_owners(args, kwargs)), in_place_target(name, args, kwargs)
     if name in _NEEDS_VALUES or (target is not None and not _lacks_values(target)):
         _refuse(name, owner)
     if name in _RANDOM:
@@ -196,16 +203,6 @@ def _for_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     rows = [[[arg[i]] if isinstance(arg, list | tuple) else arg for arg in args] for i in range(count)]
     results = [func(*row, **kwargs) for row in rows]
     return None if func.__name__.endswith("_") else tuple(result for row in results for result in row)
-
-
-def _target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor that an operation in place writes into; None if it is none."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    is_operator = name.startswith("__i") and name.endswith("__") and name not in ("__int__", "__index__", "__invert__")
-    if name == "__setitem__" or is_operator or (name.endswith("_") and not name.endswith("__")):
-        return args[0] if args else next(iter(kwargs.values()))
-    return None
 
 
 def _without_class(leaf: Any) -> Any:

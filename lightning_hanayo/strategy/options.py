@@ -34,6 +34,7 @@ class Options:
     cube_memory: Literal["gathered", "shards"]
     cube_pieces: int
     cube_tokens: int | None
+    cube_exclude: Sequence[str]
     timeout: timedelta
     batch_dim: int
     split_batch: SplitFunction | None
@@ -58,6 +59,7 @@ class Options:
         sizes: tuple[Any, ...] = (self.cube,) * 3 if isinstance(self.cube, int) else tuple(self.cube)
         if len(sizes) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
             raise HanayoError(f"cube={self.cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
+        self._names("cube_exclude", "('experts',)")
         self._check_batch_rule()
         self._check_folders()
         check_schedule(self.schedule)
@@ -96,9 +98,12 @@ class Options:
                 f"split_batch={self.split_batch!r}: expected a function (batch, n) that returns a list of at most n "
                 f"micro-batches, or None"
             )
-        names: Any = self.whole
-        if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
-            raise HanayoError(f"whole={self.whole!r}: expected a sequence of names, such as ('weights',)")
+        self._names("whole", "('weights',)")
+
+    def _names(self, name: str, example: str) -> None:
+        names: Any = getattr(self, name)
+        if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(one, str) for one in names):
+            raise HanayoError(f"{name}={names!r}: expected a sequence of names, such as {example}")
 
     def _choice(self, name: str, choices: tuple[str, ...]) -> None:
         value: Any = getattr(self, name)

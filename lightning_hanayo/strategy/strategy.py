@@ -88,6 +88,8 @@ class HanayoStrategy(MeshParallelStrategy):
             overlap: worth it where both take long.
         cube_tokens: tokens per micro-batch, for choosing how linear layers in unregistered blocks are sharded;
             None: 2048.
+        cube_exclude: names of modules in blocks whose linear layers stay whole while a batch runs, with those inside
+            them, such as "experts" or "mlp.extra": layers that some samples skip, which not all ranks of a cube call.
         timeout: how long a transfer may take before it counts as failed.
         batch_dim: the dimension of the samples in a batch's tensors, 1 if they are sequence-first, [seq, batch, ...].
             Tensors without it are cut along dimension 0, labels [batch]; and so are tensors with fewer dimensions than
@@ -124,6 +126,7 @@ class HanayoStrategy(MeshParallelStrategy):
         cube_memory: Literal["gathered", "shards"] = "gathered",
         cube_pieces: int = 1,
         cube_tokens: int | None = None,
+        cube_exclude: Sequence[str] = ("experts",),
         costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields
         timeout: timedelta = timedelta(minutes=30),
         batch_dim: int = 0,

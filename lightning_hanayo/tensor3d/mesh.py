@@ -11,6 +11,7 @@ x, y, z = 2, 2, 2        rank = (x * 2 + y) * 2 + z
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, NoReturn, Protocol
 
@@ -226,6 +227,12 @@ class Mesh:
     def num_ranks(self) -> int:
         """The number of ranks."""
         return prod(self.sizes)
+
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """The coordinates of all ranks, in their order."""
+        x, y, z = map(range, self.sizes)
+        return list(product(x, y, z))
 
     def axis(self, names: str) -> MeshAxis:
         """Returns the axis `names`, as "y", or several taken as one, as "yz", of which the last one runs fastest."""

@@ -111,7 +111,8 @@ class ShardedWeight:
             whole = torch.zeros_like(stored)
             whole[self._rows] = gradient[:, : stored.shape[1]]
             return whole
-        return gradient[: stored.shape[0], : stored.shape[1]].to(stored.dtype).contiguous()
+        own = gradient[: stored.shape[0], : stored.shape[1]].to(stored.dtype)
+        return own.contiguous() if own.numel() else torch.empty_like(stored)  # with the strides that autograd expects
 
 
 class PrefetchOrder:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from lightning_hanayo.tensor3d.mesh import Mesh
 
@@ -116,6 +117,31 @@ class Shard:
             whole[torch.meshgrid(*entries, indexing="ij")] = part
         else:
             whole.copy_(part)
+
+
+def all_gather_whole(part: Tensor, shard: Shard, mesh: Mesh, device: torch.device | None = None) -> Tensor:
+    """Gather the ranks' shards into the whole tensor, on `device` (the part's if None). Called by all ranks."""
+    shapes = [torch.Size(shard.local_shape(mesh, place)) for place in mesh.places]
+    flat = part.new_zeros(max(shape.numel() for shape in shapes))
+    flat[: part.numel()] = part.detach().reshape(-1)
+    gathered = mesh.axis("xyz").all_gather(flat).wait().to(device or part.device)
+    whole = gathered.new_empty(shard.shape)
+    for place, shape, own in zip(mesh.places, shapes, gathered, strict=True):
+        shard.put(whole, own[: shape.numel()].view(shape), mesh, place)
+    return whole
+
+
+def reduce_scatter_whole(gradient: Tensor, shard: Shard, mesh: Mesh) -> Tensor:
+    """The sum over all ranks of a gradient of the whole tensor, this rank's part of it. Called by all ranks.
+
+    Where a partial sum is expected, which is summed over some axes after the batch, each of their ranks gets its share.
+    """
+    parts = [shard.of(gradient, mesh, place).reshape(-1) for place in mesh.places]
+    longest = max(len(part) for part in parts)
+    padded = torch.stack([pad(part, (0, longest - len(part))) for part in parts])
+    shape = torch.Size(shard.local_shape(mesh))
+    own = mesh.axis("xyz").reduce_scatter(padded).wait()[: shape.numel()].view(shape)
+    return own.new_empty(shape).copy_(own / mesh.size(shard.partial))  # autograd expects the shard's own strides
 
 
 class ShardedModule(nn.Module):

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hanayo.tensor3d.call_order import CallOrder
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
 from lightning_hanayo.tensor3d.product import BoundCollective, Keep
@@ -47,6 +48,7 @@ class StageContext:
         self.sequence_length = sequence_length
         self.pending_gradients = PendingGradients()
         self.prefetch_order = PrefetchOrder()
+        self.call_order = CallOrder(mesh.axis("xyz"))
 
     def __deepcopy__(self, memo: Any) -> "StageContext":
         return self  # copies of a layer share it, and process groups can't be copied

@@ -6,7 +6,6 @@ a batch     each rank runs user code on its share of it; parameters outside the 
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from lightning_hanayo.tensor3d.boundary.microbatch_reshard import MicrobatchResh
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
 from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, SharedReshard, StreamDims
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan
-from lightning_hanayo.tensor3d.sharding import Shard, shards_of
+from lightning_hanayo.tensor3d.sharding import Shard, all_gather_whole, shards_of
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 
@@ -76,12 +75,6 @@ class Cube:
         """Whether tensors between a block's layers are as outside the stack: own samples, all features."""
         return self.shares_samples and not self.plan.is_registered
 
-    @property
-    def coordinates(self) -> list[tuple[int, int, int]]:
-        """The mesh coordinates of all ranks, in their order."""
-        x, y, z = map(range, self.mesh.sizes)
-        return list(product(x, y, z))
-
     def stage_hooks(self, stage: int) -> StageContext:
         """What runs before each forward and backward of a stage's blocks."""
         return self._contexts.get(stage) or StageContext(self.mesh)
@@ -113,14 +106,7 @@ class Cube:
         shard = self._shards[parameter]
         if tuple(part.shape) != shard.local_shape(self.mesh) or not shard.axes:
             return part.detach().cpu()
-        shapes = [torch.Size(shard.local_shape(self.mesh, place)) for place in self.coordinates]
-        flat = part.new_zeros(max(shape.numel() for shape in shapes))
-        flat[: part.numel()] = part.detach().reshape(-1)
-        whole = torch.empty(shard.shape, dtype=part.dtype)
-        gathered = self.mesh.axis("xyz").all_gather(flat).wait().cpu()
-        for place, shape, own in zip(self.coordinates, shapes, gathered, strict=True):
-            shard.put(whole, own[: shape.numel()].view(shape), self.mesh, place)
-        return whole
+        return all_gather_whole(part, shard, self.mesh, torch.device("cpu"))
 
     def shard(self, whole: Tensor, parameter: Tensor, place: tuple[int, int, int] | None = None) -> Tensor:
         """The shard at mesh coordinates (this rank's if None) of something shaped as the whole parameter; else all."""

@@ -55,7 +55,7 @@ def _shards_as_bytes(deferred: DeferredInit, module: DeferredModule, cube: Cube)
     values = list(zip(module.tensors, deferred.initial_values(module), strict=True))
     return [
         torch.cat([cube.shard(value, tensor, place).reshape(-1).view(torch.uint8) for tensor, value in values])
-        for place in cube.coordinates
+        for place in cube.mesh.places
     ]
 
 

@@ -74,4 +74,11 @@ def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology:
     check_packed_parameters(model)
     check_batch_statistics(model, stack, options)
     outside = {p for module in modules_outside(model, stack) for p in module.parameters(recurse=False)}
-    return plan_parallelize(stack.blocks, stack.name, topology.cube, tokens=options.cube_tokens, outside=outside)
+    return plan_parallelize(
+        stack.blocks,
+        stack.name,
+        topology.cube,
+        tokens=options.cube_tokens,
+        outside=outside,
+        exclude=options.cube_exclude,
+    )

@@ -1,7 +1,7 @@
 """Which linear layers can be sharded, and why others can't."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -9,14 +9,21 @@ from lightning_hanayo.linear_modules import has_gradient_hooks
 
 
 class ParameterOwners:
-    """How many modules of a stack's blocks hold each parameter. Those that are used `outside` too count once more."""
+    """How many modules of a stack's blocks hold each parameter. Those that are used `outside` too count once more.
 
-    def __init__(self, blocks: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> None:
+    The modules called `exclude`, and all in them, are not to be sharded.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], outside: Iterable[Tensor] = (), exclude: Collection[str] = ()
+    ) -> None:
         modules = {module: None for block in blocks for module in block.modules()}
         self._count: Counter[Tensor] = Counter(
             parameter for module in modules for parameter in module._parameters.values() if parameter is not None
         )
         self._count.update(outside)
+        paths = ((f".{path}.", part) for block in blocks for path, part in block.named_modules())
+        self.excluded = {part for path, part in paths if any(f".{name}." in path for name in exclude)}
 
     def shared_parameter(self, module: nn.Module) -> str | None:
         """Returns the name of a parameter that `module` shares with another module; None if there is none."""
@@ -26,6 +33,8 @@ class ParameterOwners:
 def reason_ineligible(module: nn.Module, owners: ParameterOwners) -> str | None:
     """Returns why a linear layer's parameters can't be sharded; None if they can."""
     weight = module._parameters.get("weight")
+    if module in owners.excluded:
+        return "left out by cube_exclude"
     if weight is None:
         return "its weight is computed from other parameters"
     if name := owners.shared_parameter(module):

@@ -14,7 +14,6 @@ own tokens [m, K]  --product with the whole W, of which each rank stores [N/(x y
 from collections.abc import Iterator
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -23,8 +22,9 @@ from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor3d.collectives import all_to_all, padded, split_dim
 from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners, reason_ineligible
 from lightning_hanayo.tensor3d.convert.report import NOT_CONVERTED, ReportRow, describe
+from lightning_hanayo.tensor3d.convert.whole_parameters import give_whole_parameters, whole_on_use
 from lightning_hanayo.tensor3d.layers.dropout import parallelize_dropout
-from lightning_hanayo.tensor3d.layers.linear import LinearSharding, features
+from lightning_hanayo.tensor3d.layers.linear import LinearSharding, ShardedLinear, features
 from lightning_hanayo.tensor3d.parallel_style import EXCHANGED_TOKENS, ParallelStyle
 from lightning_hanayo.tensor3d.product import ProductArgs, product
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard
@@ -72,9 +72,24 @@ class GenericBlock:
         for module in self.block.modules():
             if type(module) is nn.Dropout:
                 parallelize_dropout(module, context)
+        if any(self._communicated):  # not where the block is a linear layer itself, whose path is empty
+            give_whole_parameters(self.block, context)
 
 
-class _ExchangedActivations(LinearSharding):
+class _CalledByUserCode(LinearSharding):
+    """A layer in code that knows nothing of the mesh, so that ranks might call other layers than each other."""
+
+    @override
+    def attach(self, module: nn.Module) -> None:
+        super().attach(module)
+        self.number = self.context.call_order.add(module)
+
+    @override
+    def parameter(self, module: ShardedLinear, name: str) -> Tensor | None:
+        return whole_on_use(module, name)
+
+
+class _ExchangedActivations(_CalledByUserCode):
     """A layer whose activations are exchanged before and after its product."""
 
     @override
@@ -82,15 +97,14 @@ class _ExchangedActivations(LinearSharding):
         own = as_autocast(x).flatten(0, -2)
         (y_axis, z_axis), out = (self.context.mesh.axis(name) for name in "yz"), self.matrix.shape[0]
         # Ranks ask each other each time: the numbers may differ for reasons that only the surrounding code knows.
-        count = torch.tensor([own.shape[0]], device=own.device)
-        most = int(self.context.mesh.axis("yz").all_reduce_max(count).wait())
+        most = self.context.call_order.check(self.number, own.shape[0])
         columns = all_to_all(split_dim(padded(own, 0, most), z_axis.size, 1), z_axis)
         y = super().forward(columns, None if bias is None else padded(bias, 0, self.gathered_shape[0]))
         tokens = all_to_all(y[0].unflatten(0, (y_axis.size, most)), y_axis).movedim(0, 1).flatten(1)
         return tokens[: own.shape[0], :out].reshape(*x.shape[:-1], out)
 
 
-class _GatheredWeight(LinearSharding):
+class _GatheredWeight(_CalledByUserCode):
     """A layer whose weight is sharded over all ranks by its out-features, and gathered whole for each call."""
 
     weight_axis = "xyz"
@@ -104,6 +118,7 @@ class _GatheredWeight(LinearSharding):
     @override
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.weight is not None
+        self.context.call_order.check(self.number)
         prefetch = self.context.prefetch_order.record(self.weight)
         y = product(x, ProductArgs(self.weight, None, None, self.context.keep, prefetch=prefetch))
         return y if bias is None else y + bias.to(y.dtype)

@@ -49,6 +49,7 @@ def plan_parallelize(
     *,
     tokens: int | None = None,
     outside: Collection[Tensor] = (),
+    exclude: Collection[str] = (),
 ) -> ParallelizePlan:
     """Decide what becomes of each layer. Needs no process group.
 
@@ -63,11 +64,13 @@ def plan_parallelize(
         sizes: the mesh's.
         tokens: an estimate of the tokens of a micro-batch, by which generic blocks choose what is communicated.
         outside: parameters that are used outside the stack too. The layers in blocks that hold them aren't converted.
+        exclude: names of modules in blocks, such as "experts" or "mlp.extra": neither they nor what is inside them is
+            converted.
 
     Raises:
         HanayoError: the blocks are registered, but their heads or features don't divide over the mesh.
     """
-    owners = ParameterOwners(blocks, outside)
+    owners = ParameterOwners(blocks, outside, exclude)
     found: list[RegisteredBlock] | list[GenericBlock]
     try:
         found = _all_registered(blocks, name, owners)

@@ -17,4 +17,4 @@ def guarded_weight(module: Any, name: str = "weight") -> Tensor:
         raise AttributeError(f"{type(module).__name__} has no attribute {name!r}")
     if isinstance(parameter, PartialParameter):
         return parameter
-    return partial_alias(parameter, None).requires_grad_(parameter.requires_grad)
+    return partial_alias(parameter, vars(parameter).get("_part")).requires_grad_(parameter.requires_grad)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
+from lightning_hanayo.partial_values import PartialParameter, PartialValues
 from lightning_hanayo.tensor3d.collectives import all_gather
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, AxisCollective, ParallelStyle
@@ -71,6 +72,8 @@ class LinearSharding:
 
     weight_axis = "x"
     """the axis along which the weight is gathered"""
+    number = 0
+    """of the layer, in the context's `call_order`, where user code calls it"""
 
     def __init__(
         self,
@@ -102,6 +105,10 @@ class LinearSharding:
         shard_parameters(module, {"weight": matrix, "bias": self.vector}, self.context.mesh)
         self.weight = self.context.weight(module, self.gathered_shape, axis=self.weight_axis, transposed=transposed)
 
+    def parameter(self, module: "ShardedLinear", name: str) -> Tensor | None:
+        """The parameter, as code outside the layer gets it."""
+        return guarded_weight(module, name) if name == "weight" else module._parameters[name]
+
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The forward of the layer that this is attached to."""
         assert self.weight is not None
@@ -113,7 +120,8 @@ class ShardedLinear(ShardedModule):
     """What all 3-D linear layers have in common, whichever class they were converted from."""
 
     sharding: LinearSharding
-    weight = property(guarded_weight)
+    weight = property(lambda self: self.sharding.parameter(self, "weight"))
+    bias = property(lambda self: self.sharding.parameter(self, "bias"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Called by all ranks of the mesh, in the same order."""
@@ -121,7 +129,10 @@ class ShardedLinear(ShardedModule):
             jagged: Any = x
             values = self.forward(jagged.values())
             return torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths())
-        return self.sharding.forward(x, self._parameters["bias"])
+        if isinstance(x, PartialParameter | PartialValues):
+            x = x.view_as(x)  # whole, or refused
+        with torch._C.DisableTorchFunctionSubclass():  # the parameters are parts here, whatever block code sees
+            return self.sharding.forward(x, self._parameters["bias"])
 
 
 class Linear3D(ShardedLinear, nn.Linear):
@@ -169,9 +180,9 @@ class Linear3D(ShardedLinear, nn.Linear):
         weight = self._parameters["weight"]
         assert weight is not None
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        if self.bias is not None:
+        if (bias := self._parameters["bias"]) is not None:
             bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(self.bias, -bound, bound)
+            nn.init.uniform_(bias, -bound, bound)
 
 
 def parallelize_linear(

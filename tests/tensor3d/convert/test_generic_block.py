@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from lightning_hanayo.tensor3d.collectives import all_to_all, split_dim
@@ -45,15 +46,31 @@ class Mixer(nn.Module):
         return out
 
 
+class ReadsWeights(Mixer):
+    """Computes with the weights of its layers itself, in a part that the backward runs again, and with all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, TOKENS, WIDTH] to the same."""
+        scale = torch.stack([parameter.square().sum() for parameter in self.parameters()]).sum()
+        x = super().forward(x) / (1 + scale + self.token_up.weight.detach().abs().max())
+        out: Tensor = checkpoint(
+            lambda x: gelu(x @ self.up.weight + self.up.bias) @ self.down.weight.T, x, use_reentrant=False
+        )
+        return x + out
+
+    def tied(self, x: Tensor) -> Tensor:
+        return gelu(x @ self.up.weight + self.up.bias) @ self.down.weight.T
+
+
 def shares(ranks: int) -> list[int]:
     """Samples of each rank: none for some."""
     return [(3, 0, 1, 2)[rank % 4] for rank in range(ranks)]
 
 
-def mixed(ranks: Mesh, tokens: int, keep: Keep) -> dict[str, float]:
+def mixed(ranks: Mesh, tokens: int, keep: Keep, block_class: type[Mixer]) -> dict[str, float]:
     """Two generic blocks: errors of everything, including parameters that aren't converted."""
     torch.manual_seed(0)
-    reference = nn.ModuleList(Mixer() for _ in range(2)).double()
+    reference = nn.ModuleList(block_class() for _ in range(2)).double()
     blocks = deepcopy(reference)
     plan = plan_parallelize(list(blocks), "blocks", ranks.sizes, tokens=tokens)
     assert not plan.is_registered and plan.streams == ()
@@ -114,9 +131,11 @@ def everything(meshes: list[Sizes]) -> dict[str, float]:
     with process_group():
         for sizes in meshes:
             ranks = make_mesh(sizes)
-            for tokens, keep in ((1, "gathered"), (10**6, "shards"), (1, "shards")):
-                case = mixed(ranks, tokens, keep)  # type: ignore[arg-type]
-                errors |= {f"{sizes} mixer {tokens} {keep} {what}": value for what, value in case.items()}
+            kinds = (1, "gathered", Mixer), (10**6, "shards", Mixer), (1, "shards", ReadsWeights)
+            for tokens, keep, block_class in (*kinds, (10**6, "gathered", ReadsWeights)):
+                case = mixed(ranks, tokens, keep, block_class)  # type: ignore[arg-type]
+                what = f"{sizes} {block_class.__name__} {tokens} {keep}"
+                errors |= {f"{what} {name}": value for name, value in case.items()}
             for communicated, features in product(COMMUNICATED, ((5, 9), (3, 1), (1, 7))):
                 case = uneven(ranks, communicated, features)
                 errors |= {f"{sizes} {communicated} {features} {what}": value for what, value in case.items()}

@@ -1,6 +1,17 @@
 """All habits, by the heading under which the table lists them."""
 
-from tests.habits import arguments, batches, blocks, losses, parts, pretrained, side_outputs, step_state, whole_model
+from tests.habits import (
+    arguments,
+    batches,
+    blocks,
+    layers,
+    losses,
+    parts,
+    pretrained,
+    side_outputs,
+    step_state,
+    whole_model,
+)
 from tests.habits.habit import Habit
 
 GROUPS: dict[str, list[Habit]] = {
@@ -11,6 +22,7 @@ GROUPS: dict[str, list[Habit]] = {
     "Norms, clipping and optimizers": whole_model.HABITS,
     "The stack and its blocks": blocks.HABITS,
     "Arguments of blocks, and gradients inside the step": arguments.HABITS,
+    "Blocks and layers of many kinds": layers.HABITS,
     "Parameters of which a rank holds a part, or nothing": parts.HABITS,
     "Pretrained weights": pretrained.HABITS,
 }

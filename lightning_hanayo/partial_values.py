@@ -8,6 +8,7 @@
 A sum or a product over a part looks like one over the whole, and would be wrong without an error.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,13 @@ class PartialParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as the plain parameter that it is between hooks."""
+        """Pickle it as the plain parameter that it is between hooks.
+
+        Raises:
+            UnsupportedError: `torch.save` is writing a file.
+        """
+        if is_saving():
+            raise UnsupportedError(_message("torch.save", self))
         with torch._C.DisableTorchFunctionSubclass():
             return nn.Parameter, (self.detach().as_subclass(Tensor), self.requires_grad)
 
@@ -181,6 +188,16 @@ def plain_alias(part: Tensor) -> Tensor:
     """The tensor's memory as a plain tensor, for code that knows of parts."""
     with torch._C.DisableTorchFunctionSubclass():
         return part.detach().as_subclass(Tensor)
+
+
+def is_saving() -> bool:
+    """Whether `torch.save` has called this: its files are read elsewhere, unlike what copies a Trainer or a module."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == torch.serialization.__file__:
+            return True
+    return False
 
 
 def own_shape(part: Tensor) -> tuple[int, ...]:

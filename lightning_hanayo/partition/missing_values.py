@@ -25,6 +25,7 @@ from lightning_hanayo.partial_values import (
     PartialParameter,
     PartialValues,
     in_place_target,
+    is_saving,
     name_of,
 )
 from lightning_hanayo.partition.ownership import Placeholder
@@ -121,7 +122,13 @@ class GuardedPlaceholder(Placeholder):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle it as the placeholder that it is between hooks."""
+        """Pickle it as the placeholder that it is between hooks.
+
+        Raises:
+            UnsupportedError: `torch.save` is writing a file.
+        """
+        if is_saving():
+            _refuse("torch.save", self._owner)
         with torch._C.DisableTorchFunctionSubclass():
             return Placeholder.__reduce_ex__(self, protocol)
 

@@ -5,7 +5,7 @@ rank 1          .           .  block 1  block 2  .  .  block 5  block 6  .      
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,12 @@ class Ownership:
         return users
 
     def rank_by_name(self, model: nn.Module) -> dict[str, int]:
-        """The pipeline rank that owns each entry of `model.state_dict()`."""
+        """The pipeline rank that owns each entry of `model.state_dict()`, and each buffer that isn't in it."""
         rank_of_block = {i: self.stage_ranks[stage] for stage, blocks in enumerate(self.stages) for i in blocks}
         rank_by_prefix = {f"{name}.": rank_of_block[i] for i, name in enumerate(self.stack.block_names)}
         return {
             name: next((rank for prefix, rank in rank_by_prefix.items() if name.startswith(prefix)), 0)
-            for name in model.state_dict()
+            for name in {**model.state_dict(), **dict(model.named_buffers(remove_duplicate=False))}
         }
 
     def check(self, model: nn.Module) -> None:
@@ -126,7 +126,15 @@ def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers
         for parameter in model.parameters()
         if parameter not in keep and not isinstance(parameter, Placeholder)
     }
-    for module in model.modules():
-        module._parameters.update({n: placeholders[p] for n, p in module._parameters.items() if p in placeholders})
+    replace_parameters(model, placeholders)
     for module in buffers_of:
         module._buffers.update({n: b.to("meta") for n, b in module._buffers.items() if b is not None})
+
+
+def replace_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put `replacements[p]` in place of each parameter p, wherever modules hold it."""
+    for module in model.modules():
+        mine = {n: replacements[p] for n, p in module._parameters.items() if p is not None and p in replacements}
+        module._parameters.update(mine)
+        if mine and isinstance(module, nn.RNNBase):
+            module._init_flat_weights()  # a list of its own, from which it computes

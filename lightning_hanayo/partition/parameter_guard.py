@@ -7,6 +7,7 @@
     "hook"       all ranks                   placeholders, and all parts
     "alone"      as the step                 as in a hook, but what is done to a placeholder is done nowhere
 
+Between runs `after_run` guards what is guarded in hooks.
 Guarded parameters take a class that checks what is done with them, and get their own class back afterwards: optimizers
 and 3-D layers find plain parameters, and nothing costs time but entering and leaving.
 """
@@ -76,12 +77,15 @@ class ParameterGuard:
         in_steps = [*missing, *(part for part in parts if part.parameter in guarded_in_steps)]
         self._guarded = {"step": in_steps, "hook": in_hooks, "alone": in_hooks}
 
-    def forget(self) -> None:
-        """After the run: guard nothing any more."""
+    def end(self) -> list[nn.Parameter]:
+        """After the run: guard nothing any more; return the placeholders, and the parameters that are parts."""
         self._enter("off", "")
-        for parameter in {one.parameter for guarded in self._guarded.values() for one in guarded}:
-            vars(parameter).pop("_part", None)
+        partial = [one.parameter for one in self._guarded.get("hook", ())]
+        for one in self._guarded.get("step", ()):
+            if not any(one.parameter is other for other in partial):
+                del vars(one.parameter)["_part"]  # whole here, though its gradient isn't
         self._guarded = {}
+        return partial
 
     @contextmanager
     def during(self, scope: Scope, hook_name: str = "") -> Iterator[None]:

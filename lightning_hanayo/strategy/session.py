@@ -9,9 +9,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_hanayo.errors import available
+from lightning_hanayo.errors import UnsupportedError, available
+from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
@@ -34,7 +35,6 @@ from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_object, broadcast_values
 from lightning_hanayo.strategy.setup.build_pipeline import (
-    PreparedModel,
     RankContext,
     build_pipeline,
     restore_forwards,
@@ -44,7 +44,8 @@ from lightning_hanayo.strategy.setup.checks import warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.compiled_code import run_uncompiled
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
-from lightning_hanayo.strategy.setup.pretrained import check_same_folders
+from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
+from lightning_hanayo.strategy.setup.pretrained import check_same_folders, was_read
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
@@ -68,6 +69,7 @@ class Session:
         self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
         self.votes = StepVotes(self.replica_relay, rank, self.guard.off)
         self._options = options
+        self._rank = rank
         self._open_groups: ProcessGroups | None = groups
         self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
         self._pipeline: Pipeline | None = None
@@ -76,6 +78,8 @@ class Session:
         self._loss_weight = options.loss_weight
         self.cube: Cube | None = None
         self._is_open = True
+        self._released: list[nn.Parameter] = []
+        """what was guarded after the run before this one"""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -102,13 +106,18 @@ class Session:
         """Whether the model is set up."""
         return self._pipeline is not None
 
-    def set_up(self, trainer: "pl.Trainer", module: "pl.LightningModule", prepared: PreparedModel) -> None:
+    @property
+    def is_running(self) -> bool:
+        """Whether the model is set up, and the run has not ended."""
+        return self._is_open and self.has_pipeline
+
+    def set_up(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         """Build the pipeline and adapt Trainer and module to it. Called by all ranks of the world.
 
-        The module is whole, and the same on all ranks, unless an earlier run has cut or converted it, as recorded in
-        `prepared`.
+        The module is whole, and the same on all ranks, unless an earlier run has cut or converted it.
         """
-        if prepared.stage_blocks is None:
+        prepared = self._prepare(module)
+        if not was_read(module):
             check_same_folders(self._options.init_folders.values())
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
         if self.topology.replica_size > 1:
@@ -119,6 +128,8 @@ class Session:
                 broadcast_values(whole_values(module))
             prepared.cube = self._make_cube(plan)
         self.cube = prepared.cube
+        if self.topology.replica_size > 1:
+            prepared.attach(module, self.topology, self._options, self._groups)
         streams, example = self._random_streams(trainer, plan.layout, seed), user_hooks.example_run(module)
         if trainer.state.fn == TrainerFn.FITTING:
             warn_of_batch_statistics(module, plan.layout.num_microbatches)
@@ -135,6 +146,19 @@ class Session:
         if self.topology.replica_size > 1:
             norm_functions.start(self._norms)
 
+    def _prepare(self, module: "pl.LightningModule") -> PreparedModel:
+        """Let the module be used again; if this is a run on another layout, make it whole on all ranks first."""
+        prepared = PreparedModel.of(module)
+        prepared.check(module)
+        self._released = after_run.release(module)
+        if prepared.cube is not None:
+            prepared.cube.open()
+        if prepared.fits(self.topology, self._options):
+            return prepared
+        prepared.restore_whole(module)
+        self._released = []
+        return PreparedModel()
+
     @contextmanager
     def agreeing_on_gradients(self, hook: str) -> Iterator[None]:
         """Inside it, a hook may remove gradients: on all ranks that hold shards of them, and then on all or none."""
@@ -148,6 +172,18 @@ class Session:
             hook, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=groups.replica
         )
 
+    def gather_model(self, module: "pl.LightningModule") -> "pl.LightningModule | None":
+        """See `HanayoStrategy.gather_model`."""
+        if self.guard.scope in ("step", "alone"):
+            raise UnsupportedError(
+                f"gather_model was called in {self.guard.hook_name or 'a step'}, which runs on pipeline rank 0 alone. "
+                f"Call it in a hook that runs on all ranks, such as on_train_epoch_end, or after fit."
+            )
+        if self._data_rank > 0:  # the first pipeline sends to rank 0
+            return None
+        with self.guard.off():
+            return PreparedModel.of(module).gather_model(module, self.attributes, is_wanted=self._rank == 0)
+
     def close(self) -> None:
         """End the run, once the other ranks have received what this one sent. After `abandon`: do nothing."""
         if not self._is_open:
@@ -156,7 +192,6 @@ class Session:
         self.failures.stop()
         self.attributes.restore()
         self._stop_norms()
-        self.guard.forget()
         for relay in self._relays:
             relay.finish()
         if self._pipeline is not None:
@@ -174,13 +209,18 @@ class Session:
         self.failures.stop()
         self.attributes.restore()
         self._stop_norms()
-        self.guard.forget()
         if self._pipeline is not None:
             self._pipeline.abandon()
             restore_forwards(self._pipeline)
         for relay in self._relays:
             relay.forget()
             relay.transport.close()
+
+    def guard_module(self) -> None:
+        """The last act of a run: user code may use of the module what is whole on this rank, and no more."""
+        after_run.guard(self._released if self._pipeline is None else self.guard.end())
+        if self.cube is not None:
+            self.cube.close()
 
     def _stop_norms(self) -> None:
         if self._norms is not None:
@@ -291,5 +331,4 @@ def plan_for(
         HanayoError: it can't be run so.
     """
     steady = not user_hooks.clips_by_norm(trainer, module)
-    is_new, is_converted = prepared.stage_blocks is None, prepared.cube is not None
-    return plan_model(module, options, topology, steady=steady, is_converted=is_converted, is_new=is_new)
+    return plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)

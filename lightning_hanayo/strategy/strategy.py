@@ -8,7 +8,6 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +25,8 @@ from lightning_hanayo.checkpoint.state_dict import (
     load_module_state,
     load_optimizer_state,
 )
-from lightning_hanayo.errors import available
+from lightning_hanayo.errors import HanayoError, available
+from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.deferred_init import is_deferred
 from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.comm.relay import Relay
@@ -38,9 +38,9 @@ from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_mod
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session, plan_for
-from lightning_hanayo.strategy.setup.build_pipeline import PreparedModel
 from lightning_hanayo.strategy.setup.checks import check_run
 from lightning_hanayo.strategy.setup.optimizers import check_optimizers
+from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 
 
 class HanayoStrategy(MeshParallelStrategy):
@@ -137,24 +137,14 @@ class HanayoStrategy(MeshParallelStrategy):
         arguments = locals() | {"costs": costs_from(costs)}
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._session: Session | None = None
-        self._prepared: WeakKeyDictionary[pl.LightningModule, PreparedModel] = WeakKeyDictionary()
         self._accumulates = False
         self._restores_late = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
-        live: dict[str, Any] = dict.fromkeys(("_groups", "_session", "_prepared"))
-        stage_blocks = self._prepared_module.stage_blocks if self.lightning_module is not None else None
         state: dict[str, Any] = super().__getstate__()
-        return state | live | {"_stage_blocks": stage_blocks}
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        stage_blocks = state.pop("_stage_blocks")
-        super().__setstate__(state | {"_prepared": WeakKeyDictionary()})
-        if self.lightning_module is not None:
-            self._prepared_module.stage_blocks = stage_blocks
+        return state | {"_groups": None, "_session": None}
 
     @property
     def session(self) -> Session:
@@ -168,8 +158,8 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @property
     def _prepared_module(self) -> PreparedModel:
-        """What earlier runs have done to the current module."""
-        return self._prepared.setdefault(self.module, PreparedModel())
+        """What runs have done to the current module."""
+        return PreparedModel.of(self.module)
 
     # set-up
 
@@ -179,11 +169,13 @@ class HanayoStrategy(MeshParallelStrategy):
         self._check(trainer)
         # Ranks that were started may find a folder missing on their node: they say so once all ranks can hear it.
         options = self.options if self.global_rank == 0 else replace(self.options, init_from=None)
+        prepared = self._prepared_module
         if defines_configure_model(self.module):
             for folder in options.init_folders.values():
                 SafetensorsFolder(folder)
-        else:
-            plan_for(trainer, self.module, self._prepared_module, options, self.topology)
+        elif prepared.fits(self.topology, self.options):
+            with self._unguarded():
+                plan_for(trainer, self.module, prepared, options, self.topology)
 
     def _check(self, trainer: "pl.Trainer") -> None:
         batchnorm = self.synchronizes_batchnorm
@@ -201,9 +193,10 @@ class HanayoStrategy(MeshParallelStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         available(self.accelerator, "the accelerator is set by the Trainer").setup(trainer)
         self._restores_late = self.restore_checkpoint_after_setup
-        self.model = self.precision_plugin.convert_module(self.module)
+        with self._unguarded():
+            self.model = self.precision_plugin.convert_module(self.module)
         self._check(trainer)  # again, for a model that `configure_model` has built since
-        self.session.set_up(trainer, self.module, self._prepared_module)
+        self.session.set_up(trainer, self.module)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self.setup_optimizers(trainer)
@@ -326,9 +319,38 @@ class HanayoStrategy(MeshParallelStrategy):
         """
         return self.pipeline.gradients.full_parameters.get(parameter)
 
+    def gather_model(self, module: "pl.LightningModule | None" = None) -> "pl.LightningModule | None":
+        """Return a whole, ordinary copy of the module on global rank 0, in CPU memory; None on all other ranks.
+
+        Called by all ranks: after `fit`, or in a hook that runs on all of them. One parameter at a time is sent, so
+        only rank 0 needs memory for the whole model. The copy belongs to you: it can be called, saved, exported, or
+        given to another Trainer, and what happens to it doesn't change the module that is trained.
+
+        Example:
+            >>> trainer.fit(module)
+            >>> whole = trainer.strategy.gather_model()
+            >>> if whole is not None:  # on rank 0
+            ...     whole.model.save_pretrained("trained")
+
+        Args:
+            module: the LightningModule of the Trainer's last run, which is the default.
+
+        Raises:
+            HanayoError: it is another module.
+            UnsupportedError: the module can't be copied, or a run of it has failed, or this is called in a step.
+        """
+        if module is not None and module is not self.module:
+            raise HanayoError(
+                f"gather_model takes the LightningModule of the Trainer's last run, a {type(self.module).__name__}; "
+                f"got a {type(module).__name__}. What it returns has all parts: gather_model().encoder."
+            )
+        return self.session.gather_model(self.module)
+
     def _unguarded(self) -> AbstractContextManager[None]:
-        """Entered while Lightning's code runs, or ours, which a hook of the user's may have called."""
-        return nullcontext() if self._session is None else self._session.guard.off()
+        """Entered while Lightning's code runs, or ours, which user code may have called, in a run or after it."""
+        if self._session is not None and self._session.is_running:
+            return self._session.guard.off()
+        return nullcontext() if self.lightning_module is None else after_run.released(self.module)
 
     # checkpoints
 
@@ -336,6 +358,7 @@ class HanayoStrategy(MeshParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module, session = self.module, self._session
         with self._unguarded():
+            self._prepared_module.check(module)
             if session is None or not session.has_pipeline or self.data_rank > 0:  # one pipeline writes the checkpoint
                 return module.state_dict()
             ranks = session.pipeline.ownership.rank_by_name(module)
@@ -373,6 +396,8 @@ class HanayoStrategy(MeshParallelStrategy):
         finally:
             if self._session is not None:
                 self._session.abandon()
+            if self.lightning_module is not None:
+                self._prepared_module.lose()
             self.disconnect_processes()
             self.end_launched_processes()
 
@@ -383,7 +408,10 @@ class HanayoStrategy(MeshParallelStrategy):
             self._session.close()
         move_optimizers(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
-            self.lightning_module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+            with self._unguarded():
+                self.lightning_module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+        if self._session is not None:
+            self._session.guard_module()
         self.precision_plugin.teardown()
         available(self.accelerator, "the accelerator is set by the Trainer").teardown()
         self.checkpoint_io.teardown()

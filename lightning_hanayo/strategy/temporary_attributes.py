@@ -5,6 +5,8 @@ set       on_train_epoch_end: ours, which calls f
 restore   on_train_epoch_end: f
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _MISSING = object()
@@ -23,6 +25,17 @@ class TemporaryAttributes:
         """Set an attribute of an instance, including its `__class__`."""
         self._set.append((owner, name, value, _instance_value(owner, name)))
         object.__setattr__(owner, name, value)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside it, the instances have what they had before: for copies of them."""
+        current = [(owner, name, new) for owner, name, new, _ in self._set if _instance_value(owner, name) is new]
+        self.restore()
+        try:
+            yield
+        finally:
+            for owner, name, value in current:
+                self.set(owner, name, value)
 
     def restore(self) -> None:
         """Restore everything that still has the value set here: what the user has changed since then stays."""

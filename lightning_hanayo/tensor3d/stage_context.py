@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor3d.call_order import CallOrder
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
@@ -41,7 +42,8 @@ class StageContext:
         num_pieces: int = 1,
         sequence_length: int | None = None,
     ) -> None:
-        self.mesh = mesh
+        self._mesh = mesh
+        self._closed = ""
         self.keep: Keep = keep
         self.queue = queue
         self.num_pieces = num_pieces
@@ -52,6 +54,25 @@ class StageContext:
 
     def __deepcopy__(self, memo: Any) -> "StageContext":
         return self  # copies of a layer share it, and process groups can't be copied
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that hold the stage together.
+
+        Raises:
+            UnsupportedError: the run has ended, and other ranks may not run these layers.
+        """
+        if self._closed:
+            raise UnsupportedError(self._closed)
+        return self._mesh
+
+    def close(self, reason: str) -> None:
+        """Refuse all calls of the layers with this `reason`, until `open`."""
+        self._closed = reason
+
+    def open(self) -> None:
+        """The next run begins."""
+        self._closed = ""
 
     def bind(self, collective: AxisCollective) -> BoundCollective:
         """Returns the collective over this mesh's ranks, for sequences of the length that the stage runs now."""

@@ -33,6 +33,7 @@ from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.full_parameters import FullParameters
 from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
 from lightning_hanayo.strategy.setup.plan import ModelPlan
+from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import load_on_all_ranks
 from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
@@ -62,16 +63,6 @@ class RankContext:
         )
 
 
-@dataclass
-class PreparedModel:
-    """What the first run has decided for a module: later runs reuse the cut and the converted layers."""
-
-    stage_blocks: list[range] | None = None
-    """the blocks of each stage; None before the first run"""
-    cube: Cube | None = None
-    """None before the first run, and without a cube"""
-
-
 def build_pipeline(
     model: nn.Module,
     plan: ModelPlan,
@@ -86,9 +77,11 @@ def build_pipeline(
     """
     layout, cube = plan.layout, prepared.cube
     table = layout.table(layout.num_microbatches)
-    stage_blocks = prepared.stage_blocks or _cut_stack(model, plan, context.options, example)
+    stage_blocks = _known_cut(prepared, layout) or _cut_stack(model, plan, context.options, example)
     loss_stage = [range(0)] if table.loss_stage else []
     ownership = Ownership(plan.stack, (*stage_blocks, *loss_stage), table.stage_ranks)
+    ownership.check(model)
+    prepared.ownership = ownership  # from now on the module is cut
     transport = context.transport()
     rank = transport.rank
     deferred = DeferredInit(model, context.seed) if is_deferred(model) else None
@@ -196,6 +189,12 @@ def _step_state(
     return StepState(modules, parameters, own - alike, mesh, user_modules, pipe_group)
 
 
+def _known_cut(prepared: PreparedModel, layout: Layout) -> list[range] | None:
+    """The cut of an earlier run. A copy of a module may be trained on a layout with another number of stages."""
+    blocks = prepared.stage_blocks
+    return blocks if blocks is not None and len(blocks) == layout.num_stages else None
+
+
 def _cut_stack(
     model: nn.Module, plan: ModelPlan, options: Options, example: Callable[[], object] | None
 ) -> list[range]:
@@ -242,7 +241,6 @@ def _own_modules(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.M
 
 def _keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Parameter]:
     """Replace what other pipeline ranks own by placeholders; return what this one trains, in the model's order."""
-    ownership.check(model)
     kept = {p for stage in ownership.stages_of(rank) for p in ownership.stage_parameters(model, stage)}
     own = set(_own_modules(model, ownership, rank))  # blocks may share a module without parameters
     others = (part for block in ownership.stack.blocks for part in block.modules())

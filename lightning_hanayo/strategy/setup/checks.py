@@ -41,17 +41,17 @@ def check_run(
 
 
 def check_not_converted(module: nn.Module) -> None:
-    """Reject a model whose layers another Trainer has sharded over a cube.
+    """Reject a copy of a model whose layers are sharded over a cube.
 
     Raises:
-        UnsupportedError: the model, or the one that it was copied from, was trained on a cube.
+        UnsupportedError: it is one.
     """
     for name, part in module.named_modules():
         if shards_of(part):
             raise UnsupportedError(
-                f"{name} holds one rank's part of its weights: another Trainer has trained this "
-                f"{type(module).__name__} on a cube of ranks. Build it anew and load a checkpoint, or continue with "
-                f"the same Trainer."
+                f"{name} holds one rank's part of its weights: this {type(module).__name__} is a copy of one that "
+                f"was trained on a cube of ranks. Train that one, or what trainer.strategy.gather_model() returns, or "
+                f"build it anew and load a checkpoint."
             )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.partition import after_run
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.strategy.batch_split import BatchSplitter, ReplicatedSplitter, SharedSplitter
 from lightning_hanayo.strategy.options import Options
@@ -64,6 +65,19 @@ class Cube:
         for stage, own in blocks.items():
             self._convert(stage, own)
         self._shard_outside([p for p in parameters if p not in self._shards], outside)
+
+    def close(self) -> None:
+        """The run has ended: refuse calls of the 3-D layers, which would wait for other ranks."""
+        for context in self._contexts.values():
+            context.close(
+                f"a block with 3-D layers was called, but its run has ended: rank {self.mesh.index('xyz')} of the cube "
+                f"{self.mesh.sizes} holds parts of its weights. {after_run.WAY_OUT}"
+            )
+
+    def open(self) -> None:
+        """The next run begins."""
+        for context in self._contexts.values():
+            context.open()
 
     @property
     def sample_rank(self) -> int:

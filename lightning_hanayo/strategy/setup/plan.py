@@ -12,7 +12,7 @@ from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_not_converted, check_packed_parameters
-from lightning_hanayo.strategy.setup.pretrained import FolderPlan, plan_pretrained
+from lightning_hanayo.strategy.setup.pretrained import FolderPlan, plan_pretrained, was_read
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.topology import Topology
 
@@ -30,12 +30,12 @@ class ModelPlan:
 
 
 def plan_model(
-    model: nn.Module, options: Options, topology: Topology, *, steady: bool, is_converted: bool, is_new: bool = True
+    model: nn.Module, options: Options, topology: Topology, *, steady: bool, is_converted: bool
 ) -> ModelPlan:
     """Plan a whole model. Needs no process group, so what is wrong is known before any process starts.
 
     `steady` says whether nothing makes ranks wait for each other between steps; `is_converted`, whether an earlier run
-    of the same Trainer has converted the layers; `is_new`, whether there was none.
+    has converted the layers.
 
     Raises:
         HanayoError: no stack, too few blocks, hooks on blocks or parameters, a size that doesn't divide over the
@@ -61,7 +61,7 @@ def plan_model(
         check_parameter_hooks(dict(model.named_parameters()))
     if not isinstance(options.balance, str) and len(options.balance) != len(stack):
         raise HanayoError(f"balance has {len(options.balance)} costs, but {stack.name} has {len(stack)} blocks")
-    pretrained = plan_pretrained(model, stack.name, options.init_folders) if is_new else ()
+    pretrained = plan_pretrained(model, stack.name, options.init_folders) if not was_read(model) else ()
     if is_converted:
         return ModelPlan(stack, layout, None, pretrained)
     check_not_converted(model)

@@ -26,6 +26,7 @@ from lightning_hanayo.strategy.setup.cube import Cube
 
 _T = TypeVar("_T")
 
+_WAS_READ = "_hanayo_was_read"
 _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
 
@@ -53,6 +54,11 @@ class Reading:
     """such as: bfloat16 to float32"""
     replaced: str = ""
     """a parameter that had values before"""
+
+
+def was_read(model: nn.Module) -> bool:
+    """Whether an earlier run, maybe of another Trainer, has read the model's values; it keeps what came of them."""
+    return _WAS_READ in vars(model)
 
 
 def plan_pretrained(model: nn.Module, blocks: str, folders: Mapping[str, Path]) -> list[FolderPlan]:
@@ -135,6 +141,7 @@ def load_on_all_ranks(
         HanayoError: on all ranks, if one couldn't read its part.
     """
     readings = _on_all_ranks(lambda: load_pretrained(plans, model, modules, deferred, device, cube))
+    object.__setattr__(model, _WAS_READ, True)
     _warn(plans, readings)
     rank_zero_info(_report(plans, readings))
 

@@ -6,11 +6,12 @@ any other block          all are generic: each linear layer is parallelized by i
 Users register their own blocks with `register_block` and `register_layer`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import MeshSizes, check_divisibility
+from lightning_hanayo.tensor3d.convert.changes import ModuleChanges
 from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners
 from lightning_hanayo.tensor3d.convert.generic_block import GenericBlock
 from lightning_hanayo.tensor3d.convert.registered_block import RegisteredBlock, SpecMismatch
@@ -27,6 +28,7 @@ class ParallelizePlan:
 
     def __init__(self, blocks: Sequence[RegisteredBlock] | Sequence[GenericBlock], report: ConversionReport) -> None:
         self._blocks = {block.block: block for block in blocks}
+        self._changes = ModuleChanges()
         self.report = report
         first = blocks[0] if blocks else None
         registered = first if isinstance(first, RegisteredBlock) else None
@@ -38,8 +40,13 @@ class ParallelizePlan:
 
     def install(self, blocks: Sequence[nn.Module], context: StageContext) -> None:
         """Parallelize `blocks`, those of one stage, in place. Parameter objects, names and attributes stay."""
-        for block in blocks:
-            self._blocks[block].install(context)
+        with self._changes.recorded(part for block in blocks for part in block.modules()):
+            for block in blocks:
+                self._blocks[block].install(context)
+
+    def undo(self, copies: Mapping[nn.Module, nn.Module] | None = None) -> None:
+        """Give the modules their own classes and attributes back, or those of their `copies`. Parameters stay."""
+        self._changes.undo(copies)
 
 
 def plan_parallelize(

@@ -1,0 +1,203 @@
+"""What runs have done to a module, and how it becomes whole again: in place on all ranks, or in a copy on rank 0.
+
+rank 0      embedding   block 0   .         .   head      a dot is a block of placeholders
+rank 1      .           .         block 1   .   .         in a cube, each rank has shards of its own blocks
+
+gather_model    one tensor after another is sent to all ranks, and rank 0 puts it into a copy of the module
+restore_whole   ... and every rank puts it into the module: before a run with another layout
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hanayo.errors import UnsupportedError, available
+from lightning_hanayo.partition import after_run
+from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_parameters
+from lightning_hanayo.runtime.autograd import linear_patch
+from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.topology import Topology
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+_ATTRIBUTE = "_hanayo_prepared_model"
+_OF_GUARDS = ("_owner", "_part", "_own_class")
+
+
+@dataclass
+class PreparedModel:
+    """The cut and the 3-D layers of a module. Runs of the same layout reuse them, also those of another Trainer."""
+
+    stage_blocks: list[range] | None = None
+    """the blocks of each stage; None before the first run"""
+    cube: Cube | None = None
+    """None before the first run, and without a cube"""
+    made_for: tuple[Topology, Options] | None = None
+    """None before the first run, and for a copy of a module"""
+    ownership: Ownership | None = None
+    groups: ProcessGroups | None = None
+    """of the ranks that hold the module together; None also after a failure"""
+    is_lost: bool = False
+    """whether a run has failed, so that ranks may be at different steps, and can't be reached any more"""
+
+    @staticmethod
+    def of(module: nn.Module) -> "PreparedModel":
+        """What earlier runs have done to the module; if nothing, a new one, which the module doesn't know yet."""
+        prepared: PreparedModel = vars(module).get(_ATTRIBUTE) or PreparedModel()
+        return prepared
+
+    def __reduce__(self) -> Any:
+        """Copies of a module keep the cut; the ranks of a cube and their connections can't be copied."""
+        return PreparedModel, (self.stage_blocks,)
+
+    def attach(self, module: nn.Module, topology: Topology, options: Options, groups: ProcessGroups) -> None:
+        """Called before the module is cut: from now on it isn't whole on this rank."""
+        object.__setattr__(module, _ATTRIBUTE, self)
+        self.made_for, self.groups = (topology, options), groups
+
+    def lose(self) -> None:
+        """After a failure: drop the process groups. Before the cut the module is still whole."""
+        self.groups, self.is_lost = None, self.ownership is not None
+
+    def fits(self, topology: Topology, options: Options) -> bool:
+        """Whether a run on this layout can take the module as it is."""
+        return self.made_for is None or self.made_for == (topology, options)
+
+    def check(self, module: nn.Module) -> None:
+        """Check that the ranks that hold the module together can be reached.
+
+        Raises:
+            UnsupportedError: a run of it has failed.
+        """
+        if self.is_lost:
+            raise UnsupportedError(
+                f"each rank holds a part of this {type(module).__name__} since a run that has failed: its connections "
+                f"are closed, and ranks may have stopped at different steps. Build it anew, and load a checkpoint."
+            )
+
+    def gather_model(self, module: _Module, attributes: TemporaryAttributes, *, is_wanted: bool) -> _Module | None:
+        """A whole, ordinary copy of the module, on the CPU, where it `is_wanted`. Called by all ranks of the model.
+
+        Args:
+            module: as this rank has it.
+            attributes: what a run under way has set on it.
+            is_wanted: elsewhere one tensor at a time is in memory.
+
+        Raises:
+            UnsupportedError: the module can't be copied, or a run of it has failed.
+        """
+        self.check(module)
+        with after_run.released(module):
+            whole = {name: tensor for name, tensor in self._whole_tensors(module) if is_wanted}
+            if not is_wanted:
+                return None
+            with attributes.suspended():
+                copied = _copy_with(whole, module)
+        vars(copied).pop(_ATTRIBUTE, None)
+        self._make_ordinary(module, copied)
+        return copied.cpu()
+
+    def restore_whole(self, module: nn.Module) -> None:
+        """Make the module on every rank what it was before its first run, with the values of now.
+
+        Called by all ranks of the world, in no run. Every rank needs memory for the whole model.
+        """
+        tensors = dict(module.named_parameters())
+        found: dict[nn.Parameter, nn.Parameter] = {}
+        for name, whole in self._whole_tensors(module):
+            parameter = tensors.get(name)
+            if parameter is None:
+                _set_buffer(module, name, whole)
+            elif isinstance(parameter, Placeholder):
+                found[parameter] = _parameter_like(parameter, whole)
+            else:
+                parameter.data = whole
+        replace_parameters(module, found)
+        if self.cube is not None:
+            self.cube.plan.undo()
+        vars(module).pop(_ATTRIBUTE)
+
+    def _whole_tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yields all parameters and buffers with their names, whole, each in CPU memory of its own."""
+        tensors = dict(chain(module.named_parameters(), module.named_buffers(remove_duplicate=False)))
+        if self.ownership is None:  # nothing is cut
+            yield from ((name, _to_cpu(tensor)) for name, tensor in tensors.items())
+            return
+        owners = self.ownership.rank_by_name(module)
+        control = available(self.groups, "process groups exist until a run has failed").control
+        for owner in range(control.size()):
+            is_mine = owner == control.rank()
+            own = {name: tensor for name, tensor in tensors.items() if owners[name] == owner} if is_mine else {}
+            specs = [[(name, self._whole_shape(tensor), tensor.dtype) for name, tensor in own.items()]]
+            dist.broadcast_object_list(specs, group=control, group_src=owner, device=torch.device("cpu"))
+            for name, shape, dtype in specs[0]:
+                whole = self._whole(own[name]) if is_mine else torch.empty(shape, dtype=dtype)
+                if whole.numel() and control.size() > 1:
+                    # As bytes: gloo knows neither complex numbers nor 16-bit integers.
+                    dist.broadcast(whole.view(-1).view(torch.uint8), group=control, group_src=owner)
+                yield name, whole
+
+    def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        shape = tuple(tensor.shape)
+        return shape if self.cube is None else self.cube.whole_shapes.get(tensor, shape)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        is_sharded = self.cube is not None and tensor in self.cube.whole_shapes
+        return self.cube.unshard(tensor, tensor).contiguous() if is_sharded else _to_cpu(tensor)  # type: ignore[union-attr]
+
+    def _make_ordinary(self, module: nn.Module, copied: nn.Module) -> None:
+        """Take away what a run under way, and the first one, have changed on the blocks."""
+        forward_patch.unpatch_blocks(list(copied.modules()))
+        linear_patch.unpatch_linear_layers([copied])
+        if self.cube is not None:
+            self.cube.plan.undo(dict(zip(module.modules(), copied.modules(), strict=True)))
+
+
+def _copy_with(whole: dict[str, Tensor], module: _Module) -> _Module:
+    """Copy the module with these parameters and buffers."""
+    parameters, memo = dict(module.named_parameters()), dict[int, Any]()
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    for name, tensor in whole.items():
+        if name in parameters:
+            memo[id(parameters[name])] = _parameter_like(parameters[name], tensor)
+        elif name in buffers:
+            memo[id(buffers[name])] = tensor
+    for value in (value for part in module.modules() for value in vars(part).values()):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            memo[id(value)] = value.detach().clone()  # what a step has stored, which can't be copied with its graph
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        raise UnsupportedError(
+            f"gather_model can't copy this {type(module).__name__} ({type(error).__name__}: {error}). Remove what "
+            f"can't be copied from its attributes, or call trainer.save_checkpoint(path), and load that into a new one."
+        ) from error
+    for name in whole.keys() - parameters.keys() - buffers.keys():
+        _set_buffer(copied, name, whole[name])
+    return copied
+
+
+def _parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter with these values, and the attributes that the user has set on `parameter`."""
+    made = nn.Parameter(data, parameter.requires_grad)
+    vars(made).update({name: value for name, value in vars(parameter).items() if name not in _OF_GUARDS})
+    return made
+
+
+def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    module.get_submodule(path)._buffers[key] = value
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -22,8 +22,11 @@ class UnsupportedError(HanayoError):
     """The model or the options use a feature that a pipeline doesn't support, such as manual optimization."""
 
 
-class PeerFailed(SystemExit):
-    """Another rank failed first and has shown the cause; this rank exits quietly with the same exit code."""
+class PeerFailed(SystemExit, Exception):
+    """Another rank failed first and has shown the cause; this rank exits quietly with the same exit code.
+
+    It is an `Exception`, too: a script that catches the error of a run goes on with all ranks.
+    """
 
     def __init__(self, cause: str, code: int = 1) -> None:
         super().__init__(code)

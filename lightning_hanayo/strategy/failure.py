@@ -7,8 +7,9 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from lightning_hanayo.errors import HanayoError, PeerFailed
 
@@ -36,6 +37,29 @@ class Failure:
             PeerFailed: always.
         """
         raise PeerFailed(f"rank {self.rank}: {self.cause}", self.code) from None
+
+
+_left: dict[tuple[str, int], tuple[Store, int]] = {}
+"""for the address of a rendezvous: the store that all ranks have there, and how many groups this process has left after
+a failure. The process group belongs to the whole process, and so does this."""
+
+
+def leave_group(address: tuple[str, int]) -> None:
+    """After a failure: leave the process group without waiting for other ranks.
+
+    The store stays: rank 0 serves it to the others, and the next group of these processes meets there, too.
+    """
+    if dist.is_initialized():
+        store, count = _left.get(address, (_get_default_store(), 0))
+        _left.clear()
+        _left[address] = store, count + 1
+        dist.destroy_process_group()
+
+
+def store_after_failure(address: tuple[str, int]) -> Store | None:
+    """Where the next process group meets, apart from the keys of those before; None: as usual."""
+    store, count = _left.get(address, (None, 0))
+    return None if store is None else PrefixStore(f"hanayo/after_failure_{count}", store)
 
 
 class Failures:

@@ -162,14 +162,14 @@ class Session:
     @contextmanager
     def agreeing_on_gradients(self, hook: str) -> Iterator[None]:
         """Inside it, a hook may remove gradients: on all ranks that hold shards of them, and then on all or none."""
-        groups, parameters = self._groups, self.pipeline.parameters
+        parameters = self.pipeline.parameters  # no groups in local variables: a traceback would keep them alive
         had_gradients = _any_gradient(parameters)
         yield
         self.replica_relay.broadcast("vote")
-        if groups.cube is not None:
-            removed_gradients.agree_in_cube(parameters, groups.cube.whole)
+        if self._groups.cube is not None:
+            removed_gradients.agree_in_cube(parameters, self._groups.cube.whole)
         removed_gradients.check_alike(
-            hook, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=groups.replica
+            hook, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=self._groups.replica
         )
 
     def gather_model(self, module: "pl.LightningModule") -> "pl.LightningModule | None":

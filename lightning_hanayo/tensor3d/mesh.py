@@ -89,8 +89,16 @@ class MeshAxis:
         return {"size": self.size, "rank": self.rank}
 
     def __setstate__(self, state: dict[str, int]) -> None:
-        lost: Any = _LostGroup() if state["size"] > 1 else None
-        vars(self).update(state, group=lost, _native=lost)
+        vars(self).update(state)
+        self.disconnect(
+            "this layer was pickled while its weights were sharded over the ranks of a cube. The copy holds one "
+            "rank's shard, and can't compute with it. Build the model anew, and load a checkpoint."
+        )
+
+    def disconnect(self, reason: str) -> None:
+        """Drop the process group; every use of it is an error with this reason."""
+        lost: Any = _LostGroup(reason) if self.size > 1 else None
+        self.group = self._native = lost
 
     def all_gather(self, tensor: Tensor) -> Pending:
         """[...] on each rank to [size, ...] on all of them."""
@@ -156,15 +164,15 @@ class MeshAxis:
 
 
 class _LostGroup:
-    """Takes the place of the process group in an axis that was pickled: every use of it is an error."""
+    """Takes the place of a process group that can't be used any more: every use of it is an error."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)  # what copy and pickle ask of every object
-        raise UnsupportedError(
-            "this layer was pickled while its weights were sharded over the ranks of a cube. The copy holds one "
-            "rank's shard, and can't compute with it. Build the model anew, and load a checkpoint."
-        )
+        raise UnsupportedError(self._reason)
 
 
 MakeGroup = Callable[[str], "dist.ProcessGroup | None"]
@@ -237,6 +245,11 @@ class Mesh:
     def axis(self, names: str) -> MeshAxis:
         """Returns the axis `names`, as "y", or several taken as one, as "yz", of which the last one runs fastest."""
         return self._axes[names]
+
+    def disconnect(self, reason: str) -> None:
+        """Drop the process groups of all axes; every use of them is an error with this reason."""
+        for axis in self._axes.values():
+            axis.disconnect(reason)
 
     def size(self, names: str) -> int:
         """Returns how many ranks there are along `names`, in any order; 1 for none."""

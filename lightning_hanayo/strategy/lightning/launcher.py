@@ -1,11 +1,14 @@
 """Lightning's subprocess launcher, with a check before it starts a process, and without processes left behind."""
 
+import atexit
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,10 +17,81 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy.failure import GRACE
 
 KILL_AFTER = GRACE + 3.0
 """seconds after a process has failed until those that still run are killed"""
+
+SETTLE = 2.0
+"""seconds that processes get, before the next run, to end after an error that they have not caught"""
+
+
+class _Children:
+    """The processes that this one has started. They run the same script, and so all runs of all its Trainers."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_running = False
+        self._has_failed = False
+
+    def watch(self, processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+        """Called once they have started."""
+        self._processes = list(processes)
+        threading.Thread(target=self._observe, daemon=True, name="hanayo-children").start()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While a run needs them all.
+
+        Raises:
+            HanayoError: some have ended.
+        """
+        if self._has_failed:
+            time.sleep(SETTLE)
+        codes = [process.poll() for process in self._processes]
+        if any(code is not None for code in codes):
+            raise HanayoError(
+                f"processes that this one started have ended, after an error that this one has caught (exit codes "
+                f"{codes}). A script that goes on after a failed run must catch the error on all ranks, by `except "
+                f"Exception`: ranks that didn't fail first get a PeerFailed. Start the script again."
+            )
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def end_at_exit(self) -> None:
+        """After a failure: see to it that none of them outlives this process, also if it hangs in user code."""
+        if not self._has_failed:
+            atexit.register(self._end)
+        self._has_failed = True
+
+    def _end(self) -> None:
+        """Wait `GRACE` for them, then kill those that hang in user code."""
+        deadline = time.monotonic() + GRACE
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+
+    def _observe(self) -> None:
+        """Wait for them; if one fails, the others have `KILL_AFTER` seconds to end, and so has this one in a run."""
+        while all(process.poll() in (None, 0) for process in self._processes):
+            if all(process.poll() == 0 for process in self._processes):
+                return
+            time.sleep(1.0)
+        time.sleep(KILL_AFTER)
+        for process in self._processes:
+            process.send_signal(signal.SIGKILL)
+        if self._is_running:
+            print(f"rank 0 did not end within {KILL_AFTER:g} s after another rank failed; ending it", file=sys.stderr)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+_children = _Children()
 
 
 class CheckingLauncher(_SubprocessScriptLauncher):
@@ -55,27 +129,11 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         # In a second fit of the same script the processes exist already, and run it too.
         if not self.cluster_environment.creates_processes_externally and not self.procs:
             self._call_children_scripts()
-            threading.Thread(target=_observe, args=(self.procs,), daemon=True, name="hanayo-children").start()
+            _children.watch(self.procs)
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
+        with _children.running() if self.num_processes > 1 else nullcontext():
+            return function(*args, **kwargs)
 
     def end(self) -> None:
-        """After a failure: wait `GRACE` for the child processes, then kill those that hang in user code."""
-        deadline = time.monotonic() + GRACE
-        for process in self.procs:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-
-
-def _observe(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Wait for the child processes; if one fails, the others and this one have `KILL_AFTER` seconds to end."""
-    while all(process.poll() in (None, 0) for process in processes):
-        if all(process.poll() == 0 for process in processes):
-            return
-        time.sleep(1.0)
-    time.sleep(KILL_AFTER)
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+        """After a failure: the other processes end with this one, unless the script catches the error and goes on."""
+        _children.end_at_exit()

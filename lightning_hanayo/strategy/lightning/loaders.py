@@ -106,13 +106,13 @@ class CubeLoader(_LoaderWrapper):
         self._get_cube = get_cube
 
     def __iter__(self) -> Iterator[Any]:
-        cube = self._get_cube()
-        if cube.rank() == 0:
+        # No local variable holds the group: it would outlive a failure.
+        if self._get_cube().rank() == 0:
             for batch in self.loader:
-                yield _broadcast((batch,), cube)[0]
-            _broadcast((), cube)
+                yield _broadcast((batch,), self._get_cube())[0]
+            _broadcast((), self._get_cube())
         else:
-            while batch := _broadcast((), cube):
+            while batch := _broadcast((), self._get_cube()):
                 yield batch[0]
 
 

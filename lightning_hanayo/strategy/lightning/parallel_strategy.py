@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError, available
+from lightning_hanayo.strategy.failure import leave_group, store_after_failure
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.precision import check_precision
 from lightning_hanayo.strategy.options import Options
@@ -184,17 +185,23 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         reset_seed()
         self.set_world_ranks()
         joined_before = dist.is_initialized()
-        device: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
+        options: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
+        if (store := store_after_failure(self._address)) is not None:
+            options["store"] = store
         backend = backend_for(self.root_device)
-        _init_dist_connection(self.environment, backend, timeout=self.options.timeout, **device)
+        _init_dist_connection(self.environment, backend, timeout=self.options.timeout, **options)
         if self._groups is None or not joined_before:
             self._groups = ProcessGroups.create(self.topology, self.global_rank, self.root_device, self.options)
 
     def disconnect_processes(self) -> None:
         """Leave the process group without waiting for other ranks."""
         self._groups = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_group(self._address)
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        """Where the processes meet."""
+        return self.environment.main_address, self.environment.main_port
 
     # collectives that Lightning and the user call
 

@@ -6,10 +6,13 @@ a batch     each rank runs user code on its share of it; parameters outside the 
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.errors import available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.strategy.batch_split import BatchSplitter, ReplicatedSplitter, SharedSplitter
@@ -29,15 +32,16 @@ class Cube:
     def __init__(self, groups: CubeGroups, plan: ParallelizePlan, options: Options) -> None:
         self.plan = plan
         self.mesh = groups.mesh
+        self._open_groups: CubeGroups | None = groups
         self._options = options
         self.shares_samples = options.cube_outside == "share"
         """whether each rank runs user code on samples of its own, so that its gradients are to be summed"""
         stream_dims = StreamDims(plan.batch_dim, plan.sequence_dim) if plan.is_registered else None
         make_reshard = SharedReshard if self.shares_samples else ReplicatedReshard
         reshard = make_reshard(self.mesh, stream_dims, options.batch_dim)
-        self.boundary = MicrobatchReshard(reshard, partial(all_gather_objects, groups.plane))
+        self.boundary = MicrobatchReshard(reshard, self._gather_from_plane)
         self.splitter: BatchSplitter = (
-            SharedSplitter(options.batch_rule, self.mesh, self.boundary, partial(all_gather_objects, groups.whole))
+            SharedSplitter(options.batch_rule, self.mesh, self.boundary, self._gather_from_all)
             if self.shares_samples
             else ReplicatedSplitter(options.batch_rule, self.mesh, self.boundary)
         )
@@ -78,6 +82,13 @@ class Cube:
         """The next run begins."""
         for context in self._contexts.values():
             context.open()
+
+    def disconnect(self) -> None:
+        """After a failure: drop all process groups."""
+        self._open_groups = None
+        self.mesh.disconnect(
+            "the run of this model on a cube of ranks has failed. Build it anew, and load a checkpoint."
+        )
 
     @property
     def sample_rank(self) -> int:
@@ -128,6 +139,16 @@ class Cube:
         if shard is None or tuple(whole.shape) != shard.shape or not shard.axes:
             return whole
         return shard.of(whole, self.mesh, place)
+
+    @property
+    def _groups(self) -> CubeGroups:
+        return available(self._open_groups, "process groups exist until a run has failed")
+
+    def _gather_from_plane(self, value: Any) -> list[Any]:
+        return all_gather_objects(self._groups.plane, value)
+
+    def _gather_from_all(self, value: Any) -> list[Any]:
+        return all_gather_objects(self._groups.whole, value)
 
     def _convert(self, stage: int, blocks: Sequence[nn.Module]) -> None:
         queue = self.queues[stage] = WeightGradientQueue()

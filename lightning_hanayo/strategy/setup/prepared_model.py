@@ -68,6 +68,8 @@ class PreparedModel:
     def lose(self) -> None:
         """After a failure: drop the process groups. Before the cut the module is still whole."""
         self.groups, self.is_lost = None, self.ownership is not None
+        if self.cube is not None:
+            self.cube.disconnect()
 
     def fits(self, topology: Topology, options: Options) -> bool:
         """Whether a run on this layout can take the module as it is."""

@@ -1,6 +1,7 @@
 """All habits, by the heading under which the table lists them."""
 
 from tests.habits import (
+    after_fit,
     arguments,
     batches,
     blocks,
@@ -25,4 +26,5 @@ GROUPS: dict[str, list[Habit]] = {
     "Blocks and layers of many kinds": layers.HABITS,
     "Parameters of which a rank holds a part, or nothing": parts.HABITS,
     "Pretrained weights": pretrained.HABITS,
+    "After fit, and the next run": after_fit.HABITS,
 }

@@ -84,6 +84,10 @@ def on(*, pipelines: HabitOutcome, cubes: HabitOutcome) -> dict[str, HabitOutcom
     return {"pipeline": pipelines, "waves": pipelines, "cube": cubes, "both": cubes}
 
 
+def nothing(*_: Any) -> None:
+    """What most scripts do after `fit`."""
+
+
 @dataclass(frozen=True)
 class Habit:
     """One habit. Factories are top-level functions or classes, so that they can be sent to a worker.
@@ -98,6 +102,7 @@ class Habit:
         strategy: further options of HanayoStrategy.
         tolerance: relative to the largest value of each kind.
         trainer: makes further options of the Trainer, such as callbacks.
+        after: what the script does after `fit`, called with the Trainer, the module and the layout.
     """
 
     name: str
@@ -108,6 +113,7 @@ class Habit:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     trainer: Callable[[], dict[str, Any]] = dict
     tolerance: float = TOLERANCE
+    after: Callable[[Trainer, LightningModule, Layout], None] = nothing
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -165,6 +171,7 @@ def fit(habit: Habit, layout: Layout, pieces: int = 1) -> Result:
         warnings.simplefilter("always")
         batches = habit.batches()
         trainer.fit(module, make_loader(batches) if isinstance(batches, list) else batches)
+        habit.after(trainer, module, layout)
     return Result(callback.outcome, dict(getattr(module, "seen", {})), [str(one.message) for one in caught])
 
 

@@ -23,8 +23,10 @@ from lightning_hanayo.strategy.failure import GRACE
 KILL_AFTER = GRACE + 3.0
 """seconds after a process has failed until those that still run are killed"""
 
-SETTLE = 2.0
-"""seconds that processes get, before the next run, to end after an error that they have not caught"""
+_ADVICE = (
+    "A script that goes on after a failed run must catch the error on all ranks, by `except Exception`: ranks that "
+    "didn't fail first get a PeerFailed."
+)
 
 
 class _Children:
@@ -47,14 +49,10 @@ class _Children:
         Raises:
             HanayoError: some have ended.
         """
-        if self._has_failed:
-            time.sleep(SETTLE)
         codes = [process.poll() for process in self._processes]
         if any(code is not None for code in codes):
             raise HanayoError(
-                f"processes that this one started have ended, after an error that this one has caught (exit codes "
-                f"{codes}). A script that goes on after a failed run must catch the error on all ranks, by `except "
-                f"Exception`: ranks that didn't fail first get a PeerFailed. Start the script again."
+                f"processes that this one started have ended, with the exit codes {codes}. {_ADVICE} Start it again."
             )
         self._is_running = True
         try:
@@ -87,7 +85,10 @@ class _Children:
         for process in self._processes:
             process.send_signal(signal.SIGKILL)
         if self._is_running:
-            print(f"rank 0 did not end within {KILL_AFTER:g} s after another rank failed; ending it", file=sys.stderr)
+            late = (
+                f"rank 0 still runs {KILL_AFTER:g} s after another rank has ended with an error; ending it. {_ADVICE}"
+            )
+            print(late, file=sys.stderr)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

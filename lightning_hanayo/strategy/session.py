@@ -218,7 +218,7 @@ class Session:
 
     def guard_module(self) -> None:
         """The last act of a run: user code may use of the module what is whole on this rank, and no more."""
-        after_run.guard(self._released if self._pipeline is None else self.guard.end())
+        after_run.guard(self.guard.end() or self._released)
         if self.cube is not None:
             self.cube.close()
 

@@ -25,7 +25,7 @@ from lightning_hanayo.checkpoint.state_dict import (
     load_module_state,
     load_optimizer_state,
 )
-from lightning_hanayo.errors import HanayoError, available
+from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.deferred_init import is_deferred
 from lightning_hanayo.planner.profile import costs_from
@@ -39,7 +39,7 @@ from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.session import Session, plan_for
 from lightning_hanayo.strategy.setup.checks import check_run
-from lightning_hanayo.strategy.setup.optimizers import check_optimizers
+from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_partial_states
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 
 
@@ -201,6 +201,7 @@ class HanayoStrategy(MeshParallelStrategy):
         if fits:
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers)
+            refuse_partial_states(self.optimizers)
             check_optimizers(self.optimizers, self.topology)
         self.setup_precision_plugin()
         if fits:
@@ -367,10 +368,10 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = unwrapped(optimizer)
-        if self.data_rank > 0:
-            state: dict[str, Any] = optimizer.state_dict()
-            return state
         with self._unguarded():
+            if self.data_rank > 0:
+                state: dict[str, Any] = optimizer.state_dict()
+                return state
             return gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self._prepared_module.cube)
 
     @override
@@ -390,16 +391,26 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        is_consequence = False
         try:
             if self._session is not None:
                 self._session.failures.explain(exception)
+        except PeerFailed:
+            is_consequence = True
+            raise
         finally:
-            if self._session is not None:
-                self._session.abandon()
-            if self.lightning_module is not None:
-                self._prepared_module.lose()
-            self.disconnect_processes()
-            self.end_launched_processes()
+            self._abandon()
+            if is_consequence:  # an error that is raised here leaves Lightning's handler, which would tear down
+                self.tear_down_trainer()
+
+    def _abandon(self) -> None:
+        """Leave the run after a failure. A script that catches the error may start the next one."""
+        if self._session is not None:
+            self._session.abandon()
+        if self.lightning_module is not None:
+            self._prepared_module.lose()
+        self.disconnect_processes()
+        self.end_launched_processes()
 
     @override
     def teardown(self) -> None:

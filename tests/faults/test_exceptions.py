@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import script
+from tests.faults import caught, script
 from tests.harness.launch import launch
 from tests.harness.pool import Pool, RunFailed
 
@@ -81,3 +81,11 @@ def test_command_line_shows_a_late_error_once(tmp_path: Path) -> None:
     assert ended.num_started == 2, ended.output
     assert ended.output.count("a monitor needs a logger") == 1 and "Traceback" not in ended.output, ended.output
     assert (ended.code, ended.leftover) == (2, []), ended.output
+
+
+@pytest.mark.thorough  # in the pool, tests/habits/after_fit.py
+def test_a_script_that_catches_the_error_goes_on_with_all_processes(tmp_path: Path) -> None:
+    ended = launch(tmp_path, str(Path(caught.__file__)))
+    assert ended.code == 0 and ended.num_started == 2, ended.output
+    assert [ended.output.count(f"rank {rank} has trained 2 steps") for rank in range(2)] == [1, 1], ended.output
+    assert not ended.leftover, ended.output

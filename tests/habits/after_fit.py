@@ -135,7 +135,11 @@ class GatheredInHook(models.MLP):
     seen: dict[str, Any]
 
     def on_train_epoch_end(self) -> None:
-        keep_whole(self.trainer, self, self)
+        call_whole(self.trainer, self, Layout())
+
+
+def optimizer_state(trainer: Trainer, module: LightningModule, layout: Layout) -> None:
+    torch.save(trainer.optimizers[0].state_dict(), io.BytesIO())
 
 
 class SavedInHook(models.MLP):
@@ -267,6 +271,9 @@ HABITS = [
     _after("`model(x)` after `fit`", call, everywhere(ENDED)),
     _after("`torch.save(model.state_dict())` after `fit`", state_dict, everywhere(ENDED)),
     _after("`torch.save(model)` after `fit`", save, everywhere(ENDED)),
+    _after(
+        "`optimizer.state_dict()` after `fit`", optimizer_state, everywhere(Refused("has on this rank only the states"))
+    ),
     Habit("a norm of all weights in `on_fit_end`", NormAtTheEnd, VECTORS, everywhere(ENDED)),
     Habit(
         "`torch.save(self)` in a hook",

@@ -175,6 +175,11 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             self.environment, self.num_processes, self.num_nodes, check=self.check_before_launch
         )
 
+    def tear_down_trainer(self) -> None:
+        """Let the Trainer restore signal handlers, and tear down its loops and this strategy."""
+        if self.lightning_module is not None:
+            self.module.trainer._teardown()
+
     def end_launched_processes(self) -> None:
         """After a failure: end the processes that this one has started."""
         if isinstance(self._launcher, CheckingLauncher):

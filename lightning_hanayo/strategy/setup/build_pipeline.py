@@ -90,6 +90,7 @@ def build_pipeline(
     if cube is not None:
         blocks = {stage: ownership.blocks(stage) for stage in ownership.stages_of(rank)}
         cube.parallelize(blocks, parameters, modules_outside(model, plan.stack))
+    full_parameters = _guard_parameters(model, ownership, rank, cube, context)
     own_modules = _own_modules(model, ownership, rank)
     if plan.pretrained:
         load_on_all_ranks(plan.pretrained, model, own_modules, deferred, context.device, cube)
@@ -107,7 +108,6 @@ def build_pipeline(
         attributes=context.attributes,
         guard=context.guard,
     )
-    full_parameters = _guard_parameters(model, ownership, rank, cube, context)
     gradients = _gradient_sync(model, ownership, rank, context.groups, cube, full_parameters)
     engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams=streams)
     splitter = WholeSplitter(context.options.batch_rule) if cube is None else cube.splitter

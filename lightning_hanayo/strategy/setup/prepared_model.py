@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError, available
+from lightning_hanayo.linear_modules import has_gradient_hooks
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_parameters
 from lightning_hanayo.runtime.autograd import linear_patch
@@ -58,7 +59,7 @@ class PreparedModel:
 
     def __reduce__(self) -> Any:
         """Copies of a module keep the cut; the ranks of a cube and their connections can't be copied."""
-        return PreparedModel, (self.stage_blocks,)
+        return PreparedModel, (self.stage_blocks, None, None, None, None, self.is_lost)
 
     def attach(self, module: nn.Module, topology: Topology, options: Options, groups: ProcessGroups) -> None:
         """Called before the module is cut: from now on it isn't whole on this rank."""
@@ -113,8 +114,17 @@ class PreparedModel:
         """Make the module on every rank what it was before its first run, with the values of now.
 
         Called by all ranks of the world, in no run. Every rank needs memory for the whole model.
+
+        Raises:
+            UnsupportedError: a parameter has a hook, which only the rank knows that has held it.
         """
         tensors = dict(module.named_parameters())
+        hooked = [name for name, parameter in tensors.items() if has_gradient_hooks(parameter)]
+        if hooked:
+            raise UnsupportedError(
+                f"{hooked[0]} has a hook, which other ranks have lost, so that it can't be trained on another layout "
+                f"than before. Train what trainer.strategy.gather_model() returns, after setting its hooks."
+            )
         found: dict[nn.Parameter, nn.Parameter] = {}
         for name, whole in self._whole_tensors(module):
             parameter = tensors.get(name)
@@ -123,7 +133,7 @@ class PreparedModel:
             elif isinstance(parameter, Placeholder):
                 found[parameter] = _parameter_like(parameter, whole)
             else:
-                parameter.data = whole
+                parameter.data, parameter.grad = whole, None
         replace_parameters(module, found)
         if self.cube is not None:
             self.cube.plan.undo()
@@ -136,26 +146,24 @@ class PreparedModel:
             yield from ((name, _to_cpu(tensor)) for name, tensor in tensors.items())
             return
         owners = self.ownership.rank_by_name(module)
+        shapes = {} if self.cube is None else self.cube.whole_shapes
         control = available(self.groups, "process groups exist until a run has failed").control
         for owner in range(control.size()):
             is_mine = owner == control.rank()
             own = {name: tensor for name, tensor in tensors.items() if owners[name] == owner} if is_mine else {}
-            specs = [[(name, self._whole_shape(tensor), tensor.dtype) for name, tensor in own.items()]]
+            specs = [[(name, shapes.get(tensor, tuple(tensor.shape)), tensor.dtype) for name, tensor in own.items()]]
             dist.broadcast_object_list(specs, group=control, group_src=owner, device=torch.device("cpu"))
             for name, shape, dtype in specs[0]:
-                whole = self._whole(own[name]) if is_mine else torch.empty(shape, dtype=dtype)
+                if not is_mine:
+                    whole = torch.empty(shape, dtype=dtype)
+                elif self.cube is not None and own[name] in shapes:
+                    whole = self.cube.unshard(own[name], own[name]).contiguous()
+                else:
+                    whole = _to_cpu(own[name])
                 if whole.numel() and control.size() > 1:
                     # As bytes: gloo knows neither complex numbers nor 16-bit integers.
                     dist.broadcast(whole.view(-1).view(torch.uint8), group=control, group_src=owner)
                 yield name, whole
-
-    def _whole_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        shape = tuple(tensor.shape)
-        return shape if self.cube is None else self.cube.whole_shapes.get(tensor, shape)
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        is_sharded = self.cube is not None and tensor in self.cube.whole_shapes
-        return self.cube.unshard(tensor, tensor).contiguous() if is_sharded else _to_cpu(tensor)  # type: ignore[union-attr]
 
     def _make_ordinary(self, module: nn.Module, copied: nn.Module) -> None:
         """Take away what a run under way, and the first one, have changed on the blocks."""

@@ -38,6 +38,7 @@ USED = {
         "_results",
         "_signal_connector",
         "_sigterm_notifier_fn",
+        "_teardown",
     },
     "of modules and callbacks": {
         "_apply_batch_transfer_handler",

@@ -1,0 +1,186 @@
+"""After a run the module is whole only in a copy; the next run, of any Trainer, takes it as it is or makes it whole.
+
+Values of whole models, second Trainers and caught errors are compared in tests/habits/after_fit.py.
+"""
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.partition.ownership import Placeholder
+from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
+from tests.harness import models
+from tests.harness.pool import Pool, RunFailed
+from tests.harness.training import Layout, make_loader, make_trainer
+
+PIPELINE, CUBE = Layout(2, 1, 1), Layout(cube=(1, 2, 1))
+
+
+def fitted(layout: Layout, model: Any = models.MLP) -> tuple[Any, LightningModule]:
+    """A strategy and its module, after two steps."""
+    trainer, module = make_trainer(layout, max_steps=2), models.build(model)
+    trainer.fit(module, make_loader(models.vectors((8, 8))))
+    return trainer.strategy, module
+
+
+class Odd(models.MLP):
+    """Has what a state dict doesn't: a buffer that isn't saved, one that a block makes late, and a step's tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index, block in enumerate(self.blocks):
+            block.register_buffer("scale", torch.tensor(1.0 + index), persistent=False)
+            block.register_buffer("late", None)
+            block.up.weight.mark = index
+
+    def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
+        self.kept = self.head(self.embedding(batch["x"]))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        for index, block in enumerate(self.blocks):
+            block.late = None if block.up.weight.is_meta else torch.tensor([float(index)])
+
+
+def described(layout: Layout) -> dict[str, Any] | None:
+    """What a whole copy consists of."""
+    strategy, module = fitted(layout, Odd)
+    if layout.world_size == 1:
+        whole: Any = module
+    else:
+        whole = strategy.gather_model(module)
+        if whole is not None:
+            whole.requires_grad_(False).head.weight.zero_()  # the user's, so the module doesn't change
+        again = strategy.gather_model()
+        if whole is None:
+            assert again is None
+            return None
+        assert whole is not module and whole.kept.grad_fn is None and not whole.head.weight.any()
+        assert all(type(one) is nn.Parameter and vars(one).keys() <= {"mark"} for one in again.parameters())
+        whole = again
+    return {
+        "classes": [type(one).__name__ for one in whole.modules()],
+        "attributes": [sorted(vars(one)) for one in whole.modules()],
+        "buffers": {name: value.tolist() for name, value in whole.named_buffers()},
+        "marks": [block.up.weight.mark for block in whole.blocks],
+        "sums": [round(one.sum().item(), 4) for one in whole.parameters()],
+    }
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, CUBE], ids=str)
+def test_a_gathered_copy_is_what_one_process_has(pool: Pool, layout: Layout) -> None:
+    (expected,) = pool.run(1, described, Layout())
+    assert pool.run(2, described, layout) == [expected, None]
+
+
+class GathersInStep(models.MLP):
+    """Asks where only pipeline rank 0 could answer."""
+
+    def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        strategy.gather_model()
+        return super().training_step(batch, batch_idx)
+
+
+def test_not_in_a_step(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match="gather_model was called in a step, which runs on pipeline rank 0 alone"):
+        pool.run(2, fitted, PIPELINE, GathersInStep)
+
+
+def errors_of_gathering() -> list[str]:
+    strategy, module = fitted(PIPELINE)
+    texts = []
+    with pytest.raises(HanayoError) as caught:
+        strategy.gather_model(module.blocks)
+    texts.append(str(caught.value))
+    module.lock = threading.Lock()
+    if module.global_rank > 0:
+        assert strategy.gather_model() is None
+        return texts
+    with pytest.raises(UnsupportedError) as caught:
+        strategy.gather_model()
+    return [*texts, str(caught.value)]
+
+
+def test_what_cant_be_gathered(pool: Pool) -> None:
+    (other, copying), _ = pool.run(2, errors_of_gathering)
+    assert "the LightningModule of the Trainer's last run, a MLP; got a ModuleList" in other
+    assert "can't copy this MLP (TypeError: cannot pickle '_thread.lock' object)" in copying
+
+
+def reused() -> tuple[bool, bool, bool]:
+    """Whether a run of the same layout, of another Trainer, keeps the cut; and one on another layout."""
+    _, module = fitted(PIPELINE)
+    prepared, loader = PreparedModel.of(module), make_loader(models.vectors((8,)))
+    make_trainer(PIPELINE, max_steps=1).fit(module, loader)
+    same = PreparedModel.of(module) is prepared
+    make_trainer(CUBE, max_steps=1).fit(module, loader)
+    has_placeholders = any(isinstance(one, Placeholder) for one in module.parameters())
+    return same, PreparedModel.of(module) is prepared, has_placeholders
+
+
+def test_a_run_of_the_same_layout_reuses_the_cut(pool: Pool) -> None:
+    assert pool.run(2, reused) == [(True, False, False)] * 2
+
+
+def halved(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
+halved.is_local = True  # type: ignore[attr-defined]
+
+
+class Halved(models.MLP):
+    """A hook on each parameter, which placeholders don't have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(halved)
+
+
+def on_another_layout() -> None:
+    _, module = fitted(PIPELINE, Halved)
+    make_trainer(CUBE, max_steps=1).fit(module, make_loader(models.vectors((8,))))
+
+
+def test_hooks_on_parameters_dont_reach_another_layout(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match="has a hook, which other ranks have lost"):
+        pool.run(2, on_another_layout)
+
+
+class FailsInSetup(models.MLP):
+    def configure_optimizers(self) -> Any:
+        raise KeyError("no optimizer")
+
+
+def failed_module() -> list[str]:
+    """What a module says whose run has failed, and a copy of it."""
+    module, texts = models.build(FailsInSetup), []
+    trainer = make_trainer(PIPELINE, max_steps=1)
+    with pytest.raises(Exception, match="no optimizer"):
+        trainer.fit(module, make_loader(models.vectors((8,))))
+    strategy: Any = trainer.strategy
+    for use in (
+        strategy.gather_model,
+        lambda: trainer.save_checkpoint("never.ckpt"),
+        module.state_dict,
+        copy.deepcopy(module).state_dict,
+        lambda: PreparedModel.of(copy.deepcopy(module)).check(module),
+    ):
+        with pytest.raises(UnsupportedError) as caught:
+            use()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_the_module_of_a_failed_run(pool: Pool) -> None:
+    for gathering, saving, *reading, copied in pool.run(2, failed_module):
+        assert "since a run that has failed" in gathering == saving == copied
+        assert all("and the run has ended (detach)" in one for one in reading)

@@ -323,7 +323,7 @@ class HanayoStrategy(MeshParallelStrategy):
     def gather_model(self, module: "pl.LightningModule | None" = None) -> "pl.LightningModule | None":
         """Return a whole, ordinary copy of the module on global rank 0, in CPU memory; None on all other ranks.
 
-        Called by all ranks: after `fit`, or in a hook that runs on all of them. One parameter at a time is sent, so
+        Called by all ranks: after `fit`, or in a hook that runs on all of them. One parameter after another is sent, so
         only rank 0 needs memory for the whole model. The copy belongs to you: it can be called, saved, exported, or
         given to another Trainer, and what happens to it doesn't change the module that is trained.
 
@@ -408,7 +408,7 @@ class HanayoStrategy(MeshParallelStrategy):
         if self._session is not None:
             self._session.abandon()
         if self.lightning_module is not None:
-            self._prepared_module.lose()
+            self._prepared_module.lose(self.module)
         self.disconnect_processes()
         self.end_launched_processes()
 

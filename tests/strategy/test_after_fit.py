@@ -184,3 +184,26 @@ def test_the_module_of_a_failed_run(pool: Pool) -> None:
     for gathering, saving, *reading, copied in pool.run(2, failed_module):
         assert "since a run that has failed" in gathering == saving == copied
         assert all("and the run has ended (detach)" in one for one in reading)
+
+
+class Tied(models.MLP):
+    """Blocks of two ranks share a weight, until someone unties them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+def refused_then_corrected(layout: Layout) -> int:
+    module: Any = models.build(Tied)
+    with pytest.raises(Exception, match="are the same parameter"):
+        make_trainer(layout, max_steps=1).fit(module, make_loader(models.vectors((8,))))
+    module.blocks[2].up.weight = nn.Parameter(module.blocks[0].up.weight.detach().clone())
+    trainer = make_trainer(layout, max_steps=2)
+    trainer.fit(module, make_loader(models.vectors((8, 8))))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, Layout(2, 1, 1, cube=(1, 2, 1))], ids=str)
+def test_a_module_that_was_refused_before_its_cut_can_be_corrected(pool: Pool, layout: Layout) -> None:
+    assert pool.run(layout.world_size, refused_then_corrected, layout) == [2] * layout.world_size

@@ -66,11 +66,13 @@ class PreparedModel:
         object.__setattr__(module, _ATTRIBUTE, self)
         self.made_for, self.groups = (topology, options), groups
 
-    def lose(self) -> None:
-        """After a failure: drop the process groups. Before the cut the module is still whole."""
+    def lose(self, module: nn.Module) -> None:
+        """After a failure: drop the process groups, and forget a module that is still whole."""
         self.groups, self.is_lost = None, self.ownership is not None
         if self.cube is not None:
             self.cube.disconnect()
+        if not self.is_lost:
+            vars(module).pop(_ATTRIBUTE, None)
 
     def fits(self, topology: Topology, options: Options) -> bool:
         """Whether a run on this layout can take the module as it is."""

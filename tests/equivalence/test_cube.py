@@ -17,6 +17,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hanayo.partition import after_run
 from lightning_hanayo.tensor3d.mesh import MeshAxis
 from tests.harness import models
 from tests.harness.models import Batch
@@ -255,11 +256,12 @@ def held(layout: Layout) -> dict[str, Any]:
     trainer = make_trainer(layout, loss_weight="tokens", max_epochs=1)
     trainer.fit(module, DataLoader(Stream(), batch_size=None))
     state = trainer.optimizers[0].state
-    return {
-        "batches": trainer.global_step,
-        "parameters": {name: p.numel() for name, p in module.named_parameters() if not p.is_meta},
-        "moments": {name: state[p]["exp_avg"].numel() for name, p in module.named_parameters() if not p.is_meta},
-    }
+    with after_run.released(module):
+        return {
+            "batches": trainer.global_step,
+            "parameters": {name: p.numel() for name, p in module.named_parameters() if not p.is_meta},
+            "moments": {name: state[p]["exp_avg"].numel() for name, p in module.named_parameters() if not p.is_meta},
+        }
 
 
 def test_a_rank_holds_its_shard_of_every_matrix(pool: Pool) -> None:

@@ -5,6 +5,7 @@ pipe 2            each rank initializes the modules of its stages
 cube (1, 2, 2)    rank k initializes module k, k + 4, ..., and sends each rank its shard; no rank holds all values
 """
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable
@@ -297,11 +298,12 @@ class Special(models.MLP):
 def refused(model: Callable[[], LightningModule], *layouts: Layout) -> None:
     module = model()
     for layout in layouts:
+        module = copy.deepcopy(module)
         make_trainer(layout, max_steps=1).fit(module, make_loader(models.vectors((8,))))
 
 
 def test_values_that_would_be_lost_are_refused(pool: Pool) -> None:
-    """Values that a constructor has set, and those that other ranks have trained."""
+    """Values that a constructor has set, and those of a copy that other ranks have trained."""
     with pytest.raises(RunFailed, match=r"blocks\.5\.up\.weight of a Linear was given values 2 times"):
         pool.run(2, refused, Special, Layout(2))
     with pytest.raises(RunFailed, match=r"was trained before with another layout"):

@@ -22,7 +22,7 @@ from tests.harness.training import Layout, make_loader, make_trainer
 
 VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
 ENDED = Refused("and the run has ended.*gather_model", "and the run has ended ... gather_model")
-FAILED = Refused("since a run that has failed")
+FAILED = Refused("connections are closed since a run has failed")
 STEPS = 2
 
 
@@ -212,6 +212,15 @@ class BrokenOnOneRank(models.MLP):
             raise KeyError("broken")
 
 
+class Interrupted(models.MLP):
+    """Someone presses Ctrl+C."""
+
+    def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+
 class Unsupported(models.MLP):
     """Every layout refuses it in the first step, and one process as well."""
 
@@ -225,11 +234,16 @@ def fit_after_error(
 ) -> None:
     """A run fails, and a script that catches the error trains a new module."""
     failing = models.build(broken, torch.float64)
-    with suppress(Exception):  # on other ranks it is a PeerFailed
+    with suppress(Exception, SystemExit):  # on other ranks it is a PeerFailed; Lightning exits after Ctrl+C
         make_trainer(layout, max_steps=STEPS).fit(failing, loader())
     second, fresh = make_trainer(layout, max_steps=STEPS), models.build(models.MLP, torch.float64)
     second.fit(fresh, loader())
     keep_whole(second, fresh, module)
+
+
+def gather_after_error(trainer: Trainer, module: LightningModule, layout: Layout) -> None:
+    fit_after_error(Broken, trainer, module, layout)
+    keep_whole(trainer, module, module)
 
 
 def fit_failed_again(trainer: Trainer, module: LightningModule, layout: Layout) -> None:
@@ -304,6 +318,16 @@ HABITS = [
         partial(fit_after_error, Unsupported),
         everywhere(EXACT),
         always_exact=True,
+    ),
+    _after(
+        "Ctrl+C, whose `SystemExit` is caught; then a new module is trained",
+        partial(fit_after_error, Interrupted),
+        everywhere(EXACT),
+    ),
+    _after(
+        "`gather_model()` after an error of another module's run",
+        gather_after_error,
+        everywhere(FAILED),
     ),
     _after("the module of a run that has failed is trained again", fit_failed_again, everywhere(FAILED)),
 ]

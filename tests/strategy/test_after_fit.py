@@ -182,7 +182,7 @@ def failed_module() -> list[str]:
 
 def test_the_module_of_a_failed_run(pool: Pool) -> None:
     for gathering, saving, *reading, copied in pool.run(2, failed_module):
-        assert "since a run that has failed" in gathering == saving == copied
+        assert "connections are closed since a run has failed" in gathering == saving == copied
         assert all("and the run has ended (detach)" in one for one in reading)
 
 

@@ -27,7 +27,7 @@ from lightning_hanayo.tensor3d.stage_context import StageContext
 
 
 class Cube:
-    """Made once per module: a second run of the same Trainer finds the layers converted."""
+    """Made once per module and layout: a second run finds the layers converted."""
 
     def __init__(self, groups: CubeGroups, plan: ParallelizePlan, options: Options) -> None:
         self.plan = plan

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -76,19 +76,33 @@ class PreparedModel:
 
     def fits(self, topology: Topology, options: Options) -> bool:
         """Whether a run on this layout can take the module as it is."""
-        return self.made_for is None or self.made_for == (topology, options)
+        if self.made_for is None:
+            return True
+        return self.made_for == (topology, options) and (self.cube is None or self._has_connections)
 
     def check(self, module: nn.Module) -> None:
-        """Check that the ranks that hold the module together can be reached.
+        """Check that no run of the module has failed.
 
         Raises:
-            UnsupportedError: a run of it has failed.
+            UnsupportedError: one has.
         """
         if self.is_lost:
-            raise UnsupportedError(
-                f"each rank holds a part of this {type(module).__name__} since a run that has failed: its connections "
-                f"are closed, and ranks may have stopped at different steps. Build it anew, and load a checkpoint."
-            )
+            self._refuse(module)
+
+    @property
+    def _has_connections(self) -> bool:
+        """Whether the process groups still exist: a failed run of another module has ended all."""
+        try:
+            return self.groups is not None and bool(dist.get_process_group_ranks(self.groups.control))
+        except (KeyError, ValueError):
+            return False
+
+    def _refuse(self, module: nn.Module) -> NoReturn:
+        raise UnsupportedError(
+            f"each rank holds a part of this {type(module).__name__}, whose connections are closed since a run has "
+            f"failed; if it was this module's, ranks may have stopped at different steps. Build it anew, and load a "
+            f"checkpoint."
+        )
 
     def gather_model(self, module: _Module, attributes: TemporaryAttributes, *, is_wanted: bool) -> _Module | None:
         """A whole, ordinary copy of the module, on the CPU, where it `is_wanted`. Called by all ranks of the model.
@@ -148,8 +162,10 @@ class PreparedModel:
             yield from ((name, _to_cpu(tensor)) for name, tensor in tensors.items())
             return
         owners = self.ownership.rank_by_name(module)
+        if not self._has_connections:
+            self._refuse(module)
         shapes = {} if self.cube is None else self.cube.whole_shapes
-        control = available(self.groups, "process groups exist until a run has failed").control
+        control = available(self.groups, "a run has set them").control
         for owner in range(control.size()):
             is_mine = owner == control.rank()
             own = {name: tensor for name, tensor in tensors.items() if owners[name] == owner} if is_mine else {}

@@ -298,8 +298,8 @@ class Special(models.MLP):
 def refused(model: Callable[[], LightningModule], *layouts: Layout) -> None:
     module = model()
     for layout in layouts:
-        module = copy.deepcopy(module)
         make_trainer(layout, max_steps=1).fit(module, make_loader(models.vectors((8,))))
+        module = copy.deepcopy(module)
 
 
 def test_values_that_would_be_lost_are_refused(pool: Pool) -> None:

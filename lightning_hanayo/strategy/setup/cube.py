@@ -5,8 +5,6 @@ a batch     each rank runs user code on its share of it; parameters outside the 
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import product
 from typing import Any
 
 import torch

@@ -217,7 +217,7 @@ class Values(Callback):
 
 
 def twice(folder: Path, built: bool) -> list[dict[str, Tensor]]:
-    """What this rank holds before and after a step, in a second run of the Trainer, and when another one resumes."""
+    """What this rank holds before and after a step, when two Trainers validate, and when another one resumes."""
     held, loader = [], make_loader(models.vectors((8,)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -227,8 +227,10 @@ def twice(folder: Path, built: bool) -> list[dict[str, Tensor]]:
             trainer = make_trainer(Layout(2), strategy=strategy, max_steps=1 if path is None else 2, callbacks=[first])
             trainer.fit(module, loader, ckpt_path=path)
             held += [first.values, own_weights(module, trainer)]
-            trainer.validate(module, loader, verbose=False)
-            held.append(own_weights(module, trainer))
+            other = make_trainer(Layout(2), strategy=make_strategy(Layout(2, num_microbatches=2), init_from=folder))
+            for again in (trainer, other):
+                again.validate(module, loader, verbose=False)
+                held.append(own_weights(module, again))
             trainer.save_checkpoint(folder / "step.ckpt")
     said = [str(one.message) for one in caught]
     expected = 0 if built or trainer.global_rank else 2
@@ -240,10 +242,11 @@ def twice(folder: Path, built: bool) -> list[dict[str, Tensor]]:
 def test_trained_values_and_checkpoints_are_kept(pool: Pool, tmp_path: Path, built: bool) -> None:
     weights = save(tmp_path)
     ranks = pool.run(2, twice, tmp_path, built)
-    first, trained, validated, resumed, *_ = (merge_owned([rank[i] for rank in ranks]) for i in range(6))
+    first, trained, validated, recut, resumed = (merge_owned([rank[i] for rank in ranks]) for i in range(5))
     assert_bit_equal(first, {f"net.{name}": weight for name, weight in weights.items() if f"net.{name}" in first})
     assert not torch.equal(trained["net.head.weight"], first["net.head.weight"])
     assert_bit_equal(validated, trained)
+    assert_bit_equal(recut, trained)
     assert_bit_equal(resumed, trained)
 
 

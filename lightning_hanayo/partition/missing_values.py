@@ -41,11 +41,16 @@ _RANDOM = frozenset(
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a parameter's values are: its qualified `name`, the pipeline rank that owns it, and a device as its own."""
+    """Where values are: the qualified `name` of a parameter, or another name, its pipeline rank, and its device."""
 
     name: str
     rank: int
     device: torch.device
+    way_out: str = (
+        f"Call {FULL_PARAMETER} in on_train_batch_start, on all ranks, and use what it returns, also in "
+        f"training_step: its gradient reaches the parameter. For weight decay there is the optimizer's weight_decay; "
+        f"for norms over all gradients use torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm"
+    )
 
 
 class UserCode(Protocol):
@@ -229,8 +234,5 @@ def _owners(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Owner]:
 def _refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bool = False) -> NoReturn:
     where = "this code runs on pipeline rank 0 alone" if alone else "its values are needed here"
     raise UnsupportedError(
-        f"{owner.name} is on pipeline rank {owner.rank}, but {where} ({name}). Call {FULL_PARAMETER} in "
-        f"on_train_batch_start, on all ranks, and use what it returns, also in training_step: its gradient reaches "
-        f"the parameter. For weight decay there is the optimizer's weight_decay; for norms over all gradients use "
-        f"torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm."
+        f"{owner.name} is on pipeline rank {owner.rank}, but {where} ({name}). {owner.way_out}."
     ) from cause

@@ -47,6 +47,13 @@ class SplitBatch:
         """The indices of the pieces that some rank has."""
         return [i for i, piece in enumerate(self.pieces) if piece is not None]
 
+    def merge(self, results: Sequence[Any], weights: Sequence[float], *, has_loss: bool) -> Any:
+        """Merge what the step returned for each piece. `has_loss` says whether it was a training step."""
+        kept = self.present
+        return microbatches.merge(
+            [results[i] for i in kept], self.sizes.of(kept), [weights[i] for i in kept], has_loss=has_loss
+        )
+
 
 class BatchSplitter(ABC):
     """Splits batches on a process of pipeline rank 0 (one per rank of the cube), and merges what their steps return."""
@@ -72,20 +79,6 @@ class BatchSplitter(ABC):
     def by_piece(self, values: Sequence[Any]) -> list[Any]:
         """One value for each piece, from this rank's (one per micro-batch) and those of the ranks that share them."""
         return [value for row in zip(*self.all_gather(list(values)), strict=True) for value in row]
-
-    def merge(self, results: Sequence[Any], split: SplitBatch, weights: Sequence[float], *, has_loss: bool) -> Any:
-        """Merge what the step returned.
-
-        Args:
-            results: of each piece.
-            split: the batch.
-            weights: of each piece.
-            has_loss: whether it was a training step.
-        """
-        kept = split.present
-        return microbatches.merge(
-            [results[i] for i in kept], split.sizes.of(kept), [weights[i] for i in kept], has_loss=has_loss
-        )
 
     @abstractmethod
     def _split_by_plan(self, batch: Any, plan: BatchPlan, limit: int) -> SplitBatch: ...

@@ -15,7 +15,8 @@ import torch
 
 from lightning_hanayo.partition.missing_values import MissingValues
 from lightning_hanayo.partition.parameter_guard import ParameterGuard, Scope
-from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
+from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, is_lightnings, user_defines
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 _STAGES = ("train", "validation", "test", "predict")
@@ -33,6 +34,24 @@ _ON_FIRST_RANK = frozenset((*_BATCH_HOOKS, *(f"on_{stage}_epoch_end" for stage i
 """hooks of the module that the pipeline ranks above 0 skip, as they have no data"""
 
 
+_AFTER_BATCHES = (
+    *(f"on_{stage}_batch_{when}" for stage in _STAGES for when in ("start", "end")),
+    "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad",
+    "configure_gradient_clipping", "lr_scheduler_step",
+)  # fmt: skip
+_AFTER_EPOCHS = (*(f"on_{stage}_{when}" for stage in _STAGES for when in _TIMES if "batch" not in when), "on_fit_end")
+
+
+def read_after_batches(trainer: "pl.Trainer") -> bool:
+    """Whether a hook of the user's may read, on all ranks, what the steps of a batch have left."""
+    return user_defines(trainer, _AFTER_BATCHES)
+
+
+def read_after_epochs(trainer: "pl.Trainer") -> bool:
+    """Whether a hook of the user's may read, on all ranks, what steps have left."""
+    return user_defines(trainer, (*_AFTER_BATCHES, *_AFTER_EPOCHS))
+
+
 class _GuardedHook:
     """Takes the place of a hook on an instance.
 
@@ -47,6 +66,7 @@ class _GuardedHook:
         self._scope = scope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(arg.content if isinstance(arg, PlaceholderBatch) else arg for arg in args)
         with self._guard.during(self._scope, self.__name__):
             return self.__wrapped__(*args, **kwargs)
 
@@ -94,11 +114,6 @@ def _guard_hook(owner: Any, name: str, guard: ParameterGuard, scope: Scope, attr
     """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning."""
     is_on_instance = vars(owner).get(name) is not None
     hook = vars(owner)[name] if is_on_instance else getattr(type(owner), name, None)
-    if callable(hook) and not _is_lightnings(hook):
+    if callable(hook) and not is_lightnings(hook):
         guarded = _GuardedHook(name, hook, guard, scope)
         attributes.set(owner, name, guarded if is_on_instance else MethodType(guarded, owner))
-
-
-def _is_lightnings(hook: Callable[..., Any]) -> bool:
-    module = getattr(hook, "__module__", None) or ""
-    return module.startswith(("lightning.", "pytorch_lightning.", "lightning_hanayo."))

@@ -3,7 +3,7 @@
 hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's step, once per micro-batch
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,12 +16,16 @@ from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.stages.first_last import loss_of
+from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.lightning import progress, user_hooks
-from lightning_hanayo.strategy.lightning.loaders import source_of
+from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
 from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
 from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
+from lightning_hanayo.strategy.user_code.collected import Left
+from lightning_hanayo.strategy.user_code.merge_collected import CollectedMerge
 
 UserStep = Callable[[Any], Any]
 """The user's step on one micro-batch."""
@@ -54,12 +58,13 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
             reject_stop()
         if user_hooks.reads_step_metrics(trainer, progress.batch_idx(trainer), steps=steps):
             loss = shared_metrics_of(trainer).share_step(loss)
+    result = _hand_over(session, result, batch)
     return _with_loss(result, deferred.surrogate_loss(loss.reshape(()), scale).reshape(loss.shape))
 
 
 def evaluate(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
-    """Run the forward of a batch. Called by all ranks; returns the merged results on pipeline rank 0."""
-    return _run(session, trainer, batch, step, trains=False)
+    """Run the forward of a batch. Called by all ranks; returns the merged results, or what stands for them."""
+    return _hand_over(session, _run(session, trainer, batch, step, trains=False), batch)
 
 
 def _run(
@@ -80,6 +85,13 @@ def _run(
     split = pipeline.split(batch, source_of(trainer))
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     log = MicrobatchLog(trainer, split, weights.in_mean, pipeline.splitter)
+    collections = session.collections
+    collections.begin_batch()
+
+    def on_user_code(microbatch: int | None) -> None:
+        log.enter(microbatch)
+        collections.enter(microbatch)
+
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
     own_sizes = [split.sizes.parts[0][piece] for piece in split.own]
     running = Batch(
@@ -87,7 +99,7 @@ def _run(
         pipeline.reduces_in_batch(reduce),
         step=lambda m: step(split.step_inputs[m]),
         dry_run_step=lambda m: step(split.block_input(m)),
-        on_user_code=log.enter,
+        on_user_code=on_user_code,
         on_loss=partial(session.loss_watch.note, own_sizes),
         loss_weights=[weights.in_gradient[piece] * scale for piece in split.own],
     )
@@ -97,10 +109,39 @@ def _run(
         pipeline.lead(running, count, progress.batch_key(trainer), trains=trains, reduce=reduce)
         if weights.is_sum:
             log.add_up([loss_of(running.results[m]) for m in range(count)])
-    own = [(running.results[m], session.loss_watch.noted(m)) for m in range(count)]
-    results, losses = zip(*pipeline.splitter.by_piece(own), strict=True)
+    left = collections.end_batch(count)
+    for m, own in enumerate(left):
+        own.note_means(running.results[m], log.means_of(split.own[m]))
+    noted = [session.loss_watch.noted(m) for m in range(count)]
+    own_pieces = [(running.results[m], left[m], noted[m]) for m in range(count)]
+    results, collected, losses = zip(*pipeline.splitter.by_piece(own_pieces), strict=True)
     session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
-    return pipeline.splitter.merge(results, split, weights.in_loss, has_loss=trains)
+    _keep_collected(session, split, weights, collected)
+    return split.merge(results, weights.in_loss, has_loss=trains)
+
+
+def _keep_collected(session: Session, split: SplitBatch, weights: PieceWeights, left: Sequence[Left]) -> None:
+    """Put what the steps of the micro-batches have collected into the module as if the step had run once."""
+    kept, num_ranks = split.present, len(left) // split.num_microbatches
+    if len(kept) == 1 or not any(left[i].appended or left[i].assigned for i in kept):
+        return
+    merge = CollectedMerge(
+        [left[i] for i in kept],
+        [i // num_ranks for i in kept],
+        split.sizes.of(kept),
+        in_loss=[weights.in_loss[i] for i in kept],
+        in_mean=[weights.in_mean[i] for i in kept],
+    )
+    session.collections.store(merge.appended(), merge.assigned())
+    session.warn_of_parts(merge.kept_apart, split.num_microbatches)
+
+
+def _hand_over(session: Session, result: Any, batch: Any) -> Any:
+    """Let hooks on all pipeline ranks read the batch and what the step returned; return the latter."""
+    received = session.hand_over.after_batch(outputs=result, batch=batch)
+    if isinstance(batch, PlaceholderBatch):
+        batch.content = received["batch"]
+    return received["outputs"]
 
 
 def _with_loss(result: Any, loss: Tensor) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
+from lightning_hanayo.partition.stack import modules_outside
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
@@ -47,6 +48,9 @@ from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import check_same_folders, was_read
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.user_code.collected import Collections
+from lightning_hanayo.strategy.user_code.hand_over import HandOver
+from lightning_hanayo.strategy.user_code.merge_collected import warn_of_parts
 from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
 from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
@@ -76,6 +80,9 @@ class Session:
         self._norms: GradientNorms | None = None
         self._loss_watch: LossWatch | None = None
         self._loss_weight = options.loss_weight
+        self._collections: Collections | None = None
+        self._hand_over: HandOver | None = None
+        self._warned: set[str] = set()
         self.cube: Cube | None = None
         self._is_open = True
         self._released: list[nn.Parameter] = []
@@ -95,6 +102,22 @@ class Session:
     def loss_watch(self) -> LossWatch:
         """Compares the weights of micro-batches with their losses."""
         return available(self._loss_watch, "losses are watched once the Trainer has set up the model")
+
+    @property
+    def collections(self) -> Collections:
+        """What the steps collect for hooks."""
+        return available(self._collections, "it is known what steps collect once the Trainer has set up the model")
+
+    @property
+    def hand_over(self) -> HandOver:
+        """Gives the other pipeline ranks what the steps have left."""
+        return available(self._hand_over, "values are handed over once the Trainer has set up the model")
+
+    def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
+        """Say, once for each, which lists and attributes hold values of micro-batches."""
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        warn_of_parts(new, num_microbatches)
 
     def weigh(self, pieces: Sequence[Any], sizes: PieceSizes, *, trains: bool) -> PieceWeights:
         """The weights of a batch's pieces. In training called by all data ranks."""
@@ -136,6 +159,7 @@ class Session:
         self._pipeline = build_pipeline(module, plan, prepared, self._rank_context(seed, streams), example)
         self._loss_weight = for_model(self._options.loss_weight, module, self._options.batch_dim)
         self._loss_watch = self._watch_losses(module)
+        self._open_user_code(trainer, module)
         self._adapt(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING and self.topology.replica_size > 1:
             rank_zero_info(
@@ -281,7 +305,14 @@ class Session:
         signals.keep_sigterm_local(trainer, attributes)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
         # The ranks of a cube log the same values: rank 0's are used for all of them.
-        shared_metrics.share_metrics(trainer, self.replica_relay, attributes, computes=computes, warns=warns)
+        shared_metrics.share_metrics(
+            trainer,
+            self.replica_relay,
+            attributes,
+            computes=computes,
+            warns=warns,
+            hand_over=self.hand_over.at_epoch_end,
+        )
         if self.topology.world_size > 1:
             vote_on_steps(module, attributes)
         if self.topology.replica_size > 1:
@@ -299,6 +330,16 @@ class Session:
             batch_dim=self._options.batch_dim,
             warns=self.cube is None or self.cube.sample_rank == 0,
             shares_samples=self.cube is not None and self._options.cube_outside == "share",
+        )
+
+    def _open_user_code(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        self._collections = Collections(module, modules_outside(module, self.pipeline.ownership.stack))
+        self._hand_over = HandOver(
+            self.pipe_relay,
+            self.device,
+            self._collections,
+            after_batches=guarded_hooks.read_after_batches(trainer),
+            after_epochs=guarded_hooks.read_after_epochs(trainer),
         )
 
     def _make_norms(self, module: "pl.LightningModule") -> GradientNorms:

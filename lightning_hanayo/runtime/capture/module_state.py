@@ -29,7 +29,7 @@ from lightning_hanayo.runtime.capture.holder import (
 
 MAX_LENGTH = 256
 """lists and dictionaries that are longer hold data, not state"""
-_LIBRARIES = (
+LIBRARIES = (
     "builtins", "collections", "datasets", "functools", "lightning", "lightning_fabric", "lightning_hanayo", "logging",
     "numpy", "pathlib", "queue", "re", "threading", "tokenizers", "torch", "torchmetrics", "transformers", "types",
     "wandb",
@@ -152,7 +152,7 @@ class _Search:
         elif isinstance(value, (dict, list, deque, set)):
             if len(value) <= MAX_LENGTH:
                 self._add(name, value, block, has_attributes=False)
-        elif kind.__module__.partition(".")[0] not in _LIBRARIES:
+        elif kind.__module__.partition(".")[0] not in LIBRARIES:
             if hasattr(value, "__dict__"):
                 self._add(name, vars(value), block, has_attributes=True)
             if slots := _slots_of(kind):

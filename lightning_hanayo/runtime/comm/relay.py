@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.comm.transport import Transport, Work
 
-MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote"]
+MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values"]
 """how a batch is cut; whether there is one more batch; what was logged; the loss of a batch; that all ranks compute a
-norm together now; that they agree on a decision of user code, such as a skipped step"""
+norm together now; that they agree on a decision of user code, such as a skipped step; what hooks may read of steps"""
 
 _FRAME = 512
 _ROOM = _FRAME - 8

@@ -36,6 +36,8 @@ class PlaceholderBatch(dict[str, Any]):
 
     def __init__(self, *_: Any) -> None:
         super().__init__(placeholder=torch.zeros(1))
+        self.content: Any = self
+        """after the batch, what hooks get in its place"""
 
     def __missing__(self, key: Any) -> NoReturn:
         raise _no_data(f"batch[{key!r}] was read")

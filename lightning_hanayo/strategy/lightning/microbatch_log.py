@@ -89,6 +89,11 @@ class MicrobatchLog:
             metrics = (part for part in self._trainer.lightning_module.modules() if isinstance(part, Metric))
             self._saved_states = [(metric, copy_state(metric)) for metric in metrics]
 
+    def means_of(self, piece: int) -> list[Tensor]:
+        """What this rank has logged as means for a piece, once the batch has ended."""
+        means = (own for key, own in self._calls.items() if self._results[key].meta.is_mean_reduction)
+        return [call.value for own in means for call in own.get(piece, ()) if isinstance(call.value, Tensor)]
+
     def _restore_metrics(self) -> None:
         """Undo what code on a padding sample has added to metrics."""
         for metric, state in self._saved_states:

@@ -1,7 +1,8 @@
 """Which hooks the user's module, callbacks and precision plugin define: what is unused needn't be prepared for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
@@ -43,6 +44,21 @@ def is_listened_to(trainer: "pl.Trainer", hook: str) -> bool:
         getattr(type(callback), hook) is not getattr(pl.Callback, hook) or hook in vars(callback)
         for callback in callbacks_of(trainer)
     )
+
+
+def user_defines(trainer: "pl.Trainer", hooks: Iterable[str]) -> bool:
+    """Whether the module or a callback of the user's defines one of the hooks."""
+
+    def defines(owner: Any, hook: str) -> bool:
+        of_class = getattr(type(owner), hook, None)
+        return hook in vars(owner) or (of_class is not None and not is_lightnings(of_class))
+
+    return any(defines(owner, hook) for owner in (trainer.lightning_module, *callbacks_of(trainer)) for hook in hooks)
+
+
+def is_lightnings(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is defined by Lightning, or by this package."""
+    return (getattr(hook, "__module__", None) or "").startswith(("pytorch_lightning.", *_OWN_PACKAGES))
 
 
 def clips_by_norm(trainer: "pl.Trainer", module: "pl.LightningModule") -> bool:

@@ -1,0 +1,66 @@
+"""Gives the pipeline ranks above 0 what only the steps on pipeline rank 0 have: for the hooks that run on all ranks.
+
+rank 0   steps: self.outputs = [a, b, c]   --values-->   rank 1   self.outputs = [a, b, c]
+all      on_train_epoch_end: self.log("mean", torch.stack(self.outputs).mean()); self.outputs.clear()
+"""
+
+from typing import Any
+
+import torch
+
+from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.strategy.user_code.collected import Collections
+from lightning_hanayo.strategy.user_code.merge_collected import name_of
+from lightning_hanayo.strategy.user_code.stand_ins import BATCH_BUDGET, EPOCH_BUDGET, Packer, from_text, to_text
+
+
+class HandOver:
+    """One pipeline rank's side of it.
+
+    Args:
+        relay: over the ranks of the pipeline.
+        device: where received tensors go.
+        collections: what steps collect.
+        after_batches: whether hooks that run after each batch may read it.
+        after_epochs: whether those at the end of an epoch may.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        device: torch.device,
+        collections: Collections,
+        *,
+        after_batches: bool,
+        after_epochs: bool,
+    ) -> None:
+        self._relay = relay
+        self._device = device
+        self._collections = collections
+        self._after_batches = after_batches
+        self._after_epochs = after_epochs
+
+    def at_epoch_end(self) -> None:
+        """Hand over what steps, and hooks that run on pipeline rank 0 alone, have left. Called by all ranks."""
+        if self._after_epochs:
+            self._exchange(EPOCH_BUDGET, {})
+
+    def after_batch(self, **values: Any) -> dict[str, Any]:
+        """Hand over what the steps of a batch have left, and these values of pipeline rank 0.
+
+        Returns the values, or what stands for them; what this rank has if nothing reads them.
+        """
+        return self._exchange(BATCH_BUDGET, values) if self._after_batches else values
+
+    def _exchange(self, budget: int, values: dict[str, Any]) -> dict[str, Any]:
+        if self._relay.transport.num_ranks == 1:
+            return values
+        if self._relay.transport.rank == 0:
+            packer = Packer(budget)
+            changed = self._collections.take_changed()
+            left = {path: (start, packer.pack(name_of(path), value)) for path, (start, value) in changed.items()}
+            self._relay.broadcast("values", to_text((left, {name: packer.pack(name, v) for name, v in values.items()})))
+            return values
+        left, received = from_text(self._relay.broadcast("values"), self._device)
+        self._collections.give(left)
+        return dict(received)

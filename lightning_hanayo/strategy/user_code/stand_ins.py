@@ -1,0 +1,124 @@
+"""Stand for values of pipeline rank 0 on the ranks above it, in what hooks read there: outputs, batches, lists.
+
+    rank 0     outputs = {"loss": 0.5, "logits": [8, 1000]}     batch = {"x": [8, 3, 224, 224], "names": [...]}
+    rank 1     outputs = {"loss": 0.5, "logits": no values}     batch = {"x": no values, "names": [...]}
+
+Numbers, strings and small tensors are sent. Of large tensors the shape is: what is computed from them has no values
+either, and may be logged, as the metrics of all ranks are those of rank 0.
+"""
+
+import base64
+import pickle
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partition.missing_values import Owner, without_values
+from lightning_hanayo.runtime.batches.containers import children, with_children
+from lightning_hanayo.runtime.capture.proxy import Valueless, user_line
+
+WAY_OUT = (
+    "Log it with self.log, which takes it as it is, compute it in the step and return the number, or read it under "
+    "`if self.trainer.is_global_zero:`, where nothing may depend on it that all ranks do"
+)
+BATCH_BUDGET = 2**16
+"""bytes of tensors that are sent after each batch whose end a hook reads"""
+EPOCH_BUDGET = 2**28
+"""bytes of what steps have collected in an epoch"""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
+
+
+class Missing(Valueless):
+    """Something that can't be read here; every use raises an error that says what, why, and the way out."""
+
+    __slots__ = ("_what", "_way_out", "_why")
+
+    def __init__(self, what: str, why: str, way_out: str) -> None:
+        self._what, self._why, self._way_out = what, why, way_out
+
+    def __repr__(self) -> str:
+        """Say what is missing."""
+        return f"<{self._what}: {self._why}>"
+
+    def __reduce__(self) -> Any:
+        """A copy is missing, too."""
+        return Missing, (self._what, self._why, self._way_out)
+
+    @override
+    def refuse(self, operation: str) -> NoReturn:
+        raise UnsupportedError(f"{user_line()} reads {self._what} ({operation}), but {self._why}. {self._way_out}.")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is sent of a large tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def to_text(packed: Any) -> str:
+    """What a `Packer` has made, as text."""
+    return base64.b64encode(pickle.dumps(packed)).decode()
+
+
+def from_text(text: str, device: torch.device) -> Any:
+    """The values, and stand-ins for those that weren't sent."""
+
+    def unpack(value: Any) -> Any:
+        if isinstance(value, _Shape):
+            shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return without_values(shape, Owner(value.name, 0, device, WAY_OUT))
+        if isinstance(value, Tensor):
+            return value.to(device)
+        inside = children(value)
+        return value if not inside else with_children(value, {key: unpack(item) for key, item in inside.items()})
+
+    return unpack(pickle.loads(base64.b64decode(text)))
+
+
+class Packer:
+    """Makes what can be sent of values, with at most `budget` bytes of tensors; what comes first is sent first."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+
+    def pack(self, name: str, value: Any) -> Any:
+        """The value, with something that can be sent for all that is in it."""
+        if isinstance(value, Tensor):
+            return self._tensor(name, value.detach())
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, np.ndarray) and value.dtype != object and self._fits(value.nbytes):
+            return value
+        inside = children(value)
+        if inside is not None:
+            packed = {key: self.pack(f"{name}[{key!r}]", item) for key, item in inside.items()}
+            made = with_children(value, packed)
+            if _can_be_sent(type(made)):
+                return made
+        return Missing(name, f"this {type(value).__name__} is on pipeline rank 0 alone", WAY_OUT)
+
+    def _tensor(self, name: str, tensor: Tensor) -> Any:
+        if tensor.is_meta or tensor.layout != torch.strided or not self._fits(tensor.nbytes):
+            return _Shape(name, tuple(tensor.shape), tensor.dtype)
+        return tensor.cpu().clone()  # a view would bring its whole storage
+
+    def _fits(self, num_bytes: int) -> bool:
+        fits = num_bytes <= self._budget
+        self._budget -= num_bytes if fits else 0
+        return fits
+
+
+def _can_be_sent(kind: type) -> bool:
+    try:
+        pickle.dumps(kind)
+    except (pickle.PicklingError, AttributeError):
+        return False
+    return True

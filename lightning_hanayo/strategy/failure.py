@@ -14,6 +14,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from lightning_hanayo.errors import HanayoError, PeerFailed
 
 _KEY = "hanayo/first_failure"
+_RUNS, _POSITION = "hanayo/runs", "hanayo/position"
+_ENDED = (1 << 62, 0, 0)
 _MISTAKES = (HanayoError, MisconfigurationException)
 """errors that the user can correct"""
 POLL = 0.5
@@ -68,6 +70,10 @@ class Failures:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._store = _get_default_store()  # the one rendezvous all ranks have; torch offers it under no public name
+        self._run = self._store.add(f"{_RUNS}/{rank}", 1)
+        self.position = (0, 0, 0)
+        """how far this rank is: it only grows; others can read it"""
+        self._published: tuple[int, ...] = ()
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._look, daemon=True, name="hanayo-failure-watch")
         self._watch.start()
@@ -105,15 +111,39 @@ class Failures:
             first.follow()
         error.failed_first = True  # type: ignore[attr-defined]
 
+    def check_peers(self) -> None:
+        """Look whether another rank has failed.
+
+        Raises:
+            PeerFailed: one has.
+        """
+        if self._store.check([_KEY]):
+            first = _read(self._store.get(_KEY))
+            if first.rank != self._rank:
+                first.follow()
+
+    def position_of(self, rank: int) -> tuple[int, ...]:
+        """How far another rank was, at most a second ago; () before it has begun this run."""
+        key = f"{_POSITION}/{rank}/{self._run}"
+        return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else ()
+
     def stop(self) -> None:
         """Stop watching: the run has ended on this rank."""
+        self.position = _ENDED
         self._over.set()
         self._watch.join()
+
+    def _publish_position(self) -> None:
+        if self.position != self._published:
+            self._published = self.position
+            self._store.set(f"{_POSITION}/{self._rank}/{self._run}", json.dumps(self.position))
 
     def _look(self) -> None:
         try:
             while not self._store.check([_KEY]):
+                self._publish_position()
                 if self._over.wait(POLL):
+                    self._publish_position()
                     return
             first = _read(self._store.get(_KEY))
         except RuntimeError:  # the store ended with rank 0; its peers notice the closed connection

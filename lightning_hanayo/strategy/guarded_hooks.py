@@ -59,16 +59,21 @@ class _GuardedHook:
     instance isn't, and copies have the user's again.
     """
 
-    def __init__(self, name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope) -> None:
+    def __init__(
+        self, name: str, hook: Callable[..., Any], guard: ParameterGuard, scope: Scope, at_end: Callable[[], None]
+    ) -> None:
         self.__wrapped__ = hook  # what Lightning compares with its own to see whether a hook is overridden
         self.__name__ = name
         self._guard = guard
         self._scope = scope
+        self._at_end = at_end
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = tuple(arg.content if isinstance(arg, PlaceholderBatch) else arg for arg in args)
         with self._guard.during(self._scope, self.__name__):
-            return self.__wrapped__(*args, **kwargs)
+            result = self.__wrapped__(*args, **kwargs)
+        self._at_end()
+        return result
 
     def __reduce__(self) -> Any:
         return _itself, (self.__wrapped__,)
@@ -99,21 +104,34 @@ def guard_hooks(
     *,
     num_pipe_ranks: int,
     pipe_rank: int,
+    end_hook: Callable[[], None],
 ) -> None:
-    """Enter the guard in all hooks that the user has defined."""
+    """Enter the guard in all hooks that the user has defined. `end_hook` is called after those of the module."""
     module = trainer.lightning_module
     if num_pipe_ranks > 1:
         attributes.set(module, "log", MethodType(_CheckedLog(has_metrics=pipe_rank == 0), module))
     for owner in (module, *callbacks_of(trainer)):
         for name in _HOOKS:
             is_alone = owner is module and num_pipe_ranks > 1 and name in _ON_FIRST_RANK
-            _guard_hook(owner, name, guard, "alone" if is_alone else "hook", attributes)
+            at_end = end_hook if owner is module else _do_nothing
+            _guard_hook(owner, name, guard, "alone" if is_alone else "hook", at_end, attributes)
 
 
-def _guard_hook(owner: Any, name: str, guard: ParameterGuard, scope: Scope, attributes: TemporaryAttributes) -> None:
+def _guard_hook(
+    owner: Any,
+    name: str,
+    guard: ParameterGuard,
+    scope: Scope,
+    at_end: Callable[[], None],
+    attributes: TemporaryAttributes,
+) -> None:
     """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning."""
     is_on_instance = vars(owner).get(name) is not None
     hook = vars(owner)[name] if is_on_instance else getattr(type(owner), name, None)
     if callable(hook) and not is_lightnings(hook):
-        guarded = _GuardedHook(name, hook, guard, scope)
+        guarded = _GuardedHook(name, hook, guard, scope, at_end)
         attributes.set(owner, name, guarded if is_on_instance else MethodType(guarded, owner))
+
+
+def _do_nothing() -> None:
+    """Called after a callback's hook, which may exist on some ranks only."""

@@ -1,6 +1,6 @@
 """The process groups of a topology that one rank belongs to, and the collectives over them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -49,6 +49,10 @@ class ProcessGroups:
     cube: CubeGroups | None
     gradient_groups: dict[str, dist.ProcessGroup]
     """for gradients that are partial over these axes of the cube: the ranks, data ranks too, that sum them"""
+    step_agreement: dist.ProcessGroup | None = None
+    """the ranks of `metrics`, for CPU tensors: to agree on what user code calls, and nothing else"""
+    hook_agreement: dist.ProcessGroup | None = None
+    """the data ranks, for the same"""
 
     @staticmethod
     def create(topology: Topology, rank: int, device: torch.device, options: Options) -> "ProcessGroups":
@@ -69,10 +73,21 @@ class ProcessGroups:
         data_control = own("data") if topology.data > 1 else None
         data = own("data", backend=None) if on_gpu and topology.data > 1 else data_control
         pipe_ranks = topology.group_of(rank, "pipe")
+        hook_agreement = own("data") if topology.data > 1 else None
         if topology.cube == (1, 1, 1):
-            metrics = data or own("data")
             return ProcessGroups(
-                pipe_ranks, control, channels, data, data_control, metrics, pipe_ranks, control, None, {}
+                pipe_ranks,
+                control,
+                channels,
+                data,
+                data_control,
+                data or own("data"),
+                pipe_ranks,
+                control,
+                None,
+                {},
+                step_agreement=hook_agreement,
+                hook_agreement=hook_agreement,
             )
         mesh = Mesh.of(topology.cube, rank % prod(topology.cube), lambda axes: own(*axes, backend=tensor_backend))
         gradient_groups = {}
@@ -90,6 +105,8 @@ class ProcessGroups:
             own("pipe", "x", "y", "z"),
             CubeGroups(mesh, own("y", "z"), own("x", "y", "z")),
             gradient_groups,
+            own("data", "x", "y", "z") if options.cube_outside == "share" else hook_agreement,
+            hook_agreement,
         )
 
     def summing(self, partial_axes: str) -> dist.ProcessGroup | None:
@@ -155,16 +172,19 @@ class AllGather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Called by all ranks of the group, with tensors of one shape."""
-        ctx.group = group
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, before_backward: Callable[[], object] = int
+    ) -> torch.Tensor:
+        """Called by all ranks of the group, with tensors of one shape. `before_backward` is called in the backward."""
+        ctx.group, ctx.before_backward = group, before_backward
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(parts, tensor.contiguous(), group=group)
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Called by all ranks of the group."""
+        ctx.before_backward()
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
-        return total[ctx.group.rank()], None
+        return total[ctx.group.rank()], None, None

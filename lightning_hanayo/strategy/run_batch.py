@@ -25,6 +25,7 @@ from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
 from lightning_hanayo.strategy.user_code.collected import Left
+from lightning_hanayo.strategy.user_code.collectives import RunningStep
 from lightning_hanayo.strategy.user_code.merge_collected import CollectedMerge
 
 UserStep = Callable[[Any], Any]
@@ -79,18 +80,21 @@ def _run(
 ) -> Any:
     """Run a batch and merge what the step returned; None above pipeline rank 0. `scale`: the gradient of the loss."""
     pipeline, module = session.pipeline, trainer.lightning_module
+    session.progress.begin_batch(trains=trains)
     if pipeline.rank > 0:
         with session.norms.batch(), explaining_single_samples(module):
             return pipeline.follow(trains=trains, reduce=reduce)
     split = pipeline.split(batch, source_of(trainer))
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     log = MicrobatchLog(trainer, split, weights.in_mean, pipeline.splitter)
-    collections = session.collections
+    collections, collectives = session.collections, session.collectives
     collections.begin_batch()
+    collectives.begin_batch()
 
     def on_user_code(microbatch: int | None) -> None:
         log.enter(microbatch)
         collections.enter(microbatch)
+        collectives.enter(None if microbatch is None else _running_step(trainer, split, weights, microbatch))
 
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
     own_sizes = [split.sizes.parts[0][piece] for piece in split.own]
@@ -111,6 +115,7 @@ def _run(
             log.add_up([loss_of(running.results[m]) for m in range(count)])
     left = collections.end_batch(count)
     for m, own in enumerate(left):
+        own.used_collectives = m in collectives.used
         own.note_means(running.results[m], log.means_of(split.own[m]))
     noted = [session.loss_watch.noted(m) for m in range(count)]
     own_pieces = [(running.results[m], left[m], noted[m]) for m in range(count)]
@@ -118,6 +123,14 @@ def _run(
     session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
     _keep_collected(session, split, weights, collected)
     return split.merge(results, weights.in_loss, has_loss=trains)
+
+
+def _running_step(trainer: "pl.Trainer", split: SplitBatch, weights: PieceWeights, microbatch: int) -> RunningStep:
+    piece = split.own[microbatch]
+    is_present = split.pieces[piece] is not None
+    samples = max(1, split.sizes.parts[0][piece]) if is_present else 0
+    weighs = is_present and weights.in_gradient[piece] > 0
+    return RunningStep(progress.step_name(trainer), microbatch, split.num_microbatches, samples, weighs)
 
 
 def _keep_collected(session: Session, split: SplitBatch, weights: PieceWeights, left: Sequence[Left]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -48,7 +49,10 @@ from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import check_same_folders, was_read
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.user_code import raw_collectives
+from lightning_hanayo.strategy.user_code.agreement import Agreement, Progress
 from lightning_hanayo.strategy.user_code.collected import Collections
+from lightning_hanayo.strategy.user_code.collectives import Peers, UserCollectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.user_code.merge_collected import warn_of_parts
 from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
@@ -83,6 +87,9 @@ class Session:
         self._collections: Collections | None = None
         self._hand_over: HandOver | None = None
         self._warned: set[str] = set()
+        self.progress = Progress(self.failures)
+        self.collectives = self._make_collectives(groups)
+        self._raw = raw_collectives.Run(self.collectives, topology.pipe, prod(topology.cube))
         self.cube: Cube | None = None
         self._is_open = True
         self._released: list[nn.Parameter] = []
@@ -169,6 +176,7 @@ class Session:
         self._norms = self._make_norms(module)
         if self.topology.replica_size > 1:
             norm_functions.start(self._norms)
+        raw_collectives.start(self._raw)
 
     def _prepare(self, module: "pl.LightningModule") -> PreparedModel:
         """Let the module be used again; if this is a run on another layout, make it whole on all ranks first."""
@@ -230,6 +238,7 @@ class Session:
         """
         self._is_open = False
         self._open_groups = None
+        self.collectives.forget()
         self.failures.stop()
         self.attributes.restore()
         self._stop_norms()
@@ -247,6 +256,7 @@ class Session:
             self.cube.close()
 
     def _stop_norms(self) -> None:
+        raw_collectives.stop(self._raw)
         if self._norms is not None:
             norm_functions.stop(self._norms)
             self._norms.close()
@@ -300,7 +310,12 @@ class Session:
     def _adapt(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         attributes = self.attributes
         guarded_hooks.guard_hooks(
-            trainer, self.guard, attributes, num_pipe_ranks=self.topology.pipe, pipe_rank=self._pipe_rank
+            trainer,
+            self.guard,
+            attributes,
+            num_pipe_ranks=self.topology.pipe,
+            pipe_rank=self._pipe_rank,
+            end_hook=self.progress.end_hook,
         )
         signals.keep_sigterm_local(trainer, attributes)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
@@ -311,7 +326,7 @@ class Session:
             attributes,
             computes=computes,
             warns=warns,
-            hand_over=self.hand_over.at_epoch_end,
+            at_epoch_end=self._at_epoch_end,
         )
         if self.topology.world_size > 1:
             vote_on_steps(module, attributes)
@@ -340,6 +355,23 @@ class Session:
             self._collections,
             after_batches=guarded_hooks.read_after_batches(trainer),
             after_epochs=guarded_hooks.read_after_epochs(trainer),
+        )
+
+    def _at_epoch_end(self) -> None:
+        self.progress.end_epoch()
+        self.hand_over.at_epoch_end()
+
+    def _make_collectives(self, groups: ProcessGroups) -> UserCollectives:
+        def peers(group: Any, agreement: Any) -> Peers:
+            return Peers() if agreement is None else Peers(group, Agreement(agreement, self.failures))
+
+        shares = self._options.cube_outside == "share"
+        return UserCollectives(
+            self.guard,
+            peers(groups.metrics, groups.step_agreement),
+            peers(groups.data, groups.hook_agreement),
+            Agreement(available(dist.group.WORLD, "the processes are connected"), self.failures),
+            cube_size=prod(self.topology.cube) if shares else 1,
         )
 
     def _make_norms(self, module: "pl.LightningModule") -> GradientNorms:

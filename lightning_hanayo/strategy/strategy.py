@@ -41,6 +41,7 @@ from lightning_hanayo.strategy.session import Session, plan_for
 from lightning_hanayo.strategy.setup.checks import check_run
 from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_partial_states
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
+from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 
 
 class HanayoStrategy(MeshParallelStrategy):
@@ -289,7 +290,13 @@ class HanayoStrategy(MeshParallelStrategy):
                 self.session, self.module.trainer, batch, lambda part: step(part, *args, **kwargs)
             )
 
-    # parameters for user code
+    # for user code
+
+    @property
+    @override
+    def user_collectives(self) -> UserCollectives | None:
+        collectives = None if self._session is None else self._session.collectives
+        return collectives if collectives is not None and collectives.is_user_code else None
 
     def full_parameter(self, parameter: Tensor) -> Tensor:
         """Return the whole of a parameter, of which this rank may hold a part or nothing.

@@ -27,16 +27,17 @@ class Gathers(models.MLP):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Any] = []
+        self.seen: tuple[Any, ...] = ()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         means = self.all_gather(loss, sync_grads=True)
-        self.seen.append([*means.shape, *self.all_gather({"rank": self.trainer.global_rank})["rank"].tolist()])  # type: ignore[call-overload]
+        ranks = self.all_gather({"rank": self.trainer.global_rank})["rank"].tolist()  # type: ignore[call-overload]
+        self.seen = (*self.seen, [*means.shape, *ranks])
         return loss + 0.1 * means.mean()
 
     def on_train_epoch_end(self) -> None:
-        self.seen.append(self.all_gather(torch.tensor(self.trainer.global_rank)).tolist())  # type: ignore[union-attr]
+        self.seen = (*self.seen, self.all_gather(torch.tensor(self.trainer.global_rank)).tolist())  # type: ignore[union-attr]
 
 
 class Contrasts(models.MLP):
@@ -66,7 +67,7 @@ def test_gradients_flow_back_to_where_a_value_came_from(pool: Pool) -> None:
     assert_close(outcome.gradients, expected.gradients, 1e-10)
 
 
-def gathers(layout: Layout) -> list[Any]:
+def gathers(layout: Layout) -> tuple[Any, ...]:
     (batch,) = models.vectors((8,))
     module = models.build(Gathers)
     trainer = make_trainer(layout, strategy=make_strategy(layout), max_epochs=1)
@@ -78,13 +79,15 @@ def gathers(layout: Layout) -> list[Any]:
 
 @pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(2, 1, 1), Layout(1, 1, 1, cube=(1, 2, 1))], ids=str)
 def test_gathers_over_the_ranks_with_other_samples(pool: Pool, layout: Layout) -> None:
-    axes = ("data", "x", "y", "z")
-    groups = {rank: list(ranks) for ranks in layout.topology.groups(*axes) for rank in ranks}
+    def groups(*axes: str) -> dict[int, list[int]]:
+        return {rank: list(ranks) for ranks in layout.topology.groups(*axes) for rank in ranks}
+
+    in_steps, in_hooks = groups("data", "x", "y", "z"), groups("data")
     for rank, seen in enumerate(pool.run(layout.world_size, gathers, layout, timeout=30.0)):
         *steps, end = seen
         first = layout.topology.coordinates(rank)[1] == 0
-        assert steps == [[len(groups[rank]), *groups[rank]]] * (4 if first else 0)
-        assert end == groups[rank]
+        assert steps == [[len(in_steps[rank]), *in_steps[rank]]] * (4 if first else 0)
+        assert end == in_hooks[rank]
 
 
 class GathersAlone(models.MLP):

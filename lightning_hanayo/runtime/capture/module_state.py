@@ -125,7 +125,7 @@ class _Search:
 
     def add_module(self, name: str, module: nn.Module, block: int | None) -> None:
         """Add the module's attributes and buffers, but not its children's."""
-        if _is_metric(module):
+        if is_metric(module):
             return
         self._add(name, vars(module), block, has_attributes=True)
         known = _IDLE.get(type(module))
@@ -204,6 +204,6 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-def _is_metric(module: nn.Module) -> bool:
+def is_metric(module: nn.Module) -> bool:
     """Whether it is a torchmetrics metric: its states are merged over micro-batches as such."""
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)

@@ -25,6 +25,7 @@ from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.precision import check_precision
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups, backend_for, broadcast_object
+from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 from lightning_hanayo.topology import Topology, resolve
 
 _LIBRARIES = ("lightning.", "lightning_hanayo.")
@@ -210,18 +211,31 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
     # collectives that Lightning and the user call
 
+    @property
+    @abstractmethod
+    def user_collectives(self) -> UserCollectives | None:
+        """The collectives of user code, while it runs."""
+
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+        if self.user_collectives is not None:
+            self.user_collectives.barrier()
+        elif dist.is_initialized():
             dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return broadcast_object(obj, src)
+        user = self.user_collectives
+        return broadcast_object(obj, src) if user is None else user.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data ranks of this pipeline rank: only pipeline rank 0 has metrics."""
+        """Reduce over the ranks that see different samples. In hooks, and for `self.log`: over the data ranks.
+
+        Only pipeline rank 0 has metrics, and the ranks of a cube have the same ones.
+        """
+        if self.user_collectives is not None and group in (None, dist.group.WORLD):
+            return self.user_collectives.reduce(tensor, reduce_op)
         group = group or self.groups.data
         if isinstance(tensor, Tensor) and group is not None:
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -231,6 +245,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self.world_size == 1:
             return decision
+        if self.user_collectives is not None and not self.user_collectives.runs_on_all_ranks:
+            return self.user_collectives.decide(decision, of_all=all)
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
@@ -248,6 +264,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         if self.world_size == 1:
             return tensor
         if group is None or group is dist.group.WORLD:
+            if self.user_collectives is not None:
+                return self.user_collectives.all_gather(tensor, sync_grads=sync_grads)
             group = self.groups.metrics
         with nullcontext() if sync_grads else torch.no_grad():
             gathered: Tensor = AllGather.apply(tensor, group)

@@ -37,3 +37,10 @@ def expected_gradient(trainer: "pl.Trainer") -> float:
 def logged_step(trainer: "pl.Trainer") -> int:
     """What loggers get as the step of the batch that ends now, for Lightning's own metrics too."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def step_name(trainer: "pl.Trainer") -> str:
+    """The name of the user's step that runs."""
+    if trainer.training:
+        return "training_step"
+    return "test_step" if trainer.testing else "predict_step" if trainer.predicting else "validation_step"

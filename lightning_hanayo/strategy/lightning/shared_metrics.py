@@ -28,8 +28,8 @@ class SharedMetrics(_LoggerConnector):
     computes: bool
     """whether this rank's steps have logged what rank 0's have: pipeline rank 0 of each cube rank"""
     warns: bool
-    hand_over: Callable[[], None]
-    """gives all pipeline ranks what hooks may read of the steps"""
+    at_epoch_end: Callable[[], None]
+    """called by all ranks, before and after the hooks"""
 
     def share(self) -> None:
         """Give all ranks of the pipeline rank 0's metrics. Called by all of them."""
@@ -64,13 +64,13 @@ class SharedMetrics(_LoggerConnector):
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
         self.share_current()  # what the steps logged, for the callbacks' epoch ends
-        self.hand_over()
+        self.at_epoch_end()
 
     @override
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
         self.share()
-        self.hand_over()  # what a hook on pipeline rank 0 alone has changed
+        self.at_epoch_end()  # what a hook on pipeline rank 0 alone has changed
 
     @override
     def update_eval_epoch_metrics(self) -> Any:
@@ -96,12 +96,12 @@ def share_metrics(
     *,
     computes: bool,
     warns: bool,
-    hand_over: Callable[[], None],
+    at_epoch_end: Callable[[], None],
 ) -> None:
     """Make the trainer's metrics known on every rank of the pipeline and of its cubes, for the time of a run."""
     connector, module = trainer._logger_connector, trainer.lightning_module
     attributes.set(connector, "__class__", SharedMetrics)
-    for name, value in {"relay": relay, "computes": computes, "warns": warns, "hand_over": hand_over}.items():
+    for name, value in {"relay": relay, "computes": computes, "warns": warns, "at_epoch_end": at_epoch_end}.items():
         attributes.set(connector, name, value)
     hook = partial(_on_train_epoch_end, module, vars(module).get("on_train_epoch_end"))
     attributes.set(module, "on_train_epoch_end", hook)

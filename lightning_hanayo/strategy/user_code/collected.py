@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.containers import leaves
 from lightning_hanayo.runtime.capture.holder import INTERNAL, version_of
-from lightning_hanayo.runtime.capture.module_state import LIBRARIES
+from lightning_hanayo.runtime.capture.module_state import LIBRARIES, is_metric
 from lightning_hanayo.runtime.stages.first_last import detach_tree
 
 Path = tuple[Any, ...]
@@ -75,8 +75,9 @@ class Collections:
 
     def __init__(self, module: "pl.LightningModule", outside: Iterable[nn.Module]) -> None:
         self._internal = INTERNAL | vars(pl.LightningModule()).keys() | {"training"}
-        self._names = {part: name for name, part in module.named_modules()}
-        self._outside = list(outside)
+        ids = {id(part) for part in outside if not is_metric(part)}  # a metric's hash changes with its state
+        named = module.named_modules(prefix="self")
+        self._outside = [(name, part) for name, part in named if id(part) in ids]
         self._lists: dict[Path, tuple[list[Any], int, Any]] = {}
         self._values: dict[Path, tuple[Any, int]] = {}
         self._starts: dict[Path, int] | None = None
@@ -158,8 +159,7 @@ class Collections:
     def owners(self) -> dict[str, Any]:
         """The objects whose attributes are watched, by name: modules outside the stack, and plain objects in them."""
         found: dict[str, Any] = {}
-        for part in self._outside:
-            name = ".".join(filter(None, ("self", self._names[part])))
+        for name, part in self._outside:
             found[name] = part
             for key, value in vars(part).items():
                 if key not in self._internal and _is_plain_object(value):

@@ -195,7 +195,7 @@ def _are_constant(values: Sequence[Any]) -> bool:
 def _are_equal(items: Sequence[Any], others: Sequence[Any]) -> bool:
     def equal(a: Any, b: Any) -> bool:
         if isinstance(a, Array):
-            return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
+            return type(a) is type(b) and np.array_equal(torch.as_tensor(a).cpu(), torch.as_tensor(b).cpu())
         inside, other = children(a), children(b)
         if inside is None or other is None:
             return bool(a == b)

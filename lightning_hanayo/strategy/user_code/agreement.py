@@ -1,0 +1,146 @@
+"""Ranks agree on a collective of user code before any of them issues it, so that none waits for one that doesn't come.
+
+rank 0   all_gather of float32 [2], training_step, micro-batch 0 of 4   --+-- the same on both: it is issued
+rank 2   all_gather of float32 [2], training_step, micro-batch 0 of 4   --+
+
+rank 2   barrier, training_step, micro-batch 0 of 4                       different: an error on both ranks
+rank 2   is in the next batch                                             an error on rank 0, within seconds
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.failure import Failures
+
+_FRAME = 1024
+_LOOK = 1.0
+"""seconds between two looks at how far the others are"""
+WAY_OUT = (
+    "All ranks with data must call the same collectives, in the same order, in as many micro-batches: not under a "
+    "condition that differs between ranks, and with batches of equal sizes on all data ranks (drop_last=True)"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that user code calls on one rank."""
+
+    name: str
+    """what was called, with options that must be the same"""
+    place: str
+    """where: the hook, or the step and its micro-batch"""
+    shape: tuple[int, ...] | None = None
+    dtype: str = ""
+    num_samples: int = 1
+    """of the samples that it is about, how many this rank has"""
+    weighs: bool = True
+    """whether the loss of these samples counts, so that a backward runs for it"""
+
+    def __str__(self) -> str:
+        what = "" if self.shape is None else f" of {self.dtype} {list(self.shape)}"
+        return f"{self.name}{what} in {self.place}"
+
+    def matches(self, other: "Call") -> bool:
+        """Whether it is the same call. What a rank without samples passes doesn't matter."""
+        alike = not (self.num_samples and other.num_samples) or (self.shape, self.dtype) == (other.shape, other.dtype)
+        return alike and (self.name, self.place) == (other.name, other.place)
+
+
+class Progress:
+    """How far a rank is in its run: what others look at who wait for it. It is the same on all ranks that keep step."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+
+    def begin_batch(self, *, trains: bool) -> None:
+        """Called when a batch begins."""
+        trained, evaluated, _ = self._failures.position
+        self._failures.position = (trained + 1, 0, 0) if trains else (trained, evaluated + 1, 0)
+
+    def end_epoch(self) -> None:
+        """Called when an epoch ends: data ranks may have evaluated different numbers of batches in it."""
+        trained, evaluated, _ = self._failures.position
+        self._failures.position = (trained, (evaluated // _MANY + 1) * _MANY, 0)
+
+    def end_hook(self) -> None:
+        """Called after a hook of the user's module."""
+        trained, evaluated, hooks = self._failures.position
+        self._failures.position = (trained, evaluated, hooks + 1)
+
+
+_MANY = 2**32
+"""more batches than one evaluation has"""
+
+
+class Agreement:
+    """One rank's side of it.
+
+    Args:
+        group: the ranks that call; it carries CPU tensors, and nothing else uses it.
+        failures: tell how far other ranks are, and whether one has failed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, failures: Failures) -> None:
+        self._group = group
+        self._failures = failures
+        self._ranks = dist.get_process_group_ranks(group)
+
+    def on(self, call: Call) -> list[Call]:
+        """Return the call of each rank of the group.
+
+        Raises:
+            UnsupportedError: another rank calls something else, or nothing.
+        """
+        calls = self._exchange(call)
+        present = next((i for i, one in enumerate(calls) if one.num_samples), 0)
+        for rank, other in zip(self._ranks, calls, strict=True):
+            if not calls[present].matches(other):
+                raise UnsupportedError(
+                    f"ranks {self._ranks[present]} and {rank} call different collectives: {calls[present]}, and "
+                    f"{other}. {WAY_OUT}."
+                )
+        return calls
+
+    def _exchange(self, call: Call) -> list[Call]:
+        text = json.dumps(asdict(call)).encode()
+        own = torch.frombuffer(bytearray(text[:_FRAME].ljust(_FRAME)), dtype=torch.uint8)
+        frames = [torch.empty_like(own) for _ in self._ranks]
+        try:
+            self._wait(dist.all_gather(frames, own, group=self._group, async_op=True), call)
+        except RuntimeError as error:
+            self._failures.on_transfer(error)
+        return [_call_of(json.loads(frame.numpy().tobytes())) for frame in frames]
+
+    def _wait(self, work: Any, call: Call) -> None:
+        """Wait, while no rank of the group is further than this one."""
+        deadline, ahead = time.monotonic() + _LOOK, None
+        while not work.is_completed():
+            time.sleep(1e-4)
+            if time.monotonic() > deadline:
+                earlier, ahead = ahead, self._rank_ahead()
+                if ahead is not None and ahead == earlier:
+                    raise UnsupportedError(f"rank {ahead} has not called {call}, for which others wait. {WAY_OUT}.")
+                deadline = time.monotonic() + _LOOK
+        work.wait()
+
+    def _rank_ahead(self) -> int | None:
+        """A rank that has passed this point of the run.
+
+        Raises:
+            PeerFailed: a rank has failed.
+        """
+        self._failures.check_peers()
+        positions = ((rank, self._failures.position_of(rank)) for rank in self._ranks)
+        return next((rank for rank, position in positions if position > self._failures.position), None)
+
+
+def _call_of(fields: dict[str, Any]) -> Call:
+    shape: Sequence[int] | None = fields.pop("shape")
+    return Call(**fields, shape=None if shape is None else tuple(shape))

@@ -44,6 +44,8 @@ class ParameterGuard:
         self.hook_name = ""
         """the hook that runs; empty in a step"""
         self.device = device
+        self.after_step: Callable[[], None] = _do_nothing
+        """called each time when code of a step has run"""
         self._own: list[nn.Parameter] = []
         self._guarded: dict[Scope, list[_Guarded]] = {}
         self._placeholder_class = type("GuardedPlaceholder", (GuardedPlaceholder,), {"user_code": self})
@@ -102,6 +104,7 @@ class ParameterGuard:
         """While the user's step runs."""
         with self.during("step"):
             yield
+        self.after_step()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -142,3 +145,7 @@ class ParameterGuard:
             for parameter, _, guarded in self._guarded.get(scope, ()):
                 parameter.__class__ = guarded
         self.scope, self.hook_name = scope, hook_name
+
+
+def _do_nothing() -> None:
+    """Called after a step, unless a run wants to know."""

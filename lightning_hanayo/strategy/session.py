@@ -88,6 +88,7 @@ class Session:
         self._hand_over: HandOver | None = None
         self._warned: set[str] = set()
         self.progress = Progress(self.failures)
+        self.guard.after_step = self.progress.end_code
         self.collectives = self._make_collectives(groups)
         self._raw = raw_collectives.Run(self.collectives, topology.pipe, prod(topology.cube))
         self.cube: Cube | None = None
@@ -315,7 +316,7 @@ class Session:
             attributes,
             num_pipe_ranks=self.topology.pipe,
             pipe_rank=self._pipe_rank,
-            end_hook=self.progress.end_hook,
+            end_hook=self.progress.end_code,
         )
         signals.keep_sigterm_local(trainer, attributes)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1

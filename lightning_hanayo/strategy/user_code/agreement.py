@@ -69,10 +69,10 @@ class Progress:
         trained, evaluated, _ = self._failures.position
         self._failures.position = (trained, (evaluated // _MANY + 1) * _MANY, 0)
 
-    def end_hook(self) -> None:
-        """Called after a hook of the user's module."""
-        trained, evaluated, hooks = self._failures.position
-        self._failures.position = (trained, evaluated, hooks + 1)
+    def end_code(self) -> None:
+        """Called after a hook of the user's module, and when a step has ended or is suspended."""
+        trained, evaluated, ended = self._failures.position
+        self._failures.position = (trained, evaluated, ended + 1)
 
 
 _MANY = 2**32
@@ -88,7 +88,7 @@ class Agreement:
     """
 
     def __init__(self, group: dist.ProcessGroup, failures: Failures) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._failures = failures
         self._ranks = dist.get_process_group_ranks(group)
 
@@ -108,6 +108,10 @@ class Agreement:
                 )
         return calls
 
+    def forget(self) -> None:
+        """Drop the process group, after a failure."""
+        self._group = None
+
     def _exchange(self, call: Call) -> list[Call]:
         text = json.dumps(asdict(call)).encode()
         own = torch.frombuffer(bytearray(text[:_FRAME].ljust(_FRAME)), dtype=torch.uint8)
@@ -115,20 +119,28 @@ class Agreement:
         try:
             self._wait(dist.all_gather(frames, own, group=self._group, async_op=True), call)
         except RuntimeError as error:
+            ahead = self._rank_ahead()
+            if ahead is not None:  # it has left, and its connections with it
+                raise self._not_called(ahead, call) from error
             self._failures.on_transfer(error)
         return [_call_of(json.loads(frame.numpy().tobytes())) for frame in frames]
 
     def _wait(self, work: Any, call: Call) -> None:
         """Wait, while no rank of the group is further than this one."""
-        deadline, ahead = time.monotonic() + _LOOK, None
+        deadline = time.monotonic() + _LOOK
+        ahead: int | None = None
         while not work.is_completed():
             time.sleep(1e-4)
             if time.monotonic() > deadline:
                 earlier, ahead = ahead, self._rank_ahead()
                 if ahead is not None and ahead == earlier:
-                    raise UnsupportedError(f"rank {ahead} has not called {call}, for which others wait. {WAY_OUT}.")
+                    del work  # a traceback would keep it, and with it the connections for which others wait
+                    raise self._not_called(ahead, call)
                 deadline = time.monotonic() + _LOOK
         work.wait()
+
+    def _not_called(self, rank: int, call: Call) -> UnsupportedError:
+        return UnsupportedError(f"rank {rank} has not called {call}, for which others wait. {WAY_OUT}.")
 
     def _rank_ahead(self) -> int | None:
         """A rank that has passed this point of the run.

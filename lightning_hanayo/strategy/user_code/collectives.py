@@ -34,7 +34,7 @@ class RunningStep:
         return f"{self.name}, micro-batch {self.microbatch} of {self.num_microbatches}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peers:
     """The ranks that call a collective together: `group` carries the values. None for a rank alone."""
 
@@ -44,6 +44,12 @@ class Peers:
     def agree(self, call: Call) -> list[Call]:
         """The call of each rank."""
         return [call] if self.agreement is None else self.agreement.on(call)
+
+    def forget(self) -> None:
+        """Drop the process groups, after a failure: a traceback may keep this object."""
+        self.group = None
+        if self.agreement is not None:
+            self.agreement.forget()
 
 
 class UserCollectives:
@@ -85,8 +91,8 @@ class UserCollectives:
 
     def all_gather(self, tensor: Tensor, *, sync_grads: bool) -> Tensor:
         """[...] of each rank to [ranks, ...], in the order of their samples. With a gradient if `sync_grads`."""
-        group = self._peers.group
         calls = self.agree("self.all_gather" + ("(sync_grads=True)" if sync_grads else ""), tensor)
+        group = self._peers.group
         present = [i for i, call in enumerate(calls) if call.num_samples]
         if sync_grads:
             self._check_gradients(calls)
@@ -114,8 +120,8 @@ class UserCollectives:
         """The value of rank `source` of the world. In hooks that run on all ranks, over all of them."""
         if self.runs_on_all_ranks:
             return broadcast_object(value, source)
-        group = self._peers.group
         self.agree(f"strategy.broadcast(src={source})")
+        group = self._peers.group
         if group is None:
             return value
         if source not in dist.get_process_group_ranks(group):
@@ -159,8 +165,9 @@ class UserCollectives:
 
     def forget(self) -> None:
         """Drop the process groups, after a failure."""
-        self._in_steps = self._in_hooks = Peers()
-        del self._world
+        self._in_steps.forget()
+        self._in_hooks.forget()
+        self._world.forget()
 
     @property
     def runs_on_all_ranks(self) -> bool:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.habits.collecting import Collects
-from tests.habits.habit import EXACT, Habit, Refused, everywhere, on
+from tests.habits.habit import EXACT, Habit, PerMicrobatch, Refused, everywhere, on
 from tests.harness import models
 from tests.harness.models import Batch
 
@@ -47,6 +47,19 @@ class GathersSamples(Collects):
         self.see("number", len(scores))
         self.see("largest", scores.amax())
         self.see("mean", scores.mean())
+
+
+class Contrasts(Collects):
+    """A loss between the samples of all ranks, with gradients to all of them."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        own = self(batch["x"])
+        everybody = self.all_gather(own, sync_grads=True)
+        loss = (own[:, None] - everybody.reshape(-1, own.shape[-1])[None]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None: ...
 
 
 class Reduces(Gathers):
@@ -135,6 +148,8 @@ HABITS = [
           everywhere(EXACT), True),
     Habit("`self.all_gather` of scores in the step, collected for the epoch", GathersSamples, VECTORS,
           everywhere(EXACT)),
+    Habit("a contrastive loss with `self.all_gather(..., sync_grads=True)`", Contrasts, VECTORS,
+          on(pipelines=PerMicrobatch("gathers one of the 4 micro-batches"), cubes=Refused("it runs no backward"))),
     Habit("`self.trainer.strategy.reduce` in both", Reduces, VECTORS, everywhere(EXACT), True),
     Habit("`barrier`, `broadcast` and `self.log(..., sync_dist=True)`", Synchronizes, VECTORS, everywhere(EXACT), True),
     Habit("`torch.distributed.all_reduce` in the step", Raw, VECTORS, everywhere(RAW)),

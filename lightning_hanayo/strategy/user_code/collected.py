@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.containers import leaves
 from lightning_hanayo.runtime.capture.holder import INTERNAL, version_of
-from lightning_hanayo.runtime.capture.module_state import LIBRARIES, is_metric
+from lightning_hanayo.runtime.capture.module_state import LIBRARIES, MAX_LENGTH, is_metric
 from lightning_hanayo.runtime.stages.first_last import detach_tree
+from lightning_hanayo.strategy.user_code.stand_ins import Missing
 
 Path = tuple[Any, ...]
 """The name of an owner, an attribute, and keys of the containers in it."""
@@ -55,7 +56,6 @@ class Left:
             self.means = [(leaf, True) for leaf in leaves(result) if is_mean(leaf)]
             self.means += [(value, False) for value in logged if is_mean(value)]
             self.appended = {path: detach_tree(items) for path, items in self.appended.items()}
-            self.assigned = {path: detach_tree(value) for path, value in self.assigned.items()}
 
 
 def is_mean(value: Any) -> bool:
@@ -151,6 +151,7 @@ class Collections:
                     )
                 known[start:] = value
             elif isinstance(value, dict) and isinstance(known, dict):
+                value = {key: _sent_or_own(item, known.get(key, item)) for key, item in value.items()}
                 known.clear()
                 known.update(value)
             else:
@@ -214,7 +215,7 @@ class Collections:
         if value is not known or version != known_version:
             self._changed.add(path[:2])
             if self._microbatch is not None:
-                self._current.assigned[path] = MUTATED if value is known else value
+                self._current.assigned[path] = MUTATED if value is known else detach_tree(value)
 
     @property
     def _current(self) -> Left:
@@ -231,7 +232,7 @@ class Collections:
     def _walk_value(self, path: Path, value: Any, depth: int) -> Iterator[tuple[Path, Any]]:
         if isinstance(value, (*_LEAVES, list)):
             yield path, value
-        if depth and isinstance(value, dict):
+        if depth and isinstance(value, dict) and len(value) <= MAX_LENGTH:
             for key, item in list(value.items()):
                 yield from self._walk_value((*path, key), item, depth - 1)
         elif depth and isinstance(value, list) and len(value) <= _MANY:
@@ -245,3 +246,10 @@ def _is_plain_object(value: Any) -> bool:
     kind = type(value)
     root = kind.__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and root not in LIBRARIES
+
+
+def _sent_or_own(value: Any, own: Any) -> Any:
+    """What another rank has sent; what this one has where that can't be sent."""
+    if isinstance(value, dict) and isinstance(own, dict):
+        return {key: _sent_or_own(item, own.get(key, item)) for key, item in value.items()}
+    return own if isinstance(value, Missing) else value

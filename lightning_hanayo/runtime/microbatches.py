@@ -3,6 +3,7 @@
 11 samples, 4 micro-batches  ->  3, 3, 3, 2          2 samples, 4 micro-batches  ->  1, 1
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +58,19 @@ class PieceSizes:
         return not self.are_known or any(list(lengths) == list(part) for part in self.parts)
 
 
-def merge(results: Sequence[Any], sizes: PieceSizes, weights: Sequence[float], *, has_loss: bool = False) -> Any:
+def merge(
+    results: Sequence[Any],
+    sizes: PieceSizes,
+    weights: Sequence[float],
+    *,
+    has_loss: bool = False,
+    name: str = "outputs",
+) -> Any:
     """Merge what a step returned for each micro-batch into one result.
 
     Tensors, arrays and lists as long as their micro-batch are concatenated. Scalars are averaged with `weights`, which
-    sum to 1. Containers keep their type. A single result is returned as it is.
+    sum to 1. Integers are added as counts, with a warning if they aren't the samples of the micro-batches; an int that
+    is the same for all is kept. Containers keep their type. A single result is returned as it is.
 
     Results of a training step have a loss (a tensor, or the mapping's "loss"). It is averaged if it has one element; a
     loss of shape [1] would look like the result of one sample.
@@ -75,10 +84,13 @@ def merge(results: Sequence[Any], sizes: PieceSizes, weights: Sequence[float], *
         dim = sizes.sample_dim(results)
         if dim is not None:
             return torch.cat(list(results), dim) if isinstance(first, Tensor) else np.concatenate(results, dim)
-        is_mean = isinstance(first, Tensor) and first.ndim == 0 and first.is_floating_point()
-        return _mean(results, weights) if is_mean else first
+        if not isinstance(first, Tensor) or first.ndim or first.dtype == torch.bool:
+            return first
+        return _mean(results, weights) if first.is_floating_point() else _count(results, sizes, name)
     if isinstance(first, float):
         return sum(r * w for r, w in zip(results, weights, strict=True))
+    if type(first) is int and (len(set(results)) > 1 or _are_sizes(results, sizes)):
+        return _count(results, sizes, name)
     if isinstance(first, list) and _list_samples(results, sizes):
         return [item for result in results for item in result]
     items = children(first)
@@ -86,7 +98,13 @@ def merge(results: Sequence[Any], sizes: PieceSizes, weights: Sequence[float], *
         return first
     columns = zip(*(_items(result, items) for result in results), strict=True)
     merged = [
-        merge(column, sizes, weights, has_loss=has_loss and isinstance(first, Mapping) and key == "loss")
+        merge(
+            column,
+            sizes,
+            weights,
+            has_loss=has_loss and isinstance(first, Mapping) and key == "loss",
+            name=f"{name}[{key!r}]",
+        )
         for key, column in zip(items, columns, strict=True)
     ]
     return with_children(first, dict(zip(items, merged, strict=True)))
@@ -102,6 +120,21 @@ def _mean(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the weighted mean. A micro-batch with weight 0 does not count, even if its value is NaN."""
     weighted = [result * weight for result, weight in zip(results, weights, strict=True) if weight]
     return torch.stack(weighted).sum(0) if weighted else results[0]
+
+
+def _count(results: Sequence[Any], sizes: PieceSizes, name: str) -> Any:
+    if not _are_sizes(results, sizes) or len(set(results)) == 1:  # which a constant may be by chance
+        warnings.warn(
+            f"{name}: the step returns an integer for each micro-batch. They are added, as counts are; if it isn't a "
+            f"count, return a float or a string.",
+            stacklevel=2,
+        )
+    return sum(results[1:], results[0])
+
+
+def _are_sizes(results: Sequence[Any], sizes: PieceSizes) -> bool:
+    """Whether the integers are the numbers of samples of the micro-batches."""
+    return sizes.are_known and any([int(result) for result in results] == list(part) for part in sizes.parts)
 
 
 def _list_samples(results: Sequence[Any], sizes: PieceSizes) -> bool:

@@ -52,6 +52,10 @@ def read_after_epochs(trainer: "pl.Trainer") -> bool:
     return user_defines(trainer, (*_AFTER_BATCHES, *_AFTER_EPOCHS))
 
 
+def _do_nothing() -> None:
+    """Called after a callback's hook, which may exist on some ranks only."""
+
+
 class _GuardedHook:
     """Takes the place of a hook on an instance.
 
@@ -104,7 +108,7 @@ def guard_hooks(
     *,
     num_pipe_ranks: int,
     pipe_rank: int,
-    end_hook: Callable[[], None],
+    end_hook: Callable[[], None] = _do_nothing,
 ) -> None:
     """Enter the guard in all hooks that the user has defined. `end_hook` is called after those of the module."""
     module = trainer.lightning_module
@@ -131,7 +135,3 @@ def _guard_hook(
     if callable(hook) and not is_lightnings(hook):
         guarded = _GuardedHook(name, hook, guard, scope, at_end)
         attributes.set(owner, name, guarded if is_on_instance else MethodType(guarded, owner))
-
-
-def _do_nothing() -> None:
-    """Called after a callback's hook, which may exist on some ranks only."""

@@ -269,3 +269,11 @@ def test_the_loss_of_a_training_step_is_averaged_in_its_shape() -> None:
     merged = merge(results, parts, WEIGHTS, has_loss=True)
     assert torch.equal(merged["loss"], torch.tensor([2.0])) and merged["predicted"].shape == (4,)
     assert torch.equal(merge(losses, PARTS, WEIGHTS, has_loss=True), torch.tensor([2.0])), "larger micro-batches"
+
+
+def test_integers_are_counts() -> None:
+    sizes, weights = [3, 2], [0.6, 0.4]
+    assert merge([{"n": 3, "epoch": 1}, {"n": 2, "epoch": 1}], sizes, weights) == {"n": 5, "epoch": 1}
+    with pytest.warns(UserWarning, match=r"outputs\['correct'\]: the step returns an integer .* added"):
+        merged = merge([{"correct": torch.tensor(1)}, {"correct": torch.tensor(1)}], sizes, weights)
+    assert merged["correct"].item() == 2

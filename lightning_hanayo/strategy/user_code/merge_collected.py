@@ -184,7 +184,7 @@ def warn_of_parts(names: Sequence[str], num_microbatches: int) -> None:
 
 
 def _paths(parts: Any) -> list[Path]:
-    return sorted({path for part in parts for path in part})
+    return sorted({path for part in parts for path in part}, key=repr)
 
 
 def _are_constant(values: Sequence[Any]) -> bool:

@@ -3,7 +3,7 @@
 hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's step, once per micro-batch
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,9 +24,8 @@ from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
-from lightning_hanayo.strategy.user_code.collected import Left
 from lightning_hanayo.strategy.user_code.collectives import RunningStep
-from lightning_hanayo.strategy.user_code.merge_collected import CollectedMerge
+from lightning_hanayo.strategy.user_code.merge_collected import keep_collected
 
 UserStep = Callable[[Any], Any]
 """The user's step on one micro-batch."""
@@ -121,7 +120,8 @@ def _run(
     own_pieces = [(running.results[m], left[m], noted[m]) for m in range(count)]
     results, collected, losses = zip(*pipeline.splitter.by_piece(own_pieces), strict=True)
     session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
-    _keep_collected(session, split, weights, collected)
+    apart = keep_collected(collections, split, weights, collected)
+    session.warn_of_parts(apart, count)
     return split.merge(results, weights.in_loss, has_loss=trains)
 
 
@@ -131,22 +131,6 @@ def _running_step(trainer: "pl.Trainer", split: SplitBatch, weights: PieceWeight
     samples = max(1, split.sizes.parts[0][piece]) if is_present else 0
     weighs = is_present and weights.in_gradient[piece] > 0
     return RunningStep(progress.step_name(trainer), microbatch, split.num_microbatches, samples, weighs)
-
-
-def _keep_collected(session: Session, split: SplitBatch, weights: PieceWeights, left: Sequence[Left]) -> None:
-    """Put what the steps of the micro-batches have collected into the module as if the step had run once."""
-    kept, num_ranks = split.present, len(left) // split.num_microbatches
-    if len(kept) == 1 or not any(left[i].appended or left[i].assigned for i in kept):
-        return
-    merge = CollectedMerge(
-        [left[i] for i in kept],
-        [i // num_ranks for i in kept],
-        split.sizes.of(kept),
-        in_loss=[weights.in_loss[i] for i in kept],
-        in_mean=[weights.in_mean[i] for i in kept],
-    )
-    session.collections.store(merge.appended(), merge.assigned())
-    session.warn_of_parts(merge.kept_apart, split.num_microbatches)
 
 
 def _hand_over(session: Session, result: Any, batch: Any) -> Any:

@@ -52,6 +52,12 @@ class PiecewiseLog:
             self._log(name, self._merged(name, logged), **logged.keywords | {"batch_size": logged.batch_sizes[0] or 1})
         self._logged.clear()
 
+    def means_of(self, data_rank: int, piece: int) -> list[Any]:
+        """What the step has logged as means for a piece, of what it logs once for each."""
+        means = (one for one in self._logged.values() if one.keywords.get("reduce_fx", "mean") not in _REDUCTIONS)
+        rows = (one.values[data_rank] for one in means)
+        return [row[piece][1] for row in rows if piece < len(row)]
+
     def has_merged(self, name: str) -> bool:
         """Whether a value, such as "train_loss (epoch)", is that of all pieces."""
         return f"{name.partition(' (')[0]} {'epoch' if name.endswith('(epoch)') else 'batch'}" not in self._not_merged

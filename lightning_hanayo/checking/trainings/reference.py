@@ -28,12 +28,15 @@ from lightning_hanayo.checking.trainings.prepare import prepare
 from lightning_hanayo.checking.trainings.rank import make_loader, make_trainer, rank_of_run
 from lightning_hanayo.checking.trainings.watch import ModuleWatch, RoundingWatch
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.stack import find_stack
+from lightning_hanayo.partition.stack import find_stack, modules_outside
+from lightning_hanayo.runtime.stages.first_last import detach_tree
 from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 from lightning_hanayo.strategy.lightning.loaders import source_of
 from lightning_hanayo.strategy.lightning.progress import batch_idx, batch_key
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.run_batch import UserStep
+from lightning_hanayo.strategy.user_code.collected import Collections
+from lightning_hanayo.strategy.user_code.merge_collected import keep_collected
 
 
 @rank_of_run
@@ -111,6 +114,7 @@ class _PiecewiseSteps(Callback):
 
         object.__setattr__(pl_module, "training_step", training_step)
         self.watch = ModuleWatch(pl_module)
+        self._collections = Collections(pl_module, modules_outside(pl_module, stack))
 
     def _run(self, trainer: pl.Trainer, batches: Sequence[Any], step: UserStep) -> Any:
         source = source_of(trainer)
@@ -126,22 +130,31 @@ class _PiecewiseSteps(Callback):
         self.losses = [_weighted(row, own.in_loss).detach() for row, own in zip(losses, weights, strict=True)]
         all_losses = [loss for row in losses for loss in row]
         total = _weighted(all_losses, [weight for own in weights for weight in own.in_gradient])
-        last = results[0][-1]
-        return {**last, "loss": total} if isinstance(last, Mapping) else total
+        first = rows[0].merge([detach_tree(result) for result in results[0]], weights[0].in_loss, has_loss=True)
+        return {**first, "loss": total} if isinstance(first, Mapping) else total
 
     def _run_row(
         self, module: pl.LightningModule, row: SplitBatch, weights: PieceWeights, data_rank: int, step: UserStep
     ) -> list[Any]:
         """Run the step on a data rank's pieces. Each data rank has buffers of its own; the module holds rank 0's."""
         results = []
+        self._collections.begin_batch()
         with _buffers(module, self._buffers[data_rank]) if data_rank else nullcontext():
             for m, (piece, weight) in enumerate(zip(row.pieces, weights.in_mean, strict=True)):
                 self.random.begin(data_rank, m)
                 self.log.begin(data_rank, weight, _num_samples(row, m))
+                self._collections.enter(m)
                 with nullcontext() if self._has_run else self.rounding:
                     results.append(step(piece))
                 self._has_run = True
                 self.random.end()
+        left = self._collections.end_batch(len(results))
+        for m, (own, result) in enumerate(zip(left, results, strict=True)):
+            own.note_means(result, self.log.means_of(data_rank, m))
+        if data_rank:  # the module holds data rank 0's
+            self._collections.store({path: [] for own in left for path in own.appended}, {})
+        else:
+            keep_collected(self._collections, row, weights, left)
         return results
 
     def _other_batch(self, trainer: pl.Trainer, data_rank: int) -> Any:

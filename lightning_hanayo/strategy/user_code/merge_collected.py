@@ -20,7 +20,9 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.containers import Array, children, with_children
 from lightning_hanayo.runtime.capture.holder import PLAIN
 from lightning_hanayo.runtime.microbatches import PieceSizes
-from lightning_hanayo.strategy.user_code.collected import MUTATED, Left, Path, is_mean
+from lightning_hanayo.strategy.batch_split import SplitBatch
+from lightning_hanayo.strategy.loss_weight import PieceWeights
+from lightning_hanayo.strategy.user_code.collected import MUTATED, Collections, Left, Path, is_mean
 from lightning_hanayo.strategy.user_code.stand_ins import Missing
 
 
@@ -163,6 +165,27 @@ class CollectedMerge:
                 parts = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
                 return sum(parts[1:], parts[0]) if parts else values[0]
         raise _Apart
+
+
+def keep_collected(
+    collections: Collections, split: SplitBatch, weights: PieceWeights, left: Sequence[Left]
+) -> Sequence[str]:
+    """Put what the steps of a batch's pieces have left into the module as if the step had run once.
+
+    Returns the names of what holds values of micro-batches.
+    """
+    kept, num_ranks = split.present, len(left) // split.num_microbatches
+    if len(kept) == 1 or not any(left[i].appended or left[i].assigned for i in kept):
+        return ()
+    merge = CollectedMerge(
+        [left[i] for i in kept],
+        [i // num_ranks for i in kept],
+        split.sizes.of(kept),
+        in_loss=[weights.in_loss[i] for i in kept],
+        in_mean=[weights.in_mean[i] for i in kept],
+    )
+    collections.store(merge.appended(), merge.assigned())
+    return merge.kept_apart
 
 
 def name_of(path: Path) -> str:

@@ -44,7 +44,7 @@ class ParameterGuard:
         self.hook_name = ""
         """the hook that runs; empty in a step"""
         self.device = device
-        self.after_step: Callable[[], None] = _do_nothing
+        self.after_step: Callable[[], None] = _ignore
         """called each time when code of a step has run"""
         self._own: list[nn.Parameter] = []
         self._guarded: dict[Scope, list[_Guarded]] = {}
@@ -147,5 +147,5 @@ class ParameterGuard:
         self.scope, self.hook_name = scope, hook_name
 
 
-def _do_nothing() -> None:
+def _ignore() -> None:
     """Called after a step, unless a run wants to know."""

@@ -52,7 +52,7 @@ def read_after_epochs(trainer: "pl.Trainer") -> bool:
     return user_defines(trainer, (*_AFTER_BATCHES, *_AFTER_EPOCHS))
 
 
-def _do_nothing() -> None:
+def _ignore() -> None:
     """Called after a callback's hook, which may exist on some ranks only."""
 
 
@@ -108,7 +108,7 @@ def guard_hooks(
     *,
     num_pipe_ranks: int,
     pipe_rank: int,
-    end_hook: Callable[[], None] = _do_nothing,
+    end_hook: Callable[[], None] = _ignore,
 ) -> None:
     """Enter the guard in all hooks that the user has defined. `end_hook` is called after those of the module."""
     module = trainer.lightning_module
@@ -117,7 +117,7 @@ def guard_hooks(
     for owner in (module, *callbacks_of(trainer)):
         for name in _HOOKS:
             is_alone = owner is module and num_pipe_ranks > 1 and name in _ON_FIRST_RANK
-            at_end = end_hook if owner is module else _do_nothing
+            at_end = end_hook if owner is module else _ignore
             _guard_hook(owner, name, guard, "alone" if is_alone else "hook", at_end, attributes)
 
 

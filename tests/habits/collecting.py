@@ -194,6 +194,70 @@ class ReadsOutputs(Collects):
             self.see(name, self.trainer.callback_metrics[name])
 
 
+class LargeOutputs(Collects):
+    """Outputs that are too large to be sent to other pipeline ranks, logged."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        scores = self(batch["x"])
+        loss = functional.cross_entropy(scores, batch["y"])
+        self.log("train_loss", loss)
+        return {"loss": loss, "logits": scores.repeat(1, 4000)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("confidence", outputs["logits"].softmax(-1).amax(-1).mean())
+        if self.trainer.is_global_zero:
+            self.see("mean", outputs["logits"].mean())
+
+    def on_train_epoch_end(self) -> None: ...
+
+    def on_train_end(self) -> None:
+        self.see("confidence", self.trainer.callback_metrics["confidence"])
+
+
+class DecidesByLargeOutputs(LargeOutputs):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs["logits"].mean() > 0:
+            self.see("positive", batch_idx)
+
+    def on_train_end(self) -> None: ...
+
+
+class ComputesMetric(Collects):
+    """A torchmetrics metric that the step updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics.classification import MulticlassAccuracy
+
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        scores = self(batch["x"])
+        self.accuracy.update(scores, batch["y"])
+        loss = functional.cross_entropy(scores, batch["y"])
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        accuracy = self.accuracy.compute()
+        self.log("accuracy", accuracy)
+        self.see("accuracy", accuracy)
+        self.accuracy.reset()
+
+
+class UnknownMeans(Validates):
+    """Validation losses that are neither returned nor logged."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        self.validation_outputs.append(self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", torch.stack(self.validation_outputs).mean())
+        self.validation_outputs.clear()
+
+    def on_train_epoch_end(self) -> None: ...
+
+
 PER_RANK = Refused("each rank of the cube runs it on its own samples")
 
 HABITS = [
@@ -210,4 +274,11 @@ HABITS = [
           on(pipelines=PerMicrobatch("self.number"), cubes=PER_RANK)),
     Habit("an attribute that the step sets, read in `on_train_batch_end`", KeepsLast, VECTORS, everywhere(EXACT)),
     Habit("`outputs['logits']` and `batch` in `on_train_batch_end`", ReadsOutputs, VECTORS, everywhere(EXACT), True),
+    Habit("large `outputs` in it, logged", LargeOutputs, VECTORS, everywhere(EXACT)),
+    Habit("large `outputs` in it, in a condition", DecidesByLargeOutputs, VECTORS,
+          everywhere(Refused("logits.*is_global_zero", "outputs['logits'] is on pipeline rank 0 ... is_global_zero"))
+          | {"cube": EXACT}),
+    Habit("a torchmetrics metric, computed in `on_train_epoch_end`", ComputesMetric, VECTORS, everywhere(EXACT)),
+    Habit("validation losses collected, but neither returned nor logged", UnknownMeans, VECTORS,
+          everywhere(PerMicrobatch("self.validation_outputs: set by the step for each"))),
 ]  # fmt: skip

@@ -75,7 +75,7 @@ class Collections:
 
     def __init__(self, module: "pl.LightningModule", outside: Iterable[nn.Module]) -> None:
         self._internal = INTERNAL | vars(pl.LightningModule()).keys() | {"training"}
-        ids = {id(part) for part in outside if not is_metric(part)}  # a metric's hash changes with its state
+        ids = {id(part) for part in outside if _is_users(part) and not is_metric(part)}  # a metric's hash changes
         named = module.named_modules(prefix="self")
         self._outside = [(name, part) for name, part in named if id(part) in ids]
         self._lists: dict[Path, tuple[list[Any], int, Any]] = {}
@@ -84,6 +84,8 @@ class Collections:
         """how long lists were at the start of the batch; None: none has begun"""
         self._reset: set[Path] = set()
         self._left: dict[int, Left] = {}
+        self._owners: dict[str, Any] | None = None
+        """the objects that are watched; None: to be found"""
         self._microbatch: int | None = None
         self._changed: set[Path] = set()
         """attributes that steps have changed since other pipeline ranks got them"""
@@ -92,7 +94,7 @@ class Collections:
 
     def begin_batch(self) -> None:
         """Take note of what there is, so that the changes of steps are known."""
-        self._starts = None
+        self._starts, self._owners = None, None
         self.note_current()
         self._left, self._reset = {}, set()
         self._starts = {path: length for path, (_, length, _) in self._lists.items()}
@@ -159,11 +161,17 @@ class Collections:
 
     def owners(self) -> dict[str, Any]:
         """The objects whose attributes are watched, by name: modules outside the stack, and plain objects in them."""
+        if self._owners is None:
+            self._owners = self._find_owners()
+        return self._owners
+
+    def _find_owners(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, part in self._outside:
             found[name] = part
             for key, value in vars(part).items():
-                if key not in self._internal and _is_plain_object(value):
+                is_object = hasattr(value, "__dict__") and not isinstance(value, nn.Module | type)
+                if key not in self._internal and is_object and _is_users(value):
                     found[f"{name}.{key}"] = value
         return found
 
@@ -226,7 +234,11 @@ class Collections:
         """All lists, and all values in attributes and dictionaries."""
         for name, owner in self.owners().items():
             for key, value in vars(owner).items():
-                if key not in self._internal:
+                if key in self._internal:
+                    continue
+                if isinstance(value, _LEAVES):
+                    yield (name, key), value
+                elif isinstance(value, list | dict):
                     yield from self._walk_value((name, key), value, _DEPTH)
 
     def _walk_value(self, path: Path, value: Any, depth: int) -> Iterator[tuple[Path, Any]]:
@@ -241,11 +253,9 @@ class Collections:
                     yield from self._walk_value((*path, index), item, depth - 1)
 
 
-def _is_plain_object(value: Any) -> bool:
-    """Whether it is an object of a class of the user's, with attributes."""
-    kind = type(value)
-    root = kind.__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and root not in LIBRARIES
+def _is_users(value: Any) -> bool:
+    """Whether the class of an object isn't a library's."""
+    return type(value).__module__.partition(".")[0] not in LIBRARIES
 
 
 def _sent_or_own(value: Any, own: Any) -> Any:

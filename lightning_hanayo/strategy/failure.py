@@ -68,9 +68,9 @@ class Failures:
     """One rank's view of failures. Made after the process group; keeps the store open, so that others can read it."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._store = _get_default_store()  # the one rendezvous all ranks have; torch offers it under no public name
-        self._run = self._store.add(f"{_RUNS}/{rank}", 1)
+        self.rank = rank
+        self.store = _get_default_store()  # the one rendezvous all ranks have; torch offers it under no public name
+        self.run = self.store.add(f"{_RUNS}/{rank}", 1)
         self.position = (0, 0, 0)
         """how far this rank is: it only grows; others can read it"""
         self._published: tuple[int, ...] = ()
@@ -80,11 +80,11 @@ class Failures:
 
     def publish(self, error: BaseException) -> Failure:
         """Record that this rank fails with `error`; return the first failure of all ranks."""
-        own = Failure(self._rank, f"{type(error).__name__}: {error}", 2 if isinstance(error, _MISTAKES) else 1)
+        own = Failure(self.rank, f"{type(error).__name__}: {error}", 2 if isinstance(error, _MISTAKES) else 1)
         try:
-            return _read(self._store.compare_set(_KEY, "", json.dumps(asdict(own))))
+            return _read(self.store.compare_set(_KEY, "", json.dumps(asdict(own))))
         except RuntimeError:  # rank 0 has ended, and the store with it
-            return Failure(0, "its process ended", 1) if self._rank else own
+            return Failure(0, "its process ended", 1) if self.rank else own
 
     def on_transfer(self, error: Exception) -> NoReturn:
         """Called when a transfer failed: end quietly if another rank failed first, else record the error and raise it.
@@ -94,7 +94,7 @@ class Failures:
             RuntimeError: none did; the transfer's own error.
         """
         first = self.publish(error)
-        if first.rank != self._rank:
+        if first.rank != self.rank:
             first.follow()
         raise error
 
@@ -107,7 +107,7 @@ class Failures:
         if isinstance(error, PeerFailed):
             return
         first = self.publish(error)
-        if first.rank != self._rank:
+        if first.rank != self.rank:
             first.follow()
         error.failed_first = True  # type: ignore[attr-defined]
 
@@ -117,15 +117,15 @@ class Failures:
         Raises:
             PeerFailed: one has.
         """
-        if self._store.check([_KEY]):
-            first = _read(self._store.get(_KEY))
-            if first.rank != self._rank:
+        if self.store.check([_KEY]):
+            first = _read(self.store.get(_KEY))
+            if first.rank != self.rank:
                 first.follow()
 
     def position_of(self, rank: int) -> tuple[int, ...]:
         """How far another rank was, at most a second ago; () before it has begun this run."""
-        key = f"{_POSITION}/{rank}/{self._run}"
-        return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else ()
+        key = f"{_POSITION}/{rank}/{self.run}"
+        return tuple(json.loads(self.store.get(key))) if self.store.check([key]) else ()
 
     def stop(self) -> None:
         """Stop watching: the run has ended on this rank."""
@@ -136,20 +136,20 @@ class Failures:
     def _publish_position(self) -> None:
         if self.position != self._published:
             self._published = self.position
-            self._store.set(f"{_POSITION}/{self._rank}/{self._run}", json.dumps(self.position))
+            self.store.set(f"{_POSITION}/{self.rank}/{self.run}", json.dumps(self.position))
 
     def _look(self) -> None:
         try:
-            while not self._store.check([_KEY]):
+            while not self.store.check([_KEY]):
                 self._publish_position()
                 if self._over.wait(POLL):
                     self._publish_position()
                     return
-            first = _read(self._store.get(_KEY))
+            first = _read(self.store.get(_KEY))
         except RuntimeError:  # the store ended with rank 0; its peers notice the closed connection
             return
-        if first.rank != self._rank and not self._over.wait(GRACE):
-            late = f"rank {self._rank} did not end within {GRACE:g} s after rank {first.rank} failed; ending it"
+        if first.rank != self.rank and not self._over.wait(GRACE):
+            late = f"rank {self.rank} did not end within {GRACE:g} s after rank {first.rank} failed; ending it"
             print(late, file=sys.stderr)
             os._exit(first.code)
 

@@ -49,10 +49,6 @@ class ProcessGroups:
     cube: CubeGroups | None
     gradient_groups: dict[str, dist.ProcessGroup]
     """for gradients that are partial over these axes of the cube: the ranks, data ranks too, that sum them"""
-    step_agreement: dist.ProcessGroup | None = None
-    """the ranks of `metrics`, for CPU tensors: to agree on what user code calls, and nothing else"""
-    hook_agreement: dist.ProcessGroup | None = None
-    """the data ranks, for the same"""
 
     @staticmethod
     def create(topology: Topology, rank: int, device: torch.device, options: Options) -> "ProcessGroups":
@@ -73,21 +69,10 @@ class ProcessGroups:
         data_control = own("data") if topology.data > 1 else None
         data = own("data", backend=None) if on_gpu and topology.data > 1 else data_control
         pipe_ranks = topology.group_of(rank, "pipe")
-        hook_agreement = own("data") if topology.data > 1 else None
         if topology.cube == (1, 1, 1):
+            metrics = data or own("data")
             return ProcessGroups(
-                pipe_ranks,
-                control,
-                channels,
-                data,
-                data_control,
-                data or own("data"),
-                pipe_ranks,
-                control,
-                None,
-                {},
-                step_agreement=hook_agreement,
-                hook_agreement=hook_agreement,
+                pipe_ranks, control, channels, data, data_control, metrics, pipe_ranks, control, None, {}
             )
         mesh = Mesh.of(topology.cube, rank % prod(topology.cube), lambda axes: own(*axes, backend=tensor_backend))
         gradient_groups = {}
@@ -105,8 +90,6 @@ class ProcessGroups:
             own("pipe", "x", "y", "z"),
             CubeGroups(mesh, own("y", "z"), own("x", "y", "z")),
             gradient_groups,
-            own("data", "x", "y", "z") if options.cube_outside == "share" else hook_agreement,
-            hook_agreement,
         )
 
     def summing(self, partial_axes: str) -> dist.ProcessGroup | None:

@@ -363,15 +363,16 @@ class Session:
         self.hand_over.at_epoch_end()
 
     def _make_collectives(self, groups: ProcessGroups) -> UserCollectives:
-        def peers(group: Any, agreement: Any) -> Peers:
-            return Peers() if agreement is None else Peers(group, Agreement(agreement, self.failures))
+        def peers(name: str, group: dist.ProcessGroup | None) -> Peers:
+            ranks = [] if group is None else dist.get_process_group_ranks(group)
+            return Peers(group, Agreement(name, ranks, self.failures)) if len(ranks) > 1 else Peers()
 
         shares = self._options.cube_outside == "share"
         return UserCollectives(
             self.guard,
-            peers(groups.metrics, groups.step_agreement),
-            peers(groups.data, groups.hook_agreement),
-            Agreement(available(dist.group.WORLD, "the processes are connected"), self.failures),
+            peers("steps", groups.metrics),
+            peers("hooks", groups.data),
+            Agreement("world", range(self.topology.world_size), self.failures),
             cube_size=prod(self.topology.cube) if shares else 1,
         )
 

@@ -13,13 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.failure import Failures
 
-_FRAME = 1024
 _LOOK = 1.0
 """seconds between two looks at how far the others are"""
 WAY_OUT = (
@@ -82,15 +78,20 @@ _MANY = 2**32
 class Agreement:
     """One rank's side of it.
 
+    They meet in the store, not in a collective: one that is never completed could not be left, either.
+
     Args:
-        group: the ranks that call; it carries CPU tensors, and nothing else uses it.
+        name: of what the ranks agree on together.
+        ranks: those that call.
         failures: tell how far other ranks are, and whether one has failed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, failures: Failures) -> None:
-        self._group: dist.ProcessGroup | None = group
+    def __init__(self, name: str, ranks: Sequence[int], failures: Failures) -> None:
+        self._key = f"hanayo/agreement/{failures.run}/{name}/{ranks[0]}"
+        self._ranks = list(ranks)
         self._failures = failures
-        self._ranks = dist.get_process_group_ranks(group)
+        self._store = failures.store
+        self._count = 0
 
     def on(self, call: Call) -> list[Call]:
         """Return the call of each rank of the group.
@@ -108,36 +109,33 @@ class Agreement:
                 )
         return calls
 
-    def forget(self) -> None:
-        """Drop the process group, after a failure."""
-        self._group = None
-
     def _exchange(self, call: Call) -> list[Call]:
-        text = json.dumps(asdict(call)).encode()
-        own = torch.frombuffer(bytearray(text[:_FRAME].ljust(_FRAME)), dtype=torch.uint8)
-        frames = [torch.empty_like(own) for _ in self._ranks]
+        self._count += 1
+        key, earlier = f"{self._key}/{self._count}", f"{self._key}/{self._count - 1}"
         try:
-            self._wait(dist.all_gather(frames, own, group=self._group, async_op=True), call)
+            self._store.set(f"{key}/{self._failures.rank}", json.dumps(asdict(call)))
+            if self._store.add(f"{key}/arrived", 1) == len(self._ranks):
+                self._store.set(f"{key}/all", "")
+            self._wait(f"{key}/all", call)
+            calls = [_call_of(json.loads(self._store.get(f"{key}/{rank}"))) for rank in self._ranks]
+            for name in (self._failures.rank, "arrived", "all"):  # all have read those: they are here now
+                self._store.delete_key(f"{earlier}/{name}")
         except RuntimeError as error:
-            ahead = self._rank_ahead()
-            if ahead is not None:  # it has left, and its connections with it
-                raise self._not_called(ahead, call) from error
             self._failures.on_transfer(error)
-        return [_call_of(json.loads(frame.numpy().tobytes())) for frame in frames]
+        return calls
 
-    def _wait(self, work: Any, call: Call) -> None:
-        """Wait, while no rank of the group is further than this one."""
-        deadline = time.monotonic() + _LOOK
+    def _wait(self, key: str, call: Call) -> None:
+        """Wait for the key, while no rank of the group is further than this one."""
+        deadline, pause = time.monotonic() + _LOOK, 1e-4
         ahead: int | None = None
-        while not work.is_completed():
-            time.sleep(1e-4)
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(1.5 * pause, 2e-3)
             if time.monotonic() > deadline:
                 earlier, ahead = ahead, self._rank_ahead()
                 if ahead is not None and ahead == earlier:
-                    del work  # a traceback would keep it, and with it the connections for which others wait
                     raise self._not_called(ahead, call)
                 deadline = time.monotonic() + _LOOK
-        work.wait()
 
     def _not_called(self, rank: int, call: Call) -> UnsupportedError:
         return UnsupportedError(f"rank {rank} has not called {call}, for which others wait. {WAY_OUT}.")

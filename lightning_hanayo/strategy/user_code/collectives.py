@@ -46,10 +46,8 @@ class Peers:
         return [call] if self.agreement is None else self.agreement.on(call)
 
     def forget(self) -> None:
-        """Drop the process groups, after a failure: a traceback may keep this object."""
+        """Drop the process group, after a failure: a traceback may keep this object."""
         self.group = None
-        if self.agreement is not None:
-            self.agreement.forget()
 
 
 class UserCollectives:
@@ -167,7 +165,6 @@ class UserCollectives:
         """Drop the process groups, after a failure."""
         self._in_steps.forget()
         self._in_hooks.forget()
-        self._world.forget()
 
     @property
     def runs_on_all_ranks(self) -> bool:

@@ -21,7 +21,7 @@ from lightning_hanayo.runtime.batches.containers import Array, children, with_ch
 from lightning_hanayo.runtime.capture.holder import PLAIN
 from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.strategy.batch_split import SplitBatch
-from lightning_hanayo.strategy.loss_weight import PieceWeights
+from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.user_code.collected import MUTATED, Collections, Left, Path, is_mean
 from lightning_hanayo.strategy.user_code.stand_ins import Missing
 

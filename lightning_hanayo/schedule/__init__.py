@@ -7,7 +7,7 @@ from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import waits_for
 from lightning_hanayo.schedule.passes.communication import complete, reduction_order
 from lightning_hanayo.schedule.passes.loss_stage import with_loss_stage
-from lightning_hanayo.schedule.passes.subset import forward_only
+from lightning_hanayo.schedule.passes.subset import forward_only, last_backward_only, without_forwards
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.registry import Request, register_schedule, schedule_names
 from lightning_hanayo.schedule.schedule import Schedule
@@ -29,6 +29,7 @@ __all__ = [
     "build",
     "complete",
     "forward_only",
+    "last_backward_only",
     "reduction_order",
     "register_schedule",
     "schedule_names",
@@ -38,4 +39,5 @@ __all__ = [
     "validate",
     "waits_for",
     "with_loss_stage",
+    "without_forwards",
 ]

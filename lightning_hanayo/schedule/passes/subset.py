@@ -1,19 +1,30 @@
-"""Passes that keep a part of a table: the forwards only, or the first micro-batches only."""
+"""Passes that keep a part of a table: some forwards only, all but some forwards, the first micro-batches only."""
 
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import TypeVar
 
-from lightning_hanayo.schedule.action import Kind
+from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.passes.communication import reduction_order
 from lightning_hanayo.schedule.table import Table
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 
 
-def forward_only(schedule: AnyTable) -> AnyTable:
-    """The same schedule without its backwards, for validation and prediction. No forward waits for a backward."""
-    rows = tuple(tuple(action for action in row if action.kind is Kind.F) for row in schedule.actions)
-    return replace(schedule, actions=rows)
+def forward_only(schedule: AnyTable, microbatches: Container[int | None] | None = None) -> AnyTable:
+    """The forwards alone, of `microbatches` or of all, for validation and prediction. None waits for a backward."""
+    return _only(schedule, lambda a: a.kind is Kind.F and (microbatches is None or a.microbatch in microbatches))
+
+
+def without_forwards(schedule: AnyTable, microbatches: Container[int | None]) -> AnyTable:
+    """The same schedule without the forwards of `microbatches`, which have run before."""
+    return _only(schedule, lambda action: action.kind is not Kind.F or action.microbatch not in microbatches)
+
+
+def last_backward_only(schedule: AnyTable, microbatches: Container[int | None]) -> AnyTable:
+    """The last stage's backwards of `microbatches` alone, for steps whose gradients don't reach the stack."""
+    last = schedule.num_stages - 1
+    return _only(schedule, lambda a: a.stage == last and a.kind is not Kind.F and a.microbatch in microbatches)
 
 
 def first_microbatches(schedule: AnyTable, num_microbatches: int) -> AnyTable:
@@ -27,3 +38,7 @@ def first_microbatches(schedule: AnyTable, num_microbatches: int) -> AnyTable:
     )
     order = reduction_order(schedule)
     return replace(schedule, actions=rows, num_microbatches=num_microbatches, reduction_order=order)
+
+
+def _only(schedule: AnyTable, keeps: Callable[[Action], bool]) -> AnyTable:
+    return replace(schedule, actions=tuple(tuple(filter(keeps, row)) for row in schedule.actions))

@@ -31,6 +31,8 @@ class Batch:
             the code after the stack.
         inputs: the micro-batches themselves, for self-contained stages, which have no user's step.
         loss_weights: each micro-batch's weight in the gradient; only the rank with the loss reads them.
+        pass_number: which pass through the stack of the micro-batches' steps runs now.
+        has_loss: whether backwards begin with the loss; not those of earlier passes of the same step.
         results: filled by the last stage: what the step returned for each micro-batch, or its loss (self-contained).
     """
 
@@ -42,4 +44,6 @@ class Batch:
     on_loss: Callable[[int, Tensor, Collection[Node]], None] = lambda *_: None
     inputs: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()
+    pass_number: int = 0
+    has_loss: bool = True
     results: dict[int, Any] = field(default_factory=dict)

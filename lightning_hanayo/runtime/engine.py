@@ -11,6 +11,7 @@ from lightning_hanayo.runtime.program import Communicate, Compute, Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.schedule import Kind
+from lightning_hanayo.seeds import mix
 
 
 @dataclass(eq=False, repr=False)
@@ -33,12 +34,18 @@ class Engine:
     def __post_init__(self) -> None:
         self._actions = {(n, kind): run for n, stage in self.stages.items() for kind, run in stage.actions().items()}
 
-    def run(self, program: Program, batch: Batch) -> None:
-        """Run `program` on `batch`. Called by all ranks of the pipeline with their own programs of one schedule."""
+    def begin_batch(self) -> None:
+        """Called before the programs of each batch."""
         self._messages.clear()
         for stage in self.stages.values():
             stage.begin_batch()
-        self.channel.begin_batch(batch.signature)
+
+    def run(self, program: Program, batch: Batch) -> None:
+        """Run `program` on `batch`. Called by all ranks of the pipeline with their own programs of one schedule."""
+        number = batch.pass_number
+        self.channel.begin_batch(mix(batch.signature, number) if number else batch.signature)
+        if self.streams is not None:
+            self.streams.begin_pass(number)
         self.trace.begin()
         for step in program.steps:
             if isinstance(step, Compute):
@@ -49,10 +56,13 @@ class Engine:
             elif batch.reduce_gradients:
                 self._copy_waiting_gradients()
                 self.reduce_gradients(step.stage)
+        if program.is_whole:
+            self.trace.end()
+
+    def end_batch(self) -> None:
+        """Called after the programs of each batch."""
         for stage in self.stages.values():
             stage.end_batch()
-        if program.trains:
-            self.trace.end()
 
     def _copy_waiting_gradients(self) -> None:
         """Copy gradients that wait here for their stage: one may also be a parameter's (`x + p`), reduced in place."""

@@ -40,8 +40,8 @@ class Program:
     """What one rank does, in order. A bare action is the reduction of its stage's gradients."""
 
     steps: tuple[Compute | Communicate | Action, ...]
-    trains: bool
-    """whether there is a backward in it"""
+    is_whole: bool
+    """whether it has forward and backward of each micro-batch"""
 
     @staticmethod
     def from_schedule(schedule: Schedule, rank: int) -> "Program":
@@ -53,8 +53,11 @@ class Program:
                 steps.append(_communicate(run, schedule))
             else:
                 steps.extend(_compute(a, schedule, completed.get(a, ())) if a.kind.is_compute else a for a in run)
-        trains = any(action.kind is not Kind.F for action in schedule.actions[rank])
-        return Program(tuple(steps), trains)
+        forwards, backwards = (
+            {(action.stage, action.microbatch) for action in schedule.actions[rank] if action.kind in kinds}
+            for kinds in ((Kind.F,), (Kind.B, Kind.I))
+        )
+        return Program(tuple(steps), forwards == backwards != set())
 
 
 def _compute(action: Action, schedule: Schedule, completed: tuple[MessageKey, ...]) -> Compute:

@@ -1,7 +1,7 @@
 """Random streams: makes every random number of a step depend on a key, and not on the layout or the schedule.
 
 the step's own code    key: seed, data rank, step, micro-batch, rank in the cube
-block i of the stack   key: seed, data rank, step, micro-batch, i
+block i of the stack   key: seed, data rank, step, micro-batch, i, and after the first pass its number
 
     rank 0    | code 0 | block 0 | block 1 | code 1 | block 0 | ...     each | starts a stream; after the stack,
     rank 1                       | block 2 | block 3 |  ...             code 0 continues its own
@@ -37,6 +37,7 @@ class RandomStreams:
         self._batch = ""
         self._microbatch: int | None = None
         self._seed = 0
+        self._pass_number = 0
         self._seeds: dict[int, int] = {}
         """by micro-batch, of the batch under way"""
         self._in_forward = True
@@ -58,15 +59,17 @@ class RandomStreams:
 
     def begin_action(self, microbatch: int, kind: Kind) -> None:
         """Called before each action of the rank. In a forward, user code and blocks then start streams of their own."""
-        seed = self._seeds.get(microbatch)
-        if seed is None:
-            seed = self._seeds[microbatch] = seed_of(*self._fixed, self._batch, microbatch)
-        self._microbatch, self._in_forward, self._seed = microbatch, kind is Kind.F, seed
+        self._enter(microbatch, is_forward=kind is Kind.F)
         if not self._in_forward:
-            self._start(seed)
+            self._start(self._seed)
+
+    def begin_pass(self, number: int) -> None:
+        """Called before the actions of each pass through the stack; their forwards and their backwards."""
+        self._pass_number = number
 
     def begin_user_code(self, microbatch: int) -> None:
         """Called before the step's own code for this micro-batch starts."""
+        self._enter(microbatch, is_forward=True)
         own = seed_of(*self._fixed, self._batch, microbatch, self._cube_rank) if self._cube_rank else self._seed
         self._start(own)
 
@@ -78,7 +81,8 @@ class RandomStreams:
     def begin_block(self, index: int) -> None:
         """Start the stream of block `index`, where no other stream is continued afterwards."""
         if self.is_active:
-            self._start(mix(self._seed, index))
+            seed = mix(self._seed, index)
+            self._start(mix(seed, self._pass_number) if self._pass_number else seed)
 
     def block(self, index: int, *, repeats: bool = False) -> AbstractContextManager[Any]:
         """Let block `index` use its own stream inside a `with` statement; then its caller continues the earlier one.
@@ -103,6 +107,12 @@ class RandomStreams:
             calls.append(number)
         call = calls.index(number) if number in calls else 0
         return mix(seed, call) if call else seed
+
+    def _enter(self, microbatch: int, *, is_forward: bool) -> None:
+        seed = self._seeds.get(microbatch)
+        if seed is None:
+            seed = self._seeds[microbatch] = seed_of(*self._fixed, self._batch, microbatch)
+        self._microbatch, self._in_forward, self._seed = microbatch, is_forward, seed
 
     def _start(self, seed: int) -> None:
         for generator in self._generators:
@@ -141,16 +151,14 @@ class BlockRandomness:
     streams: RandomStreams
     index: int
     in_code: bool
-    """whether the block runs where the step's code calls it"""
-    repeats: bool
-    """whether the step may call the block several times, each with a stream of its own"""
+    """whether the block runs where the step's code calls it, each time with a stream of its own"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
     def of_call(self) -> AbstractContextManager[Any]:
         """The context of a call by the step's code, which continues its own stream afterwards."""
-        return self.streams.block(self.index, repeats=self.repeats)
+        return self.streams.block(self.index, repeats=self.in_code)
 
     def of_run(self) -> AbstractContextManager[Any]:
         """The context of a run by the block's stage, or of a recomputation."""

@@ -14,11 +14,12 @@ from lightning_hanayo.runtime.batches.plan import BatchSource
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.program import Program
+from lightning_hanayo.runtime.passes import Passes
 from lightning_hanayo.runtime.random_streams import RandomStreams
-from lightning_hanayo.schedule import forward_only, reduction_order
+from lightning_hanayo.schedule import reduction_order
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
 from lightning_hanayo.strategy.step_state import StepState
+from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
 
 
@@ -99,31 +100,40 @@ class Pipeline:
     """those that this rank trains"""
     gradients: GradientSync
     splitter: BatchSplitter
+    gather_in_cube: AllGatherObject
+    """gathers Python objects from the ranks of this rank's cube"""
     step_state: StepState
     user_step: UserStep | None = None
     """None above pipeline rank 0"""
     random_streams: RandomStreams | None = None
     """None: random numbers come from torch's own generators, unchanged"""
-    _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
+    _passes: Passes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._passes = Passes(
+            self.engine, self.relay, self.layout.table, self.user_step, self.gather_in_cube, self.step_state.end_pass
+        )
 
     def split(self, batch: Any, source: BatchSource) -> SplitBatch:
         """Cut a batch into micro-batches: as many as the layout has, or as it has samples."""
         return self.splitter.split(batch, self.layout.num_microbatches, source)
 
-    def lead(self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool) -> None:
+    def lead(
+        self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool, is_first: bool
+    ) -> None:
         """On pipeline rank 0: announce a batch and run it. Training leaves its gradients in `.grad`.
 
         `key` names the batch; its random numbers depend on it. `trains` says whether to run backwards, `reduce` whether
-        to sum gradients over data ranks.
+        to sum gradients over data ranks, `is_first` whether it is the first of an epoch.
         """
         self.relay.broadcast("batch", [num_microbatches, batch.signature, key])
-        self._run(batch, num_microbatches, key, trains=trains, reduce=reduce)
+        self._run(batch, num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
 
-    def follow(self, *, trains: bool, reduce: bool) -> None:
+    def follow(self, *, trains: bool, reduce: bool, is_first: bool) -> None:
         """On the other pipeline ranks: run the batch that pipeline rank 0 announces. Arguments as for `lead`."""
         num_microbatches, signature, key = self.relay.broadcast("batch")
         batch = Batch(signature, self.reduces_in_batch(reduce))
-        self._run(batch, num_microbatches, key, trains=trains, reduce=reduce)
+        self._run(batch, num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
 
     def reduces_in_batch(self, reduce: bool) -> bool:
         """Whether stages start to sum their gradients while the batch runs."""
@@ -152,18 +162,16 @@ class Pipeline:
         if self.user_step is not None:
             self.user_step.close()
 
-    def _run(self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool) -> None:
+    def _run(
+        self, batch: Batch, num_microbatches: int, key: str, *, trains: bool, reduce: bool, is_first: bool
+    ) -> None:
         self.gradients.begin_batch()
         with (
             self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
             self.step_state.watched(num_microbatches) if trains else nullcontext(),
         ):
-            self.engine.run(self._program(num_microbatches, trains), batch)
+            if trains:
+                self._passes.train(batch, num_microbatches, is_first=is_first)
+            else:
+                self._passes.evaluate(batch, num_microbatches)
         self.gradients.end_batch(reduce=reduce)
-
-    def _program(self, num_microbatches: int, trains: bool) -> Program:
-        key = (num_microbatches, trains)
-        if key not in self._programs:
-            table = self.layout.table(num_microbatches)
-            self._programs[key] = Program.from_schedule(table if trains else forward_only(table), self.rank)
-        return self._programs[key]

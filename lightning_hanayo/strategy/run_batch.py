@@ -80,9 +80,10 @@ def _run(
     """Run a batch and merge what the step returned; None above pipeline rank 0. `scale`: the gradient of the loss."""
     pipeline, module = session.pipeline, trainer.lightning_module
     session.progress.begin_batch(trains=trains)
+    is_first = trains and progress.batch_idx(trainer) == 0
     if pipeline.rank > 0:
         with session.norms.batch(), explaining_single_samples(module):
-            return pipeline.follow(trains=trains, reduce=reduce)
+            return pipeline.follow(trains=trains, reduce=reduce, is_first=is_first)
     split = pipeline.split(batch, source_of(trainer))
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     log = MicrobatchLog(trainer, split, weights.in_mean, pipeline.splitter)
@@ -109,7 +110,7 @@ def _run(
     watch = session.loss_watch.training(own_sizes) if trains else nullcontext()
     with log.collecting(), session.norms.batch(), watch, explaining_single_samples(module, own_sizes):
         count = split.num_microbatches
-        pipeline.lead(running, count, progress.batch_key(trainer), trains=trains, reduce=reduce)
+        pipeline.lead(running, count, progress.batch_key(trainer), trains=trains, reduce=reduce, is_first=is_first)
         if weights.is_sum:
             log.add_up([loss_of(running.results[m]) for m in range(count)])
     left = collections.end_batch(count)

@@ -59,6 +59,12 @@ class StepState:
         self._mesh = mesh
         self._changing: Set[str] | None = None
         """the buffers that the first batch has changed; None before it"""
+        self._versions: dict[str, Any] = {}
+        """of the buffers at the end of the last pass through the stack"""
+        self._kept_alive: list[Any] = []
+        """so that no other tensor takes the id of one that was replaced"""
+        self._pass_of: dict[str, int] = {}
+        """by buffer: the number of the pass that has changed it"""
 
     @contextmanager
     def watched(self, num_microbatches: int) -> Iterator[None]:
@@ -71,7 +77,10 @@ class StepState:
         if num_microbatches > 1 or self._mesh is not None:
             check_parameter_hooks(self._parameters)
         is_first = self._changing is None
-        before, kept_alive = self._states(by_value=is_first), self._buffers()
+        before = self._states(by_value=is_first)
+        self._kept_alive = self._buffers()
+        self._pass_of.clear()
+        self._versions = {name: _version(buffer) for name, buffer in self._kept_alive}
         numbers = self._counters() if is_first else {}
         try:
             yield
@@ -80,7 +89,7 @@ class StepState:
                 self._check_parameters(self._changed_since(before, by_value=is_first))
             raise
         changed = self._changed_since(before, by_value=is_first)
-        del kept_alive  # until here, no other tensor could take the id of one that was replaced
+        self._kept_alive.clear()
         if num_microbatches > 1 or self._mesh is not None:
             self._check_parameters(changed)
         if is_first:
@@ -91,6 +100,25 @@ class StepState:
                 warnings.warn(_warning(named, num_microbatches), stacklevel=2)
         self._check_alike(changed | (self._changing or set()))
         self._share(changed)
+
+    def end_pass(self, number: int) -> None:
+        """Called after each of several passes through the stack, which all micro-batches make one after another.
+
+        Raises:
+            UnsupportedError: it has changed a buffer that another pass has changed, too.
+        """
+        buffers = self._buffers()
+        self._kept_alive += buffers
+        versions = {name: _version(buffer) for name, buffer in buffers}
+        changed = [name for name, version in versions.items() if version != self._versions[name]]
+        self._versions = versions
+        for name in changed:
+            if self._pass_of.setdefault(name, number) != number:
+                raise UnsupportedError(
+                    f"{name} is a buffer that several passes of a step through the stack change. In a pipeline all "
+                    f"micro-batches make their first pass before their second one, so its values would differ. Call "
+                    f"eval() on its module for one of the passes, or make one pass with concatenated inputs."
+                )
 
     def forget(self) -> None:
         """Drop the process group, after a failure."""

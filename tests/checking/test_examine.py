@@ -50,6 +50,15 @@ class Dropping(models.MLP):
         self.blocks = nn.ModuleList(DroppingBlock() for _ in range(NUM_BLOCKS))
 
 
+class DroppingTwice(Dropping):
+    """Compares two passes with other masks; the first one has no gradients."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            target = self(batch["x"])
+        return (self(batch["x"]) - target).square().mean()
+
+
 class Noisy(models.MLP):
     """Draws what no probability switches off."""
 
@@ -105,6 +114,8 @@ EXACT: dict[str, tuple[Callable[[], LightningModule], list[Any], Layout, dict[st
     "both": (models.MLP, VECTORS, BOTH, {}),
     "dropout in a pipeline": (Dropping, VECTORS, DATA, {}),
     "dropout in a cube": (Dropping, VECTORS, CUBE, {}),
+    "dropout in two passes": (DroppingTwice, VECTORS, DATA, {}),
+    "dropout in two passes in a cube": (DroppingTwice, VECTORS, CUBE, {}),
     "noise in a pipeline": (Noisy, VECTORS, WAVE, {}),
     "metrics and an epoch's means": (models.Metrics, VECTORS, DATA, {}),
     "tokens": (models.Masked, models.padded((8, 8, 6, 8)), DATA, {"loss_weight": "tokens"}),
@@ -114,7 +125,7 @@ EXACT: dict[str, tuple[Callable[[], LightningModule], list[Any], Layout, dict[st
 DEFAULT = [
     "data ranks that accumulate and clip",
     "both",
-    "dropout in a pipeline",
+    "dropout in two passes",
     "tokens",
     "configure_model on the meta device",
 ]

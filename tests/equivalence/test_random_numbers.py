@@ -282,43 +282,50 @@ def test_predictions_draw_different_numbers_that_do_not_depend_on_the_layout(poo
         assert pool.run(2, predictions, layout)[0] == pytest.approx(expected, rel=1e-10)
 
 
-class TwoViews(models.MLP):
+class TwoViews(CheckpointedInside):
     """Two passes through the stack, which differ only by dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(2))
 
     def loss(self, batch: Batch) -> Tensor:
         first, second = self(batch["x"]), self(batch["x"])
         self.log("apart", (first - second).abs().mean())
-        return first.square().mean() + second.square().mean()
+        return functional.cross_entropy(first, batch["y"]) + second.square().mean()
 
 
-class TwoViewsCheckpointed(TwoViews):
-    """Two passes, and every block is recomputed in the backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
+class TwoViewsCheckpointed(CheckpointedOutside, TwoViews):
+    """The same, and every block is recomputed once more."""
 
 
-def views(model: Any) -> tuple[float, dict[str, Tensor]]:
+class FromTarget(TwoViews):
+    """The first view has no gradients."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            target = self(batch["x"])
+        return (self(batch["x"]) - target).square().mean()
+
+
+def views(model: Any, layout: Layout) -> tuple[float, Outcome]:
+    warnings.filterwarnings("ignore", message="the step makes 2 passes")
     callback = OutcomeCallback()
-    trainer = make_trainer(ONE_PROCESS, strategy=make_strategy(ONE_PROCESS), max_steps=1, callbacks=[callback])
+    trainer = make_trainer(layout, strategy=make_strategy(layout), max_steps=1, callbacks=[callback])
     trainer.fit(models.build(model, DOUBLE), make_loader(models.vectors((8,), DOUBLE)))
-    return float(trainer.callback_metrics["apart"]), callback.outcome.gradients
+    return float(trainer.callback_metrics.get("apart", 0.0)), callback.outcome
 
 
 def test_a_second_pass_draws_different_numbers(pool: Pool) -> None:
     """Contrastive training needs this. A recomputed block draws the numbers of its own pass again."""
-    ((apart, gradients),) = pool.run(1, views, TwoViews)
+    ((apart, expected),) = pool.run(1, views, TwoViews, ONE_PROCESS)
     assert apart > 1e-3
-    ((again, recomputed),) = pool.run(1, views, TwoViewsCheckpointed)
+    ((again, recomputed),) = pool.run(1, views, TwoViewsCheckpointed, ONE_PROCESS)
     assert again == apart
-    assert_close(recomputed, gradients, 1e-12)
+    assert_close(recomputed.gradients, expected.gradients, 1e-12)
+
+
+@pytest.mark.parametrize("model", [TwoViews, TwoViewsCheckpointed, FromTarget])
+def test_each_pass_draws_the_same_numbers_on_a_pipeline(pool: Pool, model: Any) -> None:
+    ((_, expected),) = pool.run(1, views, model, ONE_PROCESS)
+    ranks = [outcome for _, outcome in pool.run(2, views, model, WAVES)]
+    assert_close(merge(ranks, WAVES).gradients, expected.gradients, 1e-12)
 
 
 def states(layout: Layout) -> tuple[bool, bool, list[float]]:

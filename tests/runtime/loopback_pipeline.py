@@ -60,6 +60,7 @@ class LoopbackPipeline:
         self.reduced: list[int] = []
         self.user = UserStep(self.blocks, len(self.runs[0]), "blocks")
         stages = self._stages()
+        self.transports = Hub(self.schedule.num_ranks, timeout=real_seconds(30)).transports()
         self.engines = [
             Engine(
                 {stage: stages[stage] for stage in self.schedule.stages_of(rank)},
@@ -67,7 +68,7 @@ class LoopbackPipeline:
                 self.reduced.append,
                 Trace(),
             )
-            for rank, transport in enumerate(Hub(self.schedule.num_ranks, timeout=real_seconds(30)).transports())
+            for rank, transport in enumerate(self.transports)
         ]
 
     def _stages(self) -> list[Stage]:
@@ -93,7 +94,9 @@ class LoopbackPipeline:
 
         def run(rank: int, engine: Engine) -> None:
             with context():
+                engine.begin_batch()
                 engine.run(Program.from_schedule(schedule, rank), batch)
+                engine.end_batch()
 
         run_in_threads([partial(run, rank, engine) for rank, engine in enumerate(self.engines)])
         return [batch.results[m] for m in range(schedule.num_microbatches)]

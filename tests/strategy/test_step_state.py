@@ -76,3 +76,16 @@ def test_gradients_and_what_nobody_changes_are_fine() -> None:
     with warnings.catch_warnings(), state_of(model).watched(4):
         warnings.simplefilter("error")
         model.layer(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_buffer_that_two_passes_of_a_step_change_is_rejected() -> None:
+    model = Model()
+    state = state_of(model)
+    with pytest.raises(UnsupportedError, match="queue is a buffer that several passes"), state.watched(4):
+        model.queue.add_(1)
+        state.end_pass(0)
+        state.end_pass(1)
+        model.queue.add_(1)
+        state.end_pass(0)
+        model.queue.add_(1)
+        state.end_pass(1)

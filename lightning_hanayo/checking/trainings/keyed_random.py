@@ -1,9 +1,11 @@
 """Gives the steps of one process the random numbers that a layout draws: each stream is seeded by its key.
 
 the step's own code    key: seed, data rank, batch, micro-batch
-block i                key: the same and i; the step's own code draws one number at each call, and then continues
+block i                key: the same and i, and from its second call on the number of earlier ones;
+                       the step's own code draws one number at each call, and then continues
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,6 +32,8 @@ class KeyedRandom:
         self._microbatch = 0
         self._block_seeds: dict[int, int] = {}
         """by the number that was drawn at the block's call, so that a recomputed block finds its seed again"""
+        self._num_calls: Counter[int] = Counter()
+        """of each block, for the micro-batch under way"""
         self._callers: list[tuple[Tensor, Tensor]] = []
         """of each block under way: the state of its caller's stream, and with which its own has begun"""
         self._untouched = torch.Generator()
@@ -57,6 +61,7 @@ class KeyedRandom:
         if self._is_keyed:
             self._microbatch = seed_of(self._seed, data_rank, self._batch, microbatch)
             torch.default_generator.manual_seed(self._microbatch)
+        self._num_calls.clear()
         self._untouched.set_state(torch.get_rng_state())
 
     def end(self) -> None:
@@ -67,7 +72,10 @@ class KeyedRandom:
         number = int(torch.randint(1 << 62, ()))
         if number not in self._block_seeds:  # else the backward recomputes it
             torch.randint(1 << 62, (), generator=self._untouched)
-        seed = self._block_seeds.setdefault(number, mix(self._microbatch, index))
+            seed, call = mix(self._microbatch, index), self._num_calls[index]
+            self._block_seeds[number] = mix(seed, call) if call else seed
+            self._num_calls[index] += 1
+        seed = self._block_seeds[number]
         state = torch.get_rng_state()
         torch.default_generator.manual_seed(seed)
         self._callers.append((state, torch.get_rng_state()))

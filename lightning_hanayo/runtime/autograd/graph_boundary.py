@@ -35,6 +35,8 @@ class GraphCut:
 
     def __init__(self) -> None:
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self.nodes: list[Node] = []
+        """those with which the later part begins"""
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Return the same values in the later part; for the same tensor always from the same leaf."""
@@ -42,18 +44,21 @@ class GraphCut:
             return tensor
         if id(tensor) not in self._pairs:
             self._pairs[id(tensor)] = tensor, tensor.detach().requires_grad_()
-        return alias(self._pairs[id(tensor)][1])
+        later = alias(self._pairs[id(tensor)][1])
+        if later.grad_fn is not None:  # not in grad mode
+            self.nodes.append(later.grad_fn)
+        return later
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that were cut, in the earlier part."""
         return [tensor for tensor, _ in self._pairs.values()]
 
-    def backward(self, *, always: bool = False) -> None:
+    def backward(self, *, always: bool = False, retain_graph: bool = False) -> None:
         """Run the earlier part's backward, with the later part's gradients; `always`: zeros where one is missing."""
         leaves = [leaf for _, leaf in self._pairs.values()]
         gradients = [torch.zeros_like(leaf) if always and leaf.grad is None else leaf.grad for leaf in leaves]
-        run_backward(self.tensors, gradients)
+        run_backward(self.tensors, gradients, retain_graph=retain_graph)
 
 
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
@@ -65,7 +70,7 @@ def alias(leaf: Tensor) -> Tensor:
     return _unsafe_view(leaf, leaf.shape)  # type: ignore[no-any-return]
 
 
-def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False) -> None:
     """Run autograd's backward from the `outputs` that have a gradient."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
     if not pairs:
@@ -73,7 +78,7 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
     with without_autocast() if _autocasts() else nullcontext():
         # torch.autograd.backward calls this after checks of its arguments, which take longer than a small graph
         torch.autograd.graph._engine_run_backward(
-            tuple(o for o, _ in pairs), tuple(g for _, g in pairs), False, False, (),
+            tuple(o for o, _ in pairs), tuple(g for _, g in pairs), retain_graph, False, (),
             allow_unreachable=True, accumulate_grad=True,
         )  # fmt: skip
 

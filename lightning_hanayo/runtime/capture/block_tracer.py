@@ -7,13 +7,17 @@
 The blocks of stage 0 run where they are called, in the step's thread. The calls of the others are recorded, until the
 last one suspends the step. Code in between that uses their outputs raises an error (`Proxy`). Where no block may run in
 that thread (`num_local` is 0), the first call suspends the step too, until it is resumed with that block's output.
+
+After its last block the step may call the first one again: a further pass, with or without gradients, like the first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
@@ -21,7 +25,7 @@ from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_nu
 from lightning_hanayo.runtime.capture.around_stack.cache_argument import cache_for
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
 from lightning_hanayo.runtime.capture.forward_patch import randomness_of, run_block, run_original
-from lightning_hanayo.runtime.capture.proxy import proxies_like
+from lightning_hanayo.runtime.capture.proxy import proxies_like, user_line
 from lightning_hanayo.runtime.capture.stage_input import NO_OUTPUT, StageInput
 from lightning_hanayo.runtime.capture.suspended_call import suspend
 from lightning_hanayo.runtime.comm.message import Message
@@ -32,9 +36,12 @@ from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, holds, map
 class BlockTracer:
     """Follows one step through the stack: runs the first blocks, records the calls of the others, suspends at the last.
 
+    One pass after another; what it knows is of the latest one.
+
     The first `num_local` of all `blocks` run where they are called: those of stage 0, or none. `carriers` carry what
-    the step and the blocks store for each other. Unless it `sends_objects`, arguments are tensors and plain values.
-    `first_number` is added to the block numbers of proxies, so that one from another step is known as such.
+    the step and the blocks store for each other. The step begins in `grad_mode`. Unless it `sends_objects`, arguments
+    are tensors and plain values. `first_numbers` gives each pass a number, which is added to the block numbers of
+    proxies, so that one from another step or pass is known as such.
     """
 
     def __init__(
@@ -44,16 +51,20 @@ class BlockTracer:
         name: str,
         carriers: Carriers = NO_CARRIERS,
         *,
+        grad_mode: bool = True,
         sends_objects: bool = True,
-        first_number: int = 0,
+        first_numbers: Iterator[int] | None = None,
     ) -> None:
         self._blocks = blocks
         self._index_of = {id(block): i for i, block in enumerate(blocks)}
         self._num_local = num_local
         self._name = name
+        self._grad_mode = grad_mode
         self._sends_objects = sends_objects
-        self._first_number = first_number
-        self.num_called = 0
+        self._first_numbers = first_numbers or count(0, len(blocks))
+        self.pass_number = -1
+        self.line = ""
+        """the user's line that calls the stack, in passes other than a usual step's"""
         self.sequence_number = 0
         """autograd's sequence number at the last suspension: older nodes in the loss's graph belong to earlier code"""
         self.delivered: tuple[Any, ...] = ()
@@ -64,11 +75,27 @@ class BlockTracer:
         """what the step has got from the stack: trees"""
         self._carriers = carriers
         self._trees: tuple[Any, ...] = ()
-        self._output: Any = None
-        self._flattener = Flattener()
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self.num_called = 0
+        self.pass_number += 1
+        self._first_number = next(self._first_numbers)
         self._nested: list[Tensor] = []
+        self.has_gradients = self._grad_mode
+        self._output: Any = None
+        self._forget_calls()
+        self._has_left = False
+
+    def _forget_calls(self) -> None:
+        self._flattener = Flattener()
         self._calls: dict[Skeleton, int] = {}
         self._call_of_block: list[int] = []
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Whether the step has called no block yet, or the whole stack."""
+        return self.num_called in (0, len(self._index_of))
 
     @property
     def message(self) -> Message:
@@ -83,13 +110,25 @@ class BlockTracer:
         """Handle a block's call by user code; return its output, a proxy, or the output of the stack.
 
         Raises:
-            UnsupportedError: a second pass, blocks out of order, or an argument that can't be sent.
+            UnsupportedError: blocks out of order or in another grad mode than those before, or an argument that can't
+                be sent.
         """
         index = self._index_of.get(id(block))
         if index is None:  # a copy of the model (an average, say) that user code calls in its step
             return run_block(block, *args, **kwargs)
+        if index == 0 and self.is_between_passes:
+            self._enter_pass()
         if index != self.num_called:
-            raise UnsupportedError(self._wrong_order(index))
+            raise UnsupportedError(
+                f"{self._name}[{index}] is called where {self._name}[{self.num_called}] is next; a pipeline runs the "
+                f"blocks of the stack in order."
+            )
+        if torch.is_grad_enabled() != self.has_gradients:
+            raise UnsupportedError(
+                f"{self._name}[{index}] is called with grad mode {'off' if self.has_gradients else 'on'}, and the "
+                f"blocks before it with grad mode {'on' if self.has_gradients else 'off'}. A pipeline runs a whole "
+                f"pass in one grad mode. To freeze some blocks, call requires_grad_(False) on them."
+            )
         self.num_called += 1
         randomness = randomness_of(block)  # also of a block on another rank: the caller's stream advances everywhere
         with nullcontext() if randomness is None else randomness.of_call():
@@ -102,7 +141,7 @@ class BlockTracer:
             self._record(index, args, kwargs)
             if index == 0:
                 self._output = self._suspend()
-                self._flattener, self._calls, self._call_of_block = Flattener(), {}, []
+                self._forget_calls()
             output = proxies_like(self._output, self._first_number + index)
         if self.num_called < len(self._index_of):
             return output
@@ -111,7 +150,8 @@ class BlockTracer:
 
     def _suspend(self) -> Any:
         """Suspend the step; return what the main thread resumes it with, which comes with what was carried."""
-        self._trees, left = self._carriers.leave(self.delivered)
+        self._trees, left = self._carriers.leave(self.delivered, begins_pass=not self._has_left)
+        self._has_left = True
         self._nested += self._flattener.nested
         output, trees = suspend()
         self.delivered = self._carriers.deliver(trees, left)
@@ -143,25 +183,22 @@ class BlockTracer:
         """Give a proxy in a call of block `index` the number of blocks between the two: 0 for the output before it.
 
         Raises:
-            UnsupportedError: the proxy stands for an output in another step.
+            UnsupportedError: the proxy stands for an output in another pass or step.
         """
         if leaf[0] != "proxy":
             return leaf
         distance = self._first_number + index - 1 - leaf[1]
         if not 0 <= distance < index:
             raise UnsupportedError(
-                f"{what} is the output of a block in the step of another micro-batch, which is on another rank. Let "
+                f"{what} is the output of a block in another pass or step, which is on another rank. Let "
                 f"the block store the value as an attribute (self.value = x.detach())."
             )
         return ("proxy", distance, leaf[2])
 
-    def _wrong_order(self, index: int) -> str:
-        if self.num_called == len(self._index_of):
-            return (
-                f"{self._name} is passed a second time in one step; a pipeline runs one pass for each micro-batch. "
-                f"Call the model once per step, on the concatenated inputs."
-            )
-        return (
-            f"{self._name}[{index}] is called where {self._name}[{self.num_called}] is next; a pipeline runs the "
-            f"blocks of the stack in order."
-        )
+    def _enter_pass(self) -> None:
+        """Begin the first pass, or another one."""
+        if self.num_called:
+            self._begin_pass()
+        self.has_gradients = torch.is_grad_enabled()
+        if self.pass_number or self.has_gradients != self._grad_mode:
+            self.line = user_line()

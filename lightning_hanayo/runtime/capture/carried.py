@@ -29,7 +29,8 @@ class BlockRun:
 class Carrier(Protocol):
     """One kind of values. Trees are None (nothing to carry), or what a `Flattener` can flatten.
 
-    On ranks with user code, per micro-batch:  enter, leave, ..., enter, deliver, end. On all:  running, for each stage.
+    On ranks with user code, per micro-batch:  enter, leave, ..., enter, deliver, end, where a step that passes the
+    stack again leaves again instead of ending. On all:  running, for each stage.
     """
 
     def begin_batch(self) -> None:
@@ -41,8 +42,8 @@ class Carrier(Protocol):
     def undo(self) -> None:
         """Called after a dry run of user code: undo what it has changed since `enter`."""
 
-    def leave(self, earlier: Any) -> tuple[Any, Any]:
-        """Called in the step's thread when it is suspended.
+    def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[Any, Any]:
+        """Called in the step's thread when it is suspended; `begins_pass`: for the first time in this pass.
 
         Returns a tree to send, and what `deliver` needs. `earlier` is what `deliver` returned after an earlier
         suspension, or None.
@@ -79,10 +80,11 @@ class Carriers:
         for carrier in self._carriers:
             carrier.undo()
 
-    def leave(self, earlier: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def leave(self, earlier: Sequence[Any], *, begins_pass: bool = True) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What the step leaves: a tree for each carrier, and what each needs to deliver. `earlier` is () at first."""
         before = earlier or [None] * len(self._carriers)
-        left = [carrier.leave(own) for carrier, own in zip(self._carriers, before, strict=True)]
+        pairs = zip(self._carriers, before, strict=True)
+        left = [carrier.leave(own, begins_pass=begins_pass) for carrier, own in pairs]
         return tuple(tree for tree, _ in left), tuple(own for _, own in left)
 
     @contextmanager

@@ -53,7 +53,7 @@ def patch_blocks(
             randomness = None
             if streams is not None:
                 in_code = single_stage or index < num_local
-                randomness = BlockRandomness(streams=streams, index=index, in_code=in_code, repeats=single_stage)
+                randomness = BlockRandomness(streams=streams, index=index, in_code=in_code)
             object.__setattr__(block, _RANDOMNESS, randomness)
             object.__setattr__(block, "forward", MethodType(forward, block))  # a block may guard its attributes
             if block._compiled_call_impl is not None:

@@ -4,9 +4,11 @@ The user's code may pass a proxy to the next block, or take it out of a tuple. A
 an error that names the user's line.
 """
 
+import linecache
+import sys
 import threading
-import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -98,8 +100,13 @@ class Unavailable(Valueless):
 
 def user_line() -> str:
     """The user's line that is running."""
-    line = next((f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_NOT_USER_CODE)), None)
-    return f"{line.filename}:{line.lineno} ({line.line})" if line else "your module"
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
+        frame = frame.f_back
+    if frame is None:
+        return "your module"
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{file}:{number} ({linecache.getline(file, number).strip()})"
 
 
 def proxies_like(tree: Any, block: int, path: tuple[Any, ...] = ()) -> Any:

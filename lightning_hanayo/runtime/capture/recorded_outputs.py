@@ -46,14 +46,14 @@ class RecordedOutputs:
 
     enter = undo = begin_batch
 
-    def leave(self, earlier: Any) -> tuple[Tree | None, Any]:
+    def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[Tree | None, Any]:
         """Ask for what the step's collector wants.
 
         Raises:
             UnsupportedError: it wants what is not accepted.
         """
         collector = _active()
-        if not collector or earlier is not None:
+        if not collector or not begins_pass:
             return None, None
         lists = {key: items for key, items in collector.items() if key != _LAYERS}
         rejected = ", ".join(f"output_{key}" for key in lists if not self._accepts(key))

@@ -8,6 +8,9 @@ values: they are set before its code continues, and those of the latest micro-ba
 
 What only blocks reach stays on their rank, such as a count of their calls. What code outside the blocks reaches too,
 such as a box that all share, is the step's: each micro-batch brings its values, and other ranks forget them after it.
+
+A step that passes the stack again leaves once more, and others continue meanwhile. Then what it has set in two parts is
+ambiguous for them, and rejected; but for modes, which are set for a while: the others see them as they were before.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +37,14 @@ from lightning_hanayo.runtime.capture.module_state import ModuleState
 from lightning_hanayo.runtime.capture.proxy import Unavailable, Valueless
 from lightning_hanayo.runtime.comm.pytree import Flattener
 
+MODES = frozenset({"training", "_disable_adapters"})
+"""attributes that the step sets for one pass and then sets back: `eval()`, and `disable_adapter()` of PEFT"""
+
 Tree = dict[Key, tuple[Any, ...]]
-"""By key: ("value", tree), ("int" or "float", tensor), ("removed",), ("unavailable", why), ("items", a dictionary)."""
+"""By key: ("value", tree), ("int" or "float", tensor), ("removed",), ("unavailable", why), ("items", a dictionary).
+
+("mode", value) is of this micro-batch alone: a rank forgets it after it.
+"""
 
 
 class Left(NamedTuple):
@@ -46,7 +55,9 @@ class Left(NamedTuple):
     changed: frozenset[Key]
     """what this step has changed itself"""
     number: int
-    """of this step, counted by their starts"""
+    """of this step, counted by their starts, and by the beginnings of further passes"""
+    has_passed: bool = False
+    """whether this isn't the step's first pass"""
 
 
 class Delivered(NamedTuple):
@@ -106,13 +117,17 @@ class StateCarrier:
         """Undo what user code has changed since `enter`."""
         self._all.undo()
 
-    def leave(self, earlier: Delivered | None) -> tuple[Tree | None, Left]:
+    def leave(self, earlier: Delivered | None, *, begins_pass: bool = True) -> tuple[Tree | None, Left]:
         """Return what blocks elsewhere may read, and the whole state of the step."""
         assert self._local is not None
         changes = self._scan()
+        left = Left({}, frozenset(), 0) if earlier is None else earlier.left
+        if earlier is not None and begins_pass and left.number < self._num_started:
+            self._check_order(left._replace(has_passed=True), changes)
         self._early |= changes.keys()
-        if earlier is None:
-            sent, self._others_changes = self._others_changes | self._early | self._shared, set()
+        if begins_pass:
+            sent = self._others_changes | self._early | self._shared
+            self._others_changes = {key for key in self._others_changes if self._is_mode(key)}
             self._shared |= self._is_shared(sent)
         else:
             sent = set(changes)
@@ -120,12 +135,15 @@ class StateCarrier:
         tree = {key: self._encode(key, self._value(key, changes), by="the step") for key in readable} or None
         values = _without_mutated({key: self._value(key, changes) for key in self._early})
         values = self._state.get(self._state.inside(changes)) | values
-        changed = frozenset(changes)
+        self._num_started += begins_pass
+        number = self._num_started if begins_pass else left.number
+        has_passed = left.has_passed or (begins_pass and earlier is not None)
+        modes = {key: not value for key, value in changes.items() if self._is_mode(key)}
         if earlier is not None:
-            left = earlier.left
-            return tree, Left(left.values | values, left.changed | changed, left.number)
-        self._num_started += 1
-        return tree, Left(values, changed, self._num_started)
+            modes |= {key: value for key, value in earlier.before.items() if self._is_mode(key)}
+        if modes:
+            self._set(modes)
+        return tree, Left(left.values | values, left.changed | changes.keys(), number, has_passed)
 
     @contextmanager
     def running(self, tree: Tree | None, run: BlockRun) -> Iterator[list[Tree | None]]:
@@ -142,7 +160,9 @@ class StateCarrier:
             result[0] = (tree or {}) | encoded
             self._follow(changes)
         old = {key: _old(shared[key[0]], key[1]) for key in changes if key[0] in shared}
-        restored = old | (before if self._local is not None else {k: before[k] for k in self._is_shared(before)})
+        modes = {key for key, (kind, *_) in (tree or {}).items() if kind == "mode" and key in before}
+        own = before if self._local is not None else {key: before[key] for key in self._is_shared(before) | modes}
+        restored = old | own
         if restored:
             self._set(restored)
 
@@ -153,10 +173,11 @@ class StateCarrier:
 
     def end(self, delivered: Delivered) -> None:
         """Restore the latest step's values, but for those that this step has changed at its end."""
-        changes = _without_mutated(self._scan())
+        found = self._scan()
+        changes = _without_mutated(found)
         self._others_changes |= changes.keys()
         if delivered.left.number < self._num_started:
-            self._check_order(delivered.left.changed, changes)
+            self._check_order(delivered.left, found)
             before = delivered.before.items()
             self._set({key: value for key, value in before if key not in changes and self._is_own(key)})
 
@@ -188,6 +209,10 @@ class StateCarrier:
             self._state.set(part)
             self._follow(part)
         return before
+
+    def _is_mode(self, key: Key) -> bool:
+        """Whether it is a mode that a step of this batch has set."""
+        return key[1] in MODES and key in self._early
 
     def _value(self, key: Key, changes: Mapping[Key, Any]) -> Any:
         holder = self._holder(key)
@@ -226,10 +251,10 @@ class StateCarrier:
             return type(value).__name__, torch.tensor(value, dtype=torch.int64 if type(value) is int else torch.float64)
         why = self._why_not(value)
         if why is None:
-            return "value", value
+            return "mode" if by == "the step" and self._is_mode(key) else "value", value
         if by != "the step" and key[1] == CONTENT and isinstance(value, dict):
             return "items", {name: self._encode((key[0], str(name)), item, by) for name, item in value.items()}
-        what = ".".join(part.removesuffix(BUFFERS).removesuffix(MODULES) for part in key if part != CONTENT)
+        what = _named(key)
         if by == "the step":
             raise UnsupportedError(
                 f"{what} was set in the step to {why}, so blocks that run later, or on another rank, would not see it. "
@@ -254,18 +279,24 @@ class StateCarrier:
             return "a tensor, and in this cube the blocks work on other parts of the samples or features than the step"
         return None
 
-    def _check_order(self, early: frozenset[Key], late: Mapping[Key, Any]) -> None:
+    def _check_order(self, early: Left, late: Mapping[Key, Any]) -> None:
         """Reject what is counted or collected before and after the blocks: other micro-batches' steps run in between.
 
-        Other values are replaced, not continued, so that each micro-batch's own is right.
+        Other values are replaced, not continued, so that each micro-batch's own is right. But with several passes the
+        others would see what is set for one of them, and statistics would be taken in another order.
         """
-        for key in early & late.keys():
-            if type(late[key]) in (int, float) or key[1] == CONTENT:
+        rejected = (int, float, bool, str, type(MUTATED)) if early.has_passed else (int, float)
+        for key in early.changed & late.keys():
+            if (type(late[key]) in rejected and key[1] not in MODES) or key[1] == CONTENT:
                 raise UnsupportedError(
-                    f"{'.'.join(part for part in key if part != CONTENT)} is changed in the step before the blocks are "
-                    f"called and again after it, but the steps of other micro-batches run in between and change it, "
-                    f"too. Change it in one of the two places, or in on_train_batch_start."
+                    f"{_named(key)} is changed in the step before the blocks are called and again after it, but the "
+                    f"steps of other micro-batches run in between and change it, too. Change it in one of the two "
+                    f"places, or in on_train_batch_start."
                 )
+
+
+def _named(key: Key) -> str:
+    return ".".join(part.removesuffix(BUFFERS).removesuffix(MODULES) for part in key if part != CONTENT)
 
 
 def _old(copy: Any, key: str) -> Any:

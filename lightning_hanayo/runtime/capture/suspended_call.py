@@ -52,12 +52,12 @@ def suspend() -> Any:
 class SuspendedCall:
     """One function under way. After `run` and after `resume` it is suspended, or it is `done` and has a `result`."""
 
-    def __init__(self, thread: CallThread, function: Callable[[], Any]) -> None:
+    def __init__(self, thread: CallThread, function: Callable[[], Any], state: ThreadState) -> None:
         self.result: Any = None
         self.done = False
         self._function = function
         self.thread = thread
-        self._state = ThreadState.current()
+        self._state = state
         self._values: SimpleQueue[Any] = SimpleQueue()
         self._events: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -111,9 +111,13 @@ class SuspendedCalls:
         self._idle: list[CallThread] = []
         self._busy: list[SuspendedCall] = []
 
-    def start(self, function: Callable[[], Any], tracer: Any) -> SuspendedCall:
-        """Run `function` in a thread until it suspends or ends; `tracer` is what `current_tracer` returns there."""
-        call = SuspendedCall(self._idle.pop() if self._idle else CallThread(), function)
+    def start(self, function: Callable[[], Any], tracer: Any, state: ThreadState | None = None) -> SuspendedCall:
+        """Run `function` in a thread until it suspends or ends; `tracer` is what `current_tracer` returns there.
+
+        It begins in the given `state` of torch; None: in the calling thread's.
+        """
+        thread = self._idle.pop() if self._idle else CallThread()
+        call = SuspendedCall(thread, function, state or ThreadState.current())
         self._busy.append(call)
         call.run(tracer)
         return call

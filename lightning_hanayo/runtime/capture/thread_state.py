@@ -2,7 +2,7 @@
 
 Grad mode, inference mode, autocast and the default device belong to a thread; SDPA flags, matmul flags and the default
 dtype belong to the process. The stack's blocks run outside the user's `with` statements, so a state that is different
-where the step calls the stack would silently be lost. It is an error.
+where the step calls the stack would silently be lost. It is an error; but a pass without gradients is known as such.
 """
 
 from collections.abc import Iterator
@@ -74,19 +74,22 @@ class ThreadState:
             before._set_autocast()
 
     def check_unchanged(self) -> None:
-        """Compare with the calling thread's state now.
+        """Compare with the calling thread's state now. Grad mode may be off where it was on: a pass without gradients.
 
         Raises:
             UnsupportedError: the user's code calls the stack inside a context that changes the state.
         """
         now = ThreadState.current()
         changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(now, f.name)]
+        if self.grad_mode and changed == ["grad_mode"]:
+            return
         if changed:
+            hint = " For a pass without gradients use torch.no_grad()." if "inference_mode" in changed else ""
             details = ", ".join(f"{n.replace('_', ' ')} is {getattr(now, n)}, was {getattr(self, n)}" for n in changed)
             raise UnsupportedError(
                 f"the block stack is called inside a context that changes {details}. Its blocks run on several "
                 f"pipeline stages, outside that context. Set it for the whole run (Trainer(precision=...)) or inside "
-                f"the block."
+                f"the block.{hint}"
             )
 
     def _set_autocast(self) -> None:

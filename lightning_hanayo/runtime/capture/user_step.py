@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
@@ -17,15 +18,23 @@ from lightning_hanayo.runtime.capture.block_tracer import BlockTracer
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.suspended_call import SuspendedCall, SuspendedCalls
+from lightning_hanayo.runtime.capture.thread_state import ThreadState
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.random_streams import RandomStreams
 
+SAME_PASSES = (
+    ". All steps of a training epoch must make the same passes as its first one, in the same order. Make a pass in "
+    "each step, even where its output isn't used; or change the passes between epochs."
+)
+"""how errors about the number and order of passes end"""
 _Call = tuple[SuspendedCall, BlockTracer]
 
 
 @dataclass(eq=False, repr=False)
 class UserStep:
-    """Runs the user's step on a micro-batch in two parts: up to the stack, and from the stack's output on.
+    """Runs the user's step on a micro-batch in parts: up to the stack, and from the stack's output on.
+
+    A step may pass the stack several times: it is suspended in each pass, and resumed with that pass's output.
 
     The first `num_local` of all `blocks` run where the step calls them. Errors call the stack by its qualified `name`.
     `guarded` is entered while user code runs: it guards parameters that user code can't compute with here.
@@ -45,13 +54,17 @@ class UserStep:
     _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
-    _num_started: int = field(default=0, init=False)
+    _first_numbers: Iterator[int] = field(init=False)
+    """of passes: a number for each of their blocks"""
+    _state: ThreadState | None = field(default=None, init=False)
+    """in which the steps of the batch begin"""
     _count_hooks: HookCount | None = field(default=None, init=False)
     _num_hooks: int = field(default=0, init=False)
     """that were there, and accepted, when they were last counted"""
 
     def __post_init__(self) -> None:
         self._gradient_calls = GradientCalls(self.blocks)
+        self._first_numbers = count(0, len(self.blocks))
 
     def begin_batch(self) -> None:
         """Called before each batch, where the stack has several stages.
@@ -63,6 +76,7 @@ class UserStep:
         if self.replaced_parameters is not None:
             self.replaced_parameters.begin_batch()
         self.carriers.begin_batch()
+        self._state = ThreadState.current()
 
     def run(self, batch: Batch, microbatch: int) -> Any:
         """Run the whole step where the stack is one stage, and return what it returns."""
@@ -72,17 +86,63 @@ class UserStep:
         with self._user_code(batch):
             return batch.step(microbatch)
 
-    def start(self, batch: Batch, microbatch: int) -> Message:
-        """Run the step until it is suspended at the last block (at the first one, where no block runs in it).
+    @property
+    def waiting(self) -> list[int]:
+        """The micro-batches whose steps are suspended."""
+        return sorted(self._under_way)
 
-        Returns the stage input of the recorded calls. Raises `UnsupportedError` if the step has ended without a pass
-        through the stack.
+    def next_pass(self, batch: Batch, microbatch: int) -> bool | None:
+        """Whether the step's next pass has gradients; None if the step has ended. A new step is started for that."""
+        if microbatch in batch.results:
+            return None
+        if microbatch not in self._under_way:
+            self._start_step(batch, microbatch)
+        return self._under_way[microbatch][1].has_gradients
+
+    def begin_pass(self, batch: Batch, microbatch: int) -> Message:
+        """Run the step, if it isn't yet, until it is suspended at the last block of its next pass.
+
+        Where no block runs in the step, it is suspended at the first one. Returns the stage input of the recorded
+        calls.
+
+        Raises:
+            UnsupportedError: the step has ended, or its next pass has gradients where it shouldn't, or has none.
         """
+        has_gradients = self.next_pass(batch, microbatch)
+        expected = torch.is_grad_enabled()
+        if has_gradients != expected:
+            found = self._no_pass(batch, microbatch) if has_gradients is None else self._pass(microbatch)
+            raise UnsupportedError(
+                f"{found}, where a pass {'with' if expected else 'without'} gradients is expected{SAME_PASSES}"
+            )
+        return _message(self._under_way[microbatch][1])
+
+    def check_ended(self, batch: Batch, microbatch: int) -> None:
+        """Check that the step has made all of its passes.
+
+        Raises:
+            UnsupportedError: it is suspended in another one.
+        """
+        if microbatch not in batch.results:
+            raise UnsupportedError(f"{self._pass(microbatch)}, where it should have ended{SAME_PASSES}")
+
+    def _no_pass(self, batch: Batch, microbatch: int) -> str:
+        return f"the step of micro-batch {microbatch} has ended after {batch.pass_number} passes through {self.name}"
+
+    def _pass(self, microbatch: int) -> str:
+        tracer = self._under_way[microbatch][1]
+        how = "with gradients" if tracer.has_gradients else "without gradients (torch.no_grad)"
+        where = f"at {tracer.line} " if tracer.line else ""
+        return (
+            f"the step of micro-batch {microbatch} {where}makes pass number {tracer.pass_number + 1} through "
+            f"{self.name}, {how}"
+        )
+
+    def _start_step(self, batch: Batch, microbatch: int) -> None:
         assert batch.step is not None
         self._enter(batch, microbatch)
         self._under_way[microbatch] = self._start(batch, batch.step, microbatch, self.carriers)
         self._check_hooks()
-        return _message(self._under_way[microbatch][1])
 
     def run_to_last_block(self, batch: Batch, microbatch: int, after: StageInput) -> Message:
         """Resume a step suspended at the first block with that block's output; return the calls of the other blocks."""
@@ -90,24 +150,40 @@ class UserStep:
         no_trees = (None,) * len(after.trees)  # what the first block has stored is delivered with the others' values
         return self._run_to_last_block(batch, self._under_way[microbatch], (after.output, no_trees))
 
-    def finish(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> tuple[Any, int]:
-        """Resume with the stack's output, and what was carried.
+    def resume(self, batch: Batch, microbatch: int, output: Any, trees: Sequence[Any]) -> int:
+        """Resume with the stack's output, and what was carried, until the step ends or passes the stack again.
 
-        Returns the step's result, and autograd's sequence number at the stack.
+        At its end `batch.results` takes what it has returned. Returns autograd's sequence number at the stack.
         """
-        call, tracer = self._under_way.pop(microbatch)
+        call, tracer = self._under_way[microbatch]
+        sequence_number = tracer.sequence_number
         self._enter(batch, microbatch)
         tracer.received += [output, trees]
         with self._user_code(batch):
             call.resume((output, trees))
+        if not call.done:
+            self._check_replaced_parameters()
+            return sequence_number
+        del self._under_way[microbatch]
+        self._check_whole(tracer)
         self.carriers.end(tracer.delivered)
         self._calls.release(call)
-        result, call.result = call.result, None
-        return result, tracer.sequence_number
+        batch.results[microbatch], call.result = call.result, None
+        return sequence_number
 
     def start_dry_run(self, batch: Batch, microbatch: int) -> Message:
-        """Like `start`, for `batch.dry_run_step`. What it logs, counts and stores does not count; it never ends."""
+        """Like `begin_pass`, for `batch.dry_run_step`. What it logs, counts and stores does not count; it never ends.
+
+        Raises:
+            UnsupportedError: it isn't the step's first pass.
+        """
         assert batch.dry_run_step is not None
+        if batch.pass_number:
+            raise UnsupportedError(
+                f"{self._pass(microbatch)}: the arguments of its blocks differ in structure or shape between the "
+                f"ranks of a cube, whose samples are different. Pass masks always, make all sequences as long, or set "
+                f"cube_outside='replicate'."
+            )
         self._enter(batch, None)
         self._dry_runs[microbatch] = self._start(batch, batch.dry_run_step, microbatch, NO_CARRIERS)
         self.carriers.undo()
@@ -149,22 +225,24 @@ class UserStep:
     @contextmanager
     def _user_code(self, batch: Batch) -> Iterator[None]:
         cuts_batch = len(batch.loss_weights) > 1 or self.num_local == 0  # the ranks of a cube share micro-batches, too
-        with self.guarded(), self._gradient_calls.checked(cuts_batch=cuts_batch):
+        trains = torch.is_grad_enabled() if self._state is None else self._state.grad_mode
+        with self.guarded(), self._gradient_calls.checked(cuts_batch=cuts_batch, trains=trains):
             yield
 
     def _start(self, batch: Batch, function: StepFunction, microbatch: int, carriers: Carriers) -> _Call:
+        state = self._state or ThreadState.current()
         tracer = BlockTracer(
             self.blocks,
             self.num_local,
             self.name,
             carriers,
+            grad_mode=state.grad_mode,
             sends_objects=self.sends_objects,
-            first_number=self._num_started * len(self.blocks),
+            first_numbers=self._first_numbers,
         )
-        self._num_started += 1
         self._begin_random_numbers(microbatch)
         with self._user_code(batch):
-            call = self._calls.start(lambda: _run_step(function, microbatch), tracer)
+            call = self._calls.start(lambda: _run_step(function, microbatch), tracer, state)
         self._check_suspended(call, tracer)
         return call, tracer
 
@@ -177,13 +255,20 @@ class UserStep:
         return _message(tracer)
 
     def _check_suspended(self, call: SuspendedCall, tracer: BlockTracer) -> None:
-        if self.replaced_parameters is not None and not call.done:
-            self.replaced_parameters.check()
         if call.done:
             self._calls.release(call)
+            self._check_whole(tracer, has_passed=False)
+        self._check_replaced_parameters()
+
+    def _check_replaced_parameters(self) -> None:
+        if self.replaced_parameters is not None:
+            self.replaced_parameters.check()
+
+    def _check_whole(self, tracer: BlockTracer, *, has_passed: bool = True) -> None:
+        if not (has_passed and tracer.is_between_passes):
             raise UnsupportedError(
                 f"the step ended after {tracer.num_called} of the {len(self.blocks)} blocks of {self.name}; "
-                f"a pipeline runs one whole pass through the stack for each micro-batch."
+                f"a pipeline runs whole passes through the stack, at least one for each micro-batch."
             )
 
 

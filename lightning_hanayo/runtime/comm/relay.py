@@ -15,9 +15,10 @@ from torch import Tensor
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.comm.transport import Transport, Work
 
-MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values"]
+MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass"]
 """how a batch is cut; whether there is one more batch; what was logged; the loss of a batch; that all ranks compute a
-norm together now; that they agree on a decision of user code, such as a skipped step; what hooks may read of steps"""
+norm together now; that they agree on a decision of user code, such as a skipped step; what hooks may read of steps; the
+next pass through the stack"""
 
 _FRAME = 512
 _ROOM = _FRAME - 8

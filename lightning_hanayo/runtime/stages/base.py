@@ -6,6 +6,7 @@ LastStage     blocks (none, if the schedule has a loss stage), and user code aft
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,8 +39,8 @@ class Stage(ABC):
     """called before each forward and backward of the blocks"""
     carriers: Carriers = NO_CARRIERS
     """carry what the step and the blocks store for each other"""
-    _under_way: dict[int, Any] = field(default_factory=dict, init=False)
-    """by micro-batch: what its backward needs of its forward"""
+    _under_way: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list), init=False)
+    """by micro-batch: what its backward needs of its forward; of several passes, the backward of the last is first"""
 
     def actions(self) -> dict[Kind, RunAction]:
         """The method that runs each kind of action."""
@@ -87,13 +88,13 @@ class MiddleStage(Stage):
         self.hooks.before_forward(stage_input.sequence_length)
         made = stage_input.run(self.blocks, self.carriers).message
         if torch.is_grad_enabled():
-            self._under_way[microbatch] = (inputs, made.differentiable, stage_input.sequence_length)
+            self._under_way[microbatch].append((inputs, made.differentiable, stage_input.sequence_length))
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         assert received is not None
-        under_way: tuple[DetachedInputs, list[Tensor], int] = self._under_way.pop(microbatch)
+        under_way: tuple[DetachedInputs, list[Tensor], int] = self._under_way[microbatch].pop()
         inputs, outputs, sequence_length = under_way
         self.hooks.before_backward(sequence_length)
         graph_boundary.run_backward(outputs, unpack_gradients(received))

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd import graph_boundary
-from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs
+from lightning_hanayo.runtime.autograd.graph_boundary import DetachedInputs, GraphCut
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.batches.containers import with_values
@@ -27,7 +27,10 @@ from lightning_hanayo.runtime.stages.base import Stage
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class FirstStage(Stage):
-    """User code up to the stack, and the first blocks."""
+    """User code up to the stack, and the first blocks.
+
+    With several passes, those of the later ones run in the step's thread when the last stage resumes it.
+    """
 
     user: UserStep
     """runs the user's step, and in it the first blocks"""
@@ -41,21 +44,28 @@ class FirstStage(Stage):
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
-        made = self.user.start(batch, microbatch)
+        made = self.user.begin_pass(batch, microbatch)
         if torch.is_grad_enabled():
-            self._under_way[microbatch] = made.differentiable
+            self._under_way[microbatch].append(made.differentiable)
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
-        outputs: list[Tensor] = self._under_way.pop(microbatch)
-        gradients = unpack_gradients(received)
-        self.tied.first_stage_backward(microbatch, lambda: graph_boundary.run_backward(outputs, gradients))
+        outputs: list[Tensor] = self._under_way[microbatch].pop()
+        gradients, keeps = unpack_gradients(received), self._has_earlier_pass(microbatch)
+        self.tied.first_stage_backward(
+            microbatch, lambda: graph_boundary.run_backward(outputs, gradients, retain_graph=keeps)
+        )
 
     def used_parameters(self, microbatch: int) -> set[Tensor]:
         """The parameters that the code before the stack, and the first blocks, use."""
-        return graph_boundary.reachable(self._under_way[microbatch])[1]
+        passes = self._under_way[microbatch]
+        return graph_boundary.reachable(passes[-1])[1] if passes else set()
+
+    def _has_earlier_pass(self, microbatch: int) -> bool:
+        """Whether the backward of an earlier pass comes later: what both use stays in memory until then."""
+        return bool(self._under_way[microbatch])
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -71,33 +81,48 @@ class LastStage(Stage):
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
-        inputs = DetachedInputs(received)
-        after = StageInput.from_message(inputs.message).run(self.blocks, self.carriers)
-        outputs = graph_boundary.nodes_of(after.message.differentiable)
-        output, trees = after.output, after.trees
-        batch.results[microbatch], sequence_number = self.first.user.finish(batch, microbatch, output, trees)
+        inputs, cut = DetachedInputs(received), GraphCut()
+        made = StageInput.from_message(inputs.message).run(self.blocks, self.carriers).message
+        sequence_number = self._resume(batch, microbatch, cut, made)
         if torch.is_grad_enabled():
-            self._under_way[microbatch] = (inputs, outputs, sequence_number)
+            self._under_way[microbatch].append((inputs, cut, sequence_number))
 
     @override
-    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
-        under_way: tuple[DetachedInputs, set[Node], int] = self._under_way.pop(microbatch)
-        inputs, outputs, sequence_number = under_way
-        self._loss_backward(batch, microbatch, outputs, sequence_number)
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
+        under_way: tuple[DetachedInputs, GraphCut, int] | None = self._begin_backward(batch, microbatch)
+        if under_way is None:
+            return None
+        inputs, cut, _ = under_way
+        cut.backward()
         return gradient_message(inputs.gradients)
 
-    def _loss_backward(
-        self, batch: Batch, microbatch: int, outputs: set[Node], sequence_number: int, boundary: set[Node] | None = None
-    ) -> None:
-        """Run the backward of the weighted loss, and drop the graph of the step's result.
+    def _resume(self, batch: Batch, microbatch: int, cut: GraphCut, made: Message) -> int:
+        """Resume the step with what the stack has made, cut off its graph; return autograd's sequence number there."""
+        after = StageInput.from_message(Message(made.skeleton, tuple(map(cut.cut, made.tensors))))
+        return self.first.user.resume(batch, microbatch, after.output, after.trees)
 
-        `outputs` are the nodes that end the graph of the code after the stack. Nodes older than autograd's
-        `sequence_number` belong to the code before it. `boundary` are the nodes that made the stack's output, where
-        the graph ends without `outputs`.
+    def _begin_backward(self, batch: Batch, microbatch: int) -> Any:
+        """Run the loss's backward, unless that of a later pass has; return what its forward has left.
+
+        None where no pass of the step has gradients.
+        """
+        passes = self._under_way[microbatch]
+        outputs = {node for _, cut, *_ in passes for node in cut.nodes}
+        under_way = passes.pop() if passes else None
+        if batch.has_loss:
+            self.first.user.check_ended(batch, microbatch)
+            self._loss_backward(batch, microbatch, outputs, under_way[2] if under_way else 0)
+        return under_way
+
+    def _loss_backward(self, batch: Batch, microbatch: int, outputs: set[Node], sequence_number: int) -> None:
+        """Run the backward of the weighted loss up to the stack, and drop the graph of the step's result.
+
+        `outputs` are the nodes with which the graph of the code after a pass begins. Nodes older than autograd's
+        `sequence_number` belong to the code before the last pass.
         """
         if batch.loss_weights[microbatch]:  # with weight 0 not even a NaN counts: the mean over no tokens is one
             loss = loss_of(batch.results[microbatch])
-            batch.on_loss(microbatch, loss, boundary or outputs)
+            batch.on_loss(microbatch, loss, outputs)
             nodes, leaves = graph_boundary.reachable([loss], stop=outputs)
             uses_early_nodes = any(node._sequence_nr() < sequence_number for node in nodes)  # a skip past the stack
             weighted = loss * batch.loss_weights[microbatch]

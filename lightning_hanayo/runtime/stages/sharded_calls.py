@@ -34,7 +34,7 @@ class ShardedCalls:
 
     def first(self, streams_of: Callable[[Message], list[int]]) -> Message:
         """The first block's call."""
-        call = self.user.start(self.batch, self.microbatch)
+        call = self.user.begin_pass(self.batch, self.microbatch)
         streams = streams_of(call)
         sharded = self._shard(call, streams)
         if sharded is not None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from typing_extensions import override
 
 from lightning_hanayo.runtime.autograd import graph_boundary
@@ -52,22 +51,23 @@ class TensorParallelFirstStage(FirstStage):
         others = replace(others, sequence_length=length).after([first.output], 0, trees)
         made = others.run(self.blocks[1:], self.carriers).message
         if torch.is_grad_enabled():
-            self._under_way[microbatch] = (calls.cut, made.differentiable, length)
+            self._under_way[microbatch].append((calls.cut, made.differentiable, length))
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
-        under_way: tuple[GraphCut, list[Tensor], int] = self._under_way.pop(microbatch)
+        under_way: tuple[GraphCut, list[Tensor], int] = self._under_way[microbatch].pop()
         cut, outputs, sequence_length = under_way
         self.hooks.before_backward(sequence_length)
         graph_boundary.run_backward(outputs, unpack_gradients(received))
-        self.tied.first_stage_backward(microbatch, cut.backward)
+        keeps = self._has_earlier_pass(microbatch)
+        self.tied.first_stage_backward(microbatch, lambda: cut.backward(retain_graph=keeps))
 
     @override
     def used_parameters(self, microbatch: int) -> set[Tensor]:
-        cut: GraphCut = self._under_way[microbatch][0]
-        return graph_boundary.reachable(cut.tensors)[1]
+        passes = self._under_way[microbatch]
+        return graph_boundary.reachable(passes[-1][0].tensors)[1] if passes else set()
 
     def _streams_of(self, first_call: Message) -> list[int]:
         """The indices of the residual streams in the first block's call, found by the names of its arguments."""
@@ -92,19 +92,17 @@ class TensorParallelLastStage(LastStage):
         length = stage_input.sequence_length
         self.hooks.before_forward(length)
         made = stage_input.run(self.blocks, self.carriers).message
-        whole = [cut.cut(self.boundary.unshard_output(microbatch, tensor)) for tensor in made.tensors]
-        boundary = graph_boundary.nodes_of(whole)
-        outside = StageInput.from_message(Message(made.skeleton, tuple(whole)))
-        output, trees = outside.output, outside.trees
-        batch.results[microbatch], sequence_number = self.first.user.finish(batch, microbatch, output, trees)
+        whole = tuple(self.boundary.unshard_output(microbatch, tensor) for tensor in made.tensors)
+        sequence_number = self._resume(batch, microbatch, cut, Message(made.skeleton, whole))
         if torch.is_grad_enabled():
-            self._under_way[microbatch] = (inputs, cut, sequence_number, length, boundary)
+            self._under_way[microbatch].append((inputs, cut, sequence_number, length))
 
     @override
-    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
-        under_way: tuple[DetachedInputs, GraphCut, int, int, set[Node]] = self._under_way.pop(microbatch)
-        inputs, cut, sequence_number, sequence_length, boundary = under_way
-        self._loss_backward(batch, microbatch, set(), sequence_number, boundary)
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
+        under_way: tuple[DetachedInputs, GraphCut, int, int] | None = self._begin_backward(batch, microbatch)
+        if under_way is None:
+            return None
+        inputs, cut, _, sequence_length = under_way
         self.hooks.before_backward(sequence_length)
         cut.backward(always=True)
         return gradient_message(inputs.gradients)

@@ -26,7 +26,7 @@ class BlockLogs:
 
     enter = undo = begin_batch
 
-    def leave(self, earlier: Any) -> tuple[None, None]:
+    def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[None, None]:
         """Leave nothing: blocks in the step's thread have logged like the step itself."""
         return None, None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,10 +122,16 @@ def build_pipeline(
         parameters,
         gradients,
         splitter,
+        _alone if cube is None else cube.all_gather,
         _step_state(model, ownership, rank, cube, context.groups),
         user_step,
         streams,
     )
+
+
+def _alone(value: Any) -> list[Any]:
+    """Gathers from a single rank."""
+    return [value]
 
 
 def restore_forwards(pipeline: Pipeline) -> None:

@@ -39,7 +39,7 @@ class Cube:
         reshard = make_reshard(self.mesh, stream_dims, options.batch_dim)
         self.boundary = MicrobatchReshard(reshard, self._gather_from_plane)
         self.splitter: BatchSplitter = (
-            SharedSplitter(options.batch_rule, self.mesh, self.boundary, self._gather_from_all)
+            SharedSplitter(options.batch_rule, self.mesh, self.boundary, self.all_gather)
             if self.shares_samples
             else ReplicatedSplitter(options.batch_rule, self.mesh, self.boundary)
         )
@@ -142,11 +142,12 @@ class Cube:
     def _groups(self) -> CubeGroups:
         return available(self._open_groups, "process groups exist until a run has failed")
 
+    def all_gather(self, value: Any) -> list[Any]:
+        """Gather Python objects from all ranks of the cube, which call this."""
+        return all_gather_objects(self._groups.whole, value)
+
     def _gather_from_plane(self, value: Any) -> list[Any]:
         return all_gather_objects(self._groups.plane, value)
-
-    def _gather_from_all(self, value: Any) -> list[Any]:
-        return all_gather_objects(self._groups.whole, value)
 
     def _convert(self, stage: int, blocks: Sequence[nn.Module]) -> None:
         queue = self.queues[stage] = WeightGradientQueue()

@@ -31,7 +31,8 @@ def test_reaches_nodes_up_to_the_stop() -> None:
     assert (leaves, {n.name() for n in nodes}) == (
         {w, u}, {"SumBackward0", "AddBackward0", "ExpBackward0", "MulBackward0"},
     )  # fmt: skip
-    nodes, leaves = graph_boundary.reachable([loss], stop=graph_boundary.nodes_of([y]))
+    assert y.grad_fn is not None
+    nodes, leaves = graph_boundary.reachable([loss], stop=[y.grad_fn])
     assert (leaves, {n.name() for n in nodes}) == ({u}, {"SumBackward0", "AddBackward0"})
     assert graph_boundary.reachable([w])[1] == {w} and graph_boundary.reachable([torch.ones(1)]) == (set(), set())
 

@@ -44,7 +44,7 @@ def started(blocks: list[nn.Module], calls: list[tuple[Tensor, ...]]) -> StageIn
 
     user = UserStep(blocks, 1, "blocks")
     try:
-        return StageInput.from_message(user.start(Batch(step=step), 0))
+        return StageInput.from_message(user.begin_pass(Batch(step=step), 0))
     finally:
         user.close()
 
@@ -82,7 +82,7 @@ def test_an_output_is_sent_as_far_as_a_later_block_gets_it() -> None:
         return blocks[4](fourth, first)
 
     user = UserStep(blocks, 1, "blocks")
-    stage_input = StageInput.from_message(user.start(Batch(step=step), 0))
+    stage_input = StageInput.from_message(user.begin_pass(Batch(step=step), 0))
     user.close()
     held, alone = [], []
     whole = stage_input.run(blocks[1:])
@@ -110,7 +110,7 @@ def test_a_list_that_a_block_changes_is_refused() -> None:
         return blocks[1](blocks[0](M, state), state)
 
     user = UserStep(blocks, 1, "blocks")
-    stage_input = StageInput.from_message(user.start(Batch(step=step), 0))
+    stage_input = StageInput.from_message(user.begin_pass(Batch(step=step), 0))
     user.close()
     with pytest.raises(UnsupportedError, match="a Collects of the stack changes a list that it gets as an argument"):
         stage_input.run(blocks[1:])
@@ -126,11 +126,11 @@ def test_an_output_of_another_step_is_refused(blocks: list[nn.Module]) -> None:
         return blocks[3](blocks[2](kept[0]))
 
     user = UserStep(blocks, 1, "blocks")
-    user.start(Batch(step=step), 0)
+    user.begin_pass(Batch(step=step), 0)
     with pytest.raises(
-        UnsupportedError, match=r"argument 0 of blocks\[2\] is the output of a block in the step of another"
+        UnsupportedError, match=r"argument 0 of blocks\[2\] is the output of a block in another pass or step"
     ):
-        user.start(Batch(step=step), 1)
+        user.begin_pass(Batch(step=step), 1)
     user.close()
 
 

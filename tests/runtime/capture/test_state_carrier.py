@@ -310,3 +310,71 @@ def test_one_value_that_cannot_travel_leaves_the_others_of_a_dictionary(ranks: S
     assert ranks.first.blocks[1].stats["mean"] == 0.5
     with pytest.raises(UnsupportedError, match="was set by a block to a builtins.object"):
         bool(ranks.first.blocks[1].stats["cache"])
+
+
+def leave_again(rank: Rank, delivered: Any) -> tuple[Any, Any]:
+    """The step is suspended in a further pass."""
+    tree, left = rank.carrier.leave(delivered)
+    return sent(tree), left
+
+
+def test_a_further_pass_brings_what_was_set_before_the_first_one(ranks: SimpleNamespace) -> None:
+    carrier = ranks.first.carrier
+    ranks.first.model.box.level = 2.0
+    tree, left = ranks.first.leave()
+    delivered = carrier.deliver(ranks.second.run(tree, 1), left)
+    tree, _ = leave_again(ranks.first, delivered)
+    ranks.second.run(tree, 2)
+    assert ranks.second.blocks[2].aux == 2.0
+
+
+def test_the_training_mode_of_one_pass_is_seen_by_no_other_step(ranks: SimpleNamespace) -> None:
+    """Two steps, of which each makes a pass in evaluation mode between `eval()` and `train()`, and then another one."""
+    model, carrier, suspended = ranks.first.model, ranks.first.carrier, []
+    for _ in range(2):
+        carrier.enter()
+        assert model.training and model.layers[1].training
+        model.eval()
+        suspended.append(ranks.first.leave())
+    modes = []
+    for number in range(4):
+        tree, left = suspended.pop(0)
+        modes.append(in_which_mode(ranks.second, tree))
+        carrier.enter()
+        delivered = carrier.deliver(tree, left)
+        assert model.training is (number > 1)
+        model.train()
+        if number > 1:
+            carrier.end(delivered)
+        else:
+            suspended.append(leave_again(ranks.first, delivered))
+    assert modes == [False, False, True, True]
+    assert model.training and ranks.second.blocks[1].training
+
+
+def in_which_mode(rank: Rank, tree: Any) -> bool:
+    with rank.carrier.running(tree, BlockRun([rank.blocks[1]], is_last=True)):
+        return bool(rank.blocks[1].training)
+
+
+@pytest.mark.parametrize("change", ["number", "flag", "buffer"])
+def test_what_two_parts_of_a_step_with_several_passes_change_is_rejected(ranks: SimpleNamespace, change: str) -> None:
+    model, carrier = ranks.first.model, ranks.first.carrier
+    model.flag = False
+    carrier.begin_batch()
+
+    def changes() -> None:
+        match change:
+            case "number":
+                model.phase += 1
+            case "flag":
+                model.flag = not model.flag
+            case "buffer":
+                ranks.first.blocks[0].sigma.add_(1)
+
+    changes()
+    first, _ = ranks.first.leave(), ranks.first.leave()
+    delivered = carrier.deliver(*first)
+    changes()
+    with pytest.raises(UnsupportedError, match="is changed in the step before the blocks are called and again after"):
+        carrier.leave(delivered)

@@ -41,7 +41,6 @@ def deterministic() -> Iterator[None]:
 
 
 CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
-    "no_grad": (torch.no_grad, "grad mode is False, was True"),
     "inference_mode": (torch.inference_mode, "inference mode is True, was False"),
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast is"),
     "sdpa_kernel": (lambda: sdpa_kernel(SDPBackend.MATH), "sdpa kernels is"),
@@ -61,7 +60,16 @@ def test_the_error_names_what_changed(kind: str) -> None:
     before.check_unchanged()
 
 
-@pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "autocast", "default device"])
+def test_a_pass_without_gradients_is_no_change_but_one_with_gradients_is() -> None:
+    before = ThreadState.current()
+    with torch.no_grad():
+        before.check_unchanged()
+        before = ThreadState.current()
+    with pytest.raises(UnsupportedError, match="grad mode is True, was False"):
+        before.check_unchanged()
+
+
+@pytest.mark.parametrize("kind", ["inference_mode", "autocast", "default device"])
 def test_applied_and_restored(kind: str) -> None:
     context, _ = CONTEXTS[kind]
     with context():

@@ -116,7 +116,9 @@ class PipelineRank:
     def run(self, schedule: Schedule) -> None:
         count = schedule.num_microbatches
         running = Batch(inputs=batch(count), loss_weights=shares(count), results=self.losses)
+        self.engine.begin_batch()
         self.engine.run(Program.from_schedule(schedule, self.rank), running)
+        self.engine.end_batch()
 
 
 def run_all(runners: list[PipelineRank], schedule: Schedule) -> None:

@@ -34,9 +34,11 @@ class GradientCalls:
         self._has_warned = False
 
     @contextmanager
-    def checked(self, *, cuts_batch: bool) -> Iterator[None]:
-        """Entered while user code runs; `cuts_batch` says whether it runs on a part of a batch."""
-        trains = torch.is_grad_enabled()
+    def checked(self, *, cuts_batch: bool, trains: bool) -> Iterator[None]:
+        """Entered while user code runs; `cuts_batch` says whether it runs on a part of a batch, `trains` in which step.
+
+        In a pass without gradients of a training step the main thread's grad mode is off.
+        """
         run: Callable[..., Any] = _autograd.graph._engine_run_backward
 
         def check(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -39,8 +39,9 @@ def run(step: Step, num_pieces: int = 1) -> Any:
     user = UserStep(blocks, 1, "blocks")
     batch = Batch(step=lambda _: step(model, x), loss_weights=[1 / num_pieces] * num_pieces)
     try:
-        made = StageInput.from_message(user.start(batch, 0).detached()).run(blocks[1:])
-        return user.finish(batch, 0, made.output, ())[0]
+        made = StageInput.from_message(user.begin_pass(batch, 0).detached()).run(blocks[1:])
+        user.resume(batch, 0, made.output, ())
+        return batch.results[0]
     finally:
         user.close()
         unpatch_blocks(blocks)

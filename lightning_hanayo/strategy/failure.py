@@ -15,7 +15,7 @@ from lightning_hanayo.errors import HanayoError, PeerFailed
 
 _KEY = "hanayo/first_failure"
 _RUNS, _POSITION = "hanayo/runs", "hanayo/position"
-_ENDED = (1 << 62, 0, 0)
+_ENDED = (1 << 62, 0, 0, 0)
 _MISTAKES = (HanayoError, MisconfigurationException)
 """errors that the user can correct"""
 POLL = 0.5
@@ -71,7 +71,7 @@ class Failures:
         self.rank = rank
         self.store = _get_default_store()  # the one rendezvous all ranks have; torch offers it under no public name
         self.run = self.store.add(f"{_RUNS}/{rank}", 1)
-        self.position = (0, 0, 0)
+        self.position = (0, 0, 0, 0)
         """how far this rank is: it only grows; others can read it"""
         self._published: tuple[int, ...] = ()
         self._over = threading.Event()

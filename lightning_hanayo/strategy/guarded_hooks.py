@@ -53,7 +53,7 @@ def read_after_epochs(trainer: "pl.Trainer") -> bool:
 
 
 def _ignore() -> None:
-    """Called after a callback's hook, which may exist on some ranks only."""
+    """Called after a hook that may exist on some ranks only: a callback's, or one that needs data."""
 
 
 class _GuardedHook:
@@ -110,14 +110,14 @@ def guard_hooks(
     pipe_rank: int,
     end_hook: Callable[[], None] = _ignore,
 ) -> None:
-    """Enter the guard in all hooks that the user has defined. `end_hook` is called after those of the module."""
+    """Enter the guard in all hooks that the user has defined. `end_hook` is called after those of the module on all ranks."""
     module = trainer.lightning_module
     if num_pipe_ranks > 1:
         attributes.set(module, "log", MethodType(_CheckedLog(has_metrics=pipe_rank == 0), module))
     for owner in (module, *callbacks_of(trainer)):
         for name in _HOOKS:
             is_alone = owner is module and num_pipe_ranks > 1 and name in _ON_FIRST_RANK
-            at_end = end_hook if owner is module else _ignore
+            at_end = end_hook if owner is module and not is_alone else _ignore
             _guard_hook(owner, name, guard, "alone" if is_alone else "hook", at_end, attributes)
 
 

@@ -50,7 +50,7 @@ from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import check_same_folders, was_read
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.strategy.user_code import raw_collectives
-from lightning_hanayo.strategy.user_code.agreement import Agreement, Progress
+from lightning_hanayo.strategy.user_code.agreement import IN_HOOKS, Agreement, Progress
 from lightning_hanayo.strategy.user_code.collected import Collections
 from lightning_hanayo.strategy.user_code.collectives import Peers, UserCollectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
@@ -88,7 +88,7 @@ class Session:
         self._hand_over: HandOver | None = None
         self._warned: set[str] = set()
         self.progress = Progress(self.failures)
-        self.guard.after_step = self.progress.end_code
+        self.guard.after_step = self.progress.end_step
         self.collectives = self._make_collectives(groups)
         self._raw = raw_collectives.Run(self.collectives, topology.pipe, prod(topology.cube))
         self.cube: Cube | None = None
@@ -316,7 +316,7 @@ class Session:
             attributes,
             num_pipe_ranks=self.topology.pipe,
             pipe_rank=self._pipe_rank,
-            end_hook=self.progress.end_code,
+            end_hook=self.progress.end_hook,
         )
         signals.keep_sigterm_local(trainer, attributes)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
@@ -365,14 +365,15 @@ class Session:
     def _make_collectives(self, groups: ProcessGroups) -> UserCollectives:
         def peers(name: str, group: dist.ProcessGroup | None) -> Peers:
             ranks = [] if group is None else dist.get_process_group_ranks(group)
-            return Peers(group, Agreement(name, ranks, self.failures)) if len(ranks) > 1 else Peers()
+            depth = IN_HOOKS if name == "hooks" else None
+            return Peers(group, Agreement(name, ranks, self.failures, depth)) if len(ranks) > 1 else Peers()
 
         shares = self._options.cube_outside == "share"
         return UserCollectives(
             self.guard,
             peers("steps", groups.metrics),
             peers("hooks", groups.data),
-            Agreement("world", range(self.topology.world_size), self.failures),
+            Agreement("world", range(self.topology.world_size), self.failures, IN_HOOKS),
             cube_size=prod(self.topology.cube) if shares else 1,
         )
 

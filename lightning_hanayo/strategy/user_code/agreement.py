@@ -57,20 +57,27 @@ class Progress:
 
     def begin_batch(self, *, trains: bool) -> None:
         """Called when a batch begins."""
-        trained, evaluated, _ = self._failures.position
-        self._failures.position = (trained + 1, 0, 0) if trains else (trained, evaluated + 1, 0)
+        trained, evaluated, *_ = self._failures.position
+        self._failures.position = (trained + 1, 0, 0, 0) if trains else (trained, evaluated + 1, 0, 0)
 
     def end_epoch(self) -> None:
         """Called when an epoch ends: data ranks may have evaluated different numbers of batches in it."""
-        trained, evaluated, _ = self._failures.position
-        self._failures.position = (trained, (evaluated // _MANY + 1) * _MANY, 0)
+        trained, evaluated, *_ = self._failures.position
+        self._failures.position = (trained, (evaluated // _MANY + 1) * _MANY, 0, 0)
 
-    def end_code(self) -> None:
-        """Called after a hook of the user's module, and when a step has ended or is suspended."""
-        trained, evaluated, ended = self._failures.position
-        self._failures.position = (trained, evaluated, ended + 1)
+    def end_hook(self) -> None:
+        """Called after a hook of the user's module that runs on all ranks."""
+        trained, evaluated, hooks, _ = self._failures.position
+        self._failures.position = (trained, evaluated, hooks + 1, 0)
+
+    def end_step(self) -> None:
+        """Called when a step has ended or is suspended."""
+        *before, steps = self._failures.position
+        self._failures.position = (*before, steps + 1)
 
 
+IN_HOOKS = 3
+"""how many numbers of a position tell ranks in hooks apart: only some of them run steps, and not equally many"""
 _MANY = 2**32
 """more batches than one evaluation has"""
 
@@ -84,12 +91,14 @@ class Agreement:
         name: of what the ranks agree on together.
         ranks: those that call.
         failures: tell how far other ranks are, and whether one has failed.
+        depth: how many numbers of their positions are the same where they make the same call; None: all.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], failures: Failures) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], failures: Failures, depth: int | None = None) -> None:
         self._key = f"hanayo/agreement/{failures.run}/{name}/{ranks[0]}"
         self._ranks = list(ranks)
         self._failures = failures
+        self._depth = depth
         self._store = failures.store
         self._count = 0
 
@@ -147,8 +156,9 @@ class Agreement:
             PeerFailed: a rank has failed.
         """
         self._failures.check_peers()
-        positions = ((rank, self._failures.position_of(rank)) for rank in self._ranks)
-        return next((rank for rank, position in positions if position > self._failures.position), None)
+        own = self._failures.position[: self._depth]
+        positions = ((rank, self._failures.position_of(rank)[: self._depth]) for rank in self._ranks)
+        return next((rank for rank, position in positions if position > own), None)
 
 
 def _call_of(fields: dict[str, Any]) -> Call:

@@ -110,7 +110,7 @@ def guard_hooks(
     pipe_rank: int,
     end_hook: Callable[[], None] = _ignore,
 ) -> None:
-    """Enter the guard in all hooks that the user has defined. `end_hook` is called after those of the module on all ranks."""
+    """Enter the guard in all hooks that the user has defined. `end_hook` is called after the module's on all ranks."""
     module = trainer.lightning_module
     if num_pipe_ranks > 1:
         attributes.set(module, "log", MethodType(_CheckedLog(has_metrics=pipe_rank == 0), module))

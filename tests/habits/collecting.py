@@ -60,6 +60,25 @@ class Decides(Collects):
                     parameter.mul_(0.5)
 
 
+class Averages(Collects):
+    """Moving averages of all weights, made in hooks, which replace the weights; and a list of parameters to shrink."""
+
+    def on_train_start(self) -> None:
+        self.averages = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.matrices = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+        for name, parameter in self.named_parameters():
+            self.averages[name].mul_(0.9).add_(parameter.detach(), alpha=0.1)
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(self.averages[name])
+            for matrix in self.matrices:
+                matrix.mul_(0.5)
+
+
 class CollectsPredictions(Collects):
     """Predictions and labels of the epoch, in a dictionary of lists."""
 
@@ -272,6 +291,8 @@ HABITS = [
           everywhere(PerMicrobatch("set by the step for each of the"))),
     Habit("counters that the step advances, read at the epoch's end", Counts, VECTORS,
           on(pipelines=PerMicrobatch("self.number"), cubes=PER_RANK)),
+    Habit("moving averages of all weights and a list of parameters, kept in `on_train_batch_end`", Averages, VECTORS,
+          everywhere(EXACT), True),
     Habit("an attribute that the step sets, read in `on_train_batch_end`", KeepsLast, VECTORS, everywhere(EXACT)),
     Habit("`outputs['logits']` and `batch` in `on_train_batch_end`", ReadsOutputs, VECTORS, everywhere(EXACT), True),
     Habit("large `outputs` in it, logged", LargeOutputs, VECTORS, everywhere(EXACT)),

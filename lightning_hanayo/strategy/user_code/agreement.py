@@ -72,8 +72,8 @@ class Progress:
 
     def end_step(self) -> None:
         """Called when a step has ended or is suspended."""
-        *before, steps = self._failures.position
-        self._failures.position = (*before, steps + 1)
+        trained, evaluated, hooks, steps = self._failures.position
+        self._failures.position = (trained, evaluated, hooks, steps + 1)
 
 
 IN_HOOKS = 3

@@ -20,7 +20,7 @@ from lightning_hanayo.runtime.batches.containers import leaves
 from lightning_hanayo.runtime.capture.holder import INTERNAL, version_of
 from lightning_hanayo.runtime.capture.module_state import LIBRARIES, MAX_LENGTH, is_metric
 from lightning_hanayo.runtime.stages.first_last import detach_tree
-from lightning_hanayo.strategy.user_code.stand_ins import Missing
+from lightning_hanayo.strategy.user_code.stand_ins import sent_or_own
 
 Path = tuple[Any, ...]
 """The name of an owner, an attribute, and keys of the containers in it."""
@@ -151,13 +151,13 @@ class Collections:
                         f"{'.'.join(path)} has {len(known)} items on this rank, but pipeline rank 0, whose steps have "
                         f"appended to it, had {start} before them. Change it in hooks on all ranks alike."
                     )
-                known[start:] = value
+                known[start:] = sent_or_own(value, known[start:])
             elif isinstance(value, dict) and isinstance(known, dict):
-                value = {key: _sent_or_own(item, known.get(key, item)) for key, item in value.items()}
+                value = sent_or_own(value, known)
                 known.clear()
                 known.update(value)
             else:
-                attributes[name] = value
+                attributes[name] = sent_or_own(value, attributes.get(name, value))
 
     def owners(self) -> dict[str, Any]:
         """The objects whose attributes are watched, by name: modules outside the stack, and plain objects in them."""
@@ -256,10 +256,3 @@ class Collections:
 def _is_users(value: Any) -> bool:
     """Whether the class of an object isn't a library's."""
     return type(value).__module__.partition(".")[0] not in LIBRARIES
-
-
-def _sent_or_own(value: Any, own: Any) -> Any:
-    """What another rank has sent; what this one has where that can't be sent."""
-    if isinstance(value, dict) and isinstance(own, dict):
-        return {key: _sent_or_own(item, own.get(key, item)) for key, item in value.items()}
-    return own if isinstance(value, Missing) else value

@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.missing_values import Owner, without_values
+from lightning_hanayo.partial_values import PartialValues
+from lightning_hanayo.partition.missing_values import MissingValues, Owner, without_values
 from lightning_hanayo.runtime.batches.containers import children, with_children
 from lightning_hanayo.runtime.capture.proxy import Valueless, user_line
 
@@ -56,11 +57,13 @@ class Missing(Valueless):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is sent of a large tensor."""
+    """What is sent of a large tensor, and of one that is computed from a parameter of another pipeline rank."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rank: int = 0
+    """the pipeline rank that has the values"""
 
 
 def to_text(packed: Any) -> str:
@@ -74,7 +77,7 @@ def from_text(text: str, device: torch.device) -> Any:
     def unpack(value: Any) -> Any:
         if isinstance(value, _Shape):
             shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            return without_values(shape, Owner(value.name, 0, device, WAY_OUT))
+            return without_values(shape, Owner(value.name, value.rank, device, WAY_OUT))
         if isinstance(value, Tensor):
             return value.to(device)
         inside = children(value)
@@ -91,6 +94,10 @@ class Packer:
 
     def pack(self, name: str, value: Any) -> Any:
         """The value, with something that can be sent for all that is in it."""
+        if isinstance(value, MissingValues):
+            return _Shape(name, tuple(value.shape), value.dtype, value._owner.rank)
+        if isinstance(value, PartialValues):
+            return Missing(name, "each rank of a cube has a part of it", WAY_OUT)
         if isinstance(value, Tensor):
             return self._tensor(name, value.detach())
         if isinstance(value, _PLAIN):
@@ -114,6 +121,27 @@ class Packer:
         fits = num_bytes <= self._budget
         self._budget -= num_bytes if fits else 0
         return fits
+
+
+def sent_or_own(value: Any, own: Any) -> Any:
+    """What pipeline rank 0 has sent, or what this rank has where the other has no values.
+
+    A hook on all ranks may have kept each parameter, or something computed from it such as its moving average: each
+    rank has those of its own parameters.
+    """
+    if isinstance(value, dict) and isinstance(own, dict):
+        return {key: _in_dictionary(item, own.get(key, item)) for key, item in value.items()}
+    if isinstance(value, list) and isinstance(own, list) and len(value) == len(own):
+        return [sent_or_own(*pair) for pair in zip(value, own, strict=True)]
+    if not isinstance(own, Tensor) or not isinstance(value, Missing | Tensor):
+        return value
+    is_own = isinstance(own, nn.Parameter) or isinstance(value, Missing)
+    return own if is_own or (isinstance(value, MissingValues) and value._owner.rank > 0) else value
+
+
+def _in_dictionary(value: Any, own: Any) -> Any:
+    """The same, and what this rank has where the other can't send it: a module or a function."""
+    return own if isinstance(value, Missing) else sent_or_own(value, own)
 
 
 def _can_be_sent(kind: type) -> bool:

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partition.missing_values import MissingValues
-from lightning_hanayo.strategy.user_code.stand_ins import Packer, from_text, to_text
+from lightning_hanayo.partition.missing_values import MissingValues, Owner, without_values
+from lightning_hanayo.strategy.user_code.stand_ins import Packer, from_text, sent_or_own, to_text
 
 
 def sent(name: str, value: Any, budget: int) -> Any:
@@ -29,3 +30,14 @@ def test_objects_that_cant_be_sent_can_be_passed_on() -> None:
     assert pair[1] == 3
     with pytest.raises(UnsupportedError, match=r"reads batch\[0\] .*this object is on pipeline rank 0 alone"):
         print(pair[0].size)
+
+
+def test_each_rank_keeps_what_the_first_has_no_values_of() -> None:
+    device = torch.device("cpu")
+    elsewhere = without_values(torch.zeros(2), Owner("blocks.2.weight", 1, device))
+    own, parameter = torch.ones(2), nn.Parameter(torch.ones(2))
+    values = sent("averages", {"0": torch.zeros(2), "2": elsewhere, "kept": [torch.zeros(2)]}, budget=64)
+    taken = sent_or_own(values, {"0": own, "2": own, "kept": [parameter]})
+    assert taken["0"].sum() == 0 and taken["2"] is own and taken["kept"][0] is parameter
+    unsent = sent("object", object(), budget=8)
+    assert sent_or_own(unsent, None) is unsent, "this rank has an old value"

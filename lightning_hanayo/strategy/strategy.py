@@ -31,7 +31,7 @@ from lightning_hanayo.partition.deferred_init import is_deferred
 from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import run_batch
-from lightning_hanayo.strategy.lightning.loaders import wrap_loader
+from lightning_hanayo.strategy.lightning.loaders import check_sampler, wrap_loader
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
@@ -233,6 +233,7 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        check_sampler(dataloader, num_data=self.topology.data, num_ranks=self.topology.world_size)
         get_cube = self._cube_group if prod(self.topology.cube) > 1 else None
         return wrap_loader(dataloader, self.pipe_rank, self._pipe_relay, get_cube)
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.lightning.loaders import check_sampler
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import plain
@@ -50,3 +52,10 @@ def test_pipeline_ranks_get_the_same_samples(pool: Pool, layout: Layout) -> None
     (alone,) = pool.run(1, fit_samples, Layout())
     outcome = merge(pool.run(layout.world_size, fit_samples, layout), layout)
     assert_close(outcome.weights, alone.weights, 1e-10)
+
+
+def test_a_sampler_over_all_processes_is_refused() -> None:
+    loader = DataLoader(range(24), sampler=DistributedSampler(range(24), 4, 0))  # type: ignore[arg-type]
+    check_sampler(loader, num_data=4, num_ranks=4)
+    with pytest.raises(UnsupportedError, match="to 4 processes, of which 2 see different"):
+        check_sampler(loader, num_data=2, num_ranks=4)

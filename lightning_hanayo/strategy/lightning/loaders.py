@@ -145,6 +145,21 @@ def wrap_loader(loader: Any, pipe_rank: int, get_relay: GetRelay, get_cube: GetG
     return shared if _has_certain_length(loader) else AnnouncingLoader(shared, get_relay)
 
 
+def check_sampler(loader: Any, *, num_data: int, num_ranks: int) -> None:
+    """Check that a sampler of the user's counts the ranks that see different batches.
+
+    Raises:
+        UnsupportedError: it counts all processes, so that some samples would be read by none.
+    """
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    if any(isinstance(one, DistributedSampler) and one.num_replicas == num_ranks > num_data for one in samplers):
+        raise UnsupportedError(
+            f"a DistributedSampler deals samples out to {num_ranks} processes, of which {num_data} see different "
+            f"batches: the rest would be skipped. Leave it out, since Lightning sets one, or make it with "
+            f"DistributedSampler(dataset, **self.trainer.distributed_sampler_kwargs)."
+        )
+
+
 def source_of(trainer: "pl.Trainer") -> BatchSource:
     """Where the batch under way comes from, on a rank with data."""
     stage = trainer.state.stage

@@ -9,6 +9,7 @@ Nothing is computed or replaced: torch's own nodes have saved what they counted.
 or of compiled code, shows nothing.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class LossTerm:
     kind: Literal["mean", "sum", "constant"]
     count: float | Tensor = 1.0
     is_loss_function: bool = False
+    divided: Literal["", "by a product", "by a division"] = ""
+    """how a sum is divided by its count: by a product with a number it may as well be weighed"""
     num_rows: int | None = None
     """of what `Tensor.sum` adds up"""
 
@@ -64,6 +67,10 @@ class LossGraph:
     terms: tuple[LossTerm, ...]
     couplings: tuple[str, ...] = ()
     """why it is no mean over samples, in words"""
+    factors: tuple[float, ...] = ()
+    """what means over samples are multiplied by, element by element: another value if it was computed from samples"""
+    pairs: tuple[tuple[float, float], ...] = ()
+    """both factors of products that may be of samples with samples: one that is the same for others isn't of samples"""
 
 
 def read_loss(loss: Tensor, stop: Collection[Node], num_samples: int | None, *, couplings: bool) -> LossGraph:
@@ -77,9 +84,9 @@ def read_loss(loss: Tensor, stop: Collection[Node], num_samples: int | None, *, 
     """
     reader = _Reader(stop, num_samples)
     reader.read(loss.grad_fn)
-    if couplings and any(map(reader.compares_samples, sorted(reader.nodes(loss.grad_fn), key=_age))):
-        reader.couplings["a product of samples with samples, as for in-batch negatives"] = None
-    return LossGraph(tuple(reader.terms), tuple(reader.couplings))
+    products = filter(reader.compares_samples, sorted(reader.nodes(loss.grad_fn), key=_age) if couplings else ())
+    pairs = tuple(_summaries_of_factors(node) for node in products)
+    return LossGraph(tuple(reader.terms), tuple(reader.couplings), tuple(reader.factors), pairs)
 
 
 class _Reader:
@@ -88,16 +95,18 @@ class _Reader:
     def __init__(self, stop: Collection[Node], num_samples: int | None) -> None:
         self.terms: list[LossTerm] = []
         self.couplings: dict[str, None] = {}
+        self.factors: list[float] = []
         self._stop = set(stop)
         self._num_samples = num_samples
         self._of_samples: set[Node] = set()
         """nodes that are known to be computed from samples"""
+        self._reduced: dict[Node, bool] = {}
 
     def read(self, root: Node | None) -> None:
         waiting: list[_Found] = [(root, None)]
         while waiting:
             node, divisor = waiting.pop()
-            if node is not None and node not in self._stop and (_is_scalar(node) or _operation(node) in _LISTS):
+            if node is not None and node not in self._stop and self._is_reduced(node):
                 waiting.extend(self._read_node(node, divisor))
 
     def _read_node(self, node: Any, divisor: "_Divisor | None") -> "list[_Found]":
@@ -107,7 +116,7 @@ class _Reader:
             self.terms.append(LossTerm("a penalty", "constant"))
         elif (reduction := getattr(node, "_saved_reduction", None)) in (_MEAN, _SUM):
             self.terms.append(_of_loss_function(node, reduction, divisor))
-        elif operation in ("Mean", "Sum") and not _is_of_scalars(node):
+        elif operation in ("Mean", "Sum") and not self._is_reduced(children[0]):
             self.terms.append(_of_reduction(node, operation, divisor))
         elif operation in ("Mul", "Div"):
             return self._read_product(node, operation, children, divisor)
@@ -125,9 +134,41 @@ class _Reader:
             which = "quotient" if operation == "Div" else "product"
             self.couplings[f"a {which} of means or sums over samples"] = None
             return []
-        if len([child for child in children if child is not None]) == 1:  # the other factor is a number
-            divisor = _divided(divisor, node, operation)
+        if len([child for child in children if child is not None]) == 1:  # the other factor has no gradient
+            number = _number(node)
+            if isinstance(number, Tensor) and number.numel() != 1:
+                self.factors.append(_summary(number))
+            divisor = _divided(divisor, number, operation)
         return [(of_samples[0], divisor)]
+
+    def _is_reduced(self, node: Node | None) -> bool:
+        """Whether its elements are means or sums over samples, or made of such: one number, or one for each class."""
+        if node is None or node in self._stop or not node._input_metadata:
+            return False
+        if node not in self._reduced:
+            self._reduced[node] = self._is_scalar(node) or self._is_made_of_reduced(node)
+        return self._reduced[node]
+
+    def _is_scalar(self, node: Any) -> bool:
+        """Whether it is one number for all samples; of a single sample it may also be that sample's entry."""
+        shape = node._input_metadata[0].shape
+        return not shape or self._num_samples != 1 and all(size == 1 for size in shape)
+
+    def _is_made_of_reduced(self, node: Any) -> bool:
+        operation, children = _operation(node), [child for child, _ in node.next_functions if child is not None]
+        if operation in _LISTS:
+            return all(map(self._is_scalar, children))
+        if operation in ("Mean", "Sum") and self._reduces_samples(node):
+            return True
+        if operation not in _LINEAR | _CURVED | {"Mul", "Div", "Mean", "Sum"}:
+            return False
+        of_samples = [child for child in children if self._is_of_samples(child)]
+        return bool(of_samples) and all(map(self._is_reduced, of_samples))
+
+    def _reduces_samples(self, node: Any) -> bool:
+        """Whether it is a mean or sum along the first dimension, where it has all samples."""
+        dims, shape = getattr(node, "_saved_dim", None) or (), _input_shape(node)
+        return bool(0 in dims and shape and self._num_samples and shape[0] % self._num_samples == 0)
 
     def compares_samples(self, node: Any) -> bool:
         """Whether it is a matrix product, or a table of distances, of samples with samples."""
@@ -186,7 +227,7 @@ def _of_loss_function(node: Any, reduction: int, divisor: _Divisor | None) -> Lo
     name = _snake(_operation(node))
     function = _NAMES.get(name, name)
     if reduction == _SUM:
-        return LossTerm(function, "sum", divisor.value if divisor else 1.0, is_loss_function=True)
+        return _sum(function, divisor, is_loss_function=True)
     return LossTerm(function, "mean", _num_counted(node), is_loss_function=True)
 
 
@@ -204,12 +245,37 @@ def _num_counted(node: Any) -> float | Tensor:
 def _of_reduction(node: Any, operation: str, divisor: _Divisor | None) -> LossTerm:
     if operation == "Mean":
         return LossTerm("mean", "mean", _num_inputs(node))
-    return LossTerm("sum", "sum", divisor.value if divisor else 1.0, num_rows=(*_input_shape(node), 1)[0])
+    return _sum("sum", divisor, num_rows=(*_input_shape(node), 1)[0])
 
 
-def _divided(before: _Divisor | None, node: Any, operation: str) -> _Divisor | None:
+def _sum(function: str, divisor: _Divisor | None, **known: Any) -> LossTerm:
+    if divisor is None:
+        return LossTerm(function, "sum", **known)
+    how: Any = "by a division" if divisor.by_division else "by a product"
+    return LossTerm(function, "sum", divisor.value, divided=how, **known)
+
+
+def _number(node: Any) -> Any:
+    """The factor of a product, or the divisor, that has no gradient."""
+    return node._saved_other if node._saved_other is not None else getattr(node, "_saved_self", None)
+
+
+def _summaries_of_factors(node: Any) -> tuple[float, float]:
+    names = ("self", "mat2") if hasattr(node, "_saved_mat2") else ("x1", "x2")
+    first, second = (_summary(getattr(node, f"_saved_{name}", None)) for name in names)
+    return first, second
+
+
+def _summary(tensor: Tensor | None) -> float:
+    """A number that tells tensors apart: features of norm 1, fractions that sum to 1, and other orders of the same."""
+    if tensor is None:
+        return math.nan
+    values = tensor.detach().double().flatten() + 0.5
+    return float((values.square() * torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)).sum())
+
+
+def _divided(before: _Divisor | None, number: Any, operation: str) -> _Divisor | None:
     """The divisor of a term, once this product with a number is taken into account."""
-    number = node._saved_other if node._saved_other is not None else getattr(node, "_saved_self", None)
     if number is None or isinstance(number, Tensor) and number.numel() != 1:
         return before
     value: Any = number.detach() if isinstance(number, Tensor) else number
@@ -221,18 +287,6 @@ def _divided(before: _Divisor | None, node: Any, operation: str) -> _Divisor | N
 def _age(node: Node) -> int:
     """Nodes in this order come after those that they use, so that the reader knows these already."""
     return node._sequence_nr()
-
-
-def _is_scalar(node: Any) -> bool:
-    return all(size == 1 for size in node._input_metadata[0].shape)
-
-
-def _is_of_scalars(node: Any) -> bool:
-    """Whether it reduces a stack of means, such as one for each task."""
-    child = node.next_functions[0][0]
-    if child is None or _operation(child) not in _LISTS:
-        return False
-    return all(one is None or _is_scalar(one) for one, _ in child.next_functions)
 
 
 def _input_shape(node: Any) -> tuple[int, ...]:

@@ -84,6 +84,7 @@ class LossWatch:
         graphs = [graph for i in counted if (graph := losses[i]) is not None]
         self._is_first = False
         couplings = dict.fromkeys(coupling for graph in graphs for coupling in graph.couplings) | self._mixing
+        couplings |= dict.fromkeys(_products(graphs))
         message = self._coupled(couplings, len(counted)) or self._weighed_otherwise(
             [pieces[i] for i in counted], sizes.of(counted), graphs, [weights[i] for i in counted]
         )
@@ -116,7 +117,7 @@ class LossWatch:
             return ""
         columns = list(zip(*terms, strict=True))
         wrong = next((column for column in columns if not fits(column, weights, sizes)), None)
-        if wrong is None:
+        if wrong is None or _are_of_single_samples(terms, wrong, sizes) and self._rule == "samples":
             return ""
         rule = getattr(self._rule, "__name__", self._rule)
         return (
@@ -166,7 +167,7 @@ def fits(column: Sequence[LossTerm], weights: Sequence[float], sizes: PieceSizes
     kind, counts = column[0].kind, [float(term.count) for term in column]
     if kind == "constant":
         return isclose(sum(weights), 1.0, rel_tol=_TOLERANCE)
-    if kind == "sum" and not (_is_divided(column) and _is_count(counts, sizes)):
+    if kind == "sum" and not (_is_divided(column) and _is_count(column, sizes)):
         return not _sums_samples(column, sizes) or all(weight == 1.0 for weight in weights)
     if not column[0].is_loss_function and len(set(counts)) == 1 and sum(weights) <= 1.0 + _TOLERANCE:
         return True  # a mean over something else than samples
@@ -174,20 +175,46 @@ def fits(column: Sequence[LossTerm], weights: Sequence[float], sizes: PieceSizes
     return not total or _are_close(weights, [count / total for count in counts])
 
 
+def _products(graphs: Sequence[LossGraph]) -> list[str]:
+    """What is multiplied with each other in the losses and was computed from samples, as it differs over the pieces."""
+    found = []
+    if any(map(_differ, zip(*(graph.factors for graph in graphs), strict=False))):
+        found.append("a product of means or sums over samples")
+    for pairs in zip(*(graph.pairs for graph in graphs), strict=False):
+        if all(map(_differ, zip(*pairs, strict=True))):
+            found.append("a product of samples with samples, as for in-batch negatives")
+    return found
+
+
+def _differ(summaries: Sequence[float]) -> bool:
+    return not all(isclose(one, summaries[0], rel_tol=1e-6) for one in summaries)
+
+
+def _are_of_single_samples(rows: Sequence[Sequence[LossTerm]], column: Sequence[LossTerm], sizes: PieceSizes) -> bool:
+    """Whether each sample has a term of its own, as where a loop adds the losses of sequences of different lengths."""
+    counts = [sum(term.function == column[0].function for term in row) for row in rows]
+    return counts == list(sizes.parts[0]) and max(counts) > 1
+
+
 def _are_close(weights: Sequence[float], others: Sequence[float]) -> bool:
     return all(abs(one - other) < _TOLERANCE for one, other in zip(weights, others, strict=True))
 
 
 def _is_divided(column: Sequence[LossTerm]) -> bool:
-    return any(float(term.count) != 1.0 for term in column)
+    return any(term.divided for term in column)
 
 
-def _is_count(divisors: Sequence[float], sizes: PieceSizes) -> bool:
+def _is_count(column: Sequence[LossTerm], sizes: PieceSizes) -> bool:
     """Whether what sums are divided by are counts, and not the same number for all."""
+    divisors = [float(term.count) for term in column]
     if len(set(divisors)) > 1:
         return True
-    samples = sizes.parts[0]
-    return sizes.are_known and all(abs(d / n - round(d / n)) < 1e-9 for d, n in zip(divisors, samples, strict=True))
+    if not sizes.are_known:
+        return False
+    each = [divisor / n for divisor, n in zip(divisors, sizes.parts[0], strict=True)]
+    if any(term.divided == "by a product" for term in column):
+        return all(isclose(one, 1.0) for one in each)
+    return all(abs(one - round(one)) < 1e-9 for one in each)
 
 
 def _sums_samples(column: Sequence[LossTerm], sizes: PieceSizes) -> bool:

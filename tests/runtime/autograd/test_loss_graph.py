@@ -51,6 +51,11 @@ TERMS: dict[str, tuple[Callable[[Tensor], Tensor], list[tuple[str, str, float]]]
         lambda x: torch.stack([functional.cross_entropy(x, LABELS), x.mean()]).mean(),
         [("cross_entropy", "mean", 5), ("mean", "mean", 30)],
     ),
+    "weighed tasks": (
+        lambda x: (torch.exp(-SCALE) * torch.stack([functional.cross_entropy(x, LABELS), x.mean()]) + SCALE).sum(),
+        [("cross_entropy", "mean", 5), ("mean", "mean", 30), ("a penalty", "constant", 1)],
+    ),
+    "a mean for each class": (lambda x: (2 * x.mean(0)).sum(), [("mean", "mean", 30)]),
     "a penalty": (
         lambda x: functional.cross_entropy(x, LABELS) + 0.1 * WEIGHT.square().sum(),
         [("cross_entropy", "mean", 5), ("a penalty", "constant", 1)],
@@ -74,9 +79,13 @@ COUPLINGS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "the root of a mean": (lambda x: functional.mse_loss(x, torch.zeros(6, 5)).sqrt(), "sqrt of a mean or sum"),
     "a norm": (lambda x: x.norm(), "linalg_vector_norm of a mean or sum"),
     "Dice": (lambda x: 1 - x.sum() / (x.exp().sum() + 3), "a quotient of means"),
-    "in-batch negatives": (lambda x: functional.cross_entropy(x @ x.T, torch.arange(6)), "a product of samples"),
-    "the same by einsum": (lambda x: torch.einsum("id,jd->ij", x, x).logsumexp(1).mean(), "a product of samples"),
-    "distances": (lambda x: torch.cdist(x, x).mean(), "a product of samples"),
+    "a curve of a mean for each class": (lambda x: x.mean(0).square().sum(), "pow of a mean"),
+    "Dice of each class": (lambda x: (1 - x.sum(0) / (x.exp().sum(0) + 3)).mean(), "a quotient of means"),
+}
+PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in-batch negatives": lambda x: functional.cross_entropy(x @ x.T, torch.arange(6)),
+    "the same by einsum": lambda x: torch.einsum("id,jd->ij", x, x).logsumexp(1).mean(),
+    "distances": lambda x: torch.cdist(x, x).mean(),
 }
 
 
@@ -88,11 +97,18 @@ def test_couplings(name: str, has_boundary: bool) -> None:
     assert found.startswith(expected)
 
 
+@pytest.mark.parametrize("has_boundary", [True, False])
+@pytest.mark.parametrize("name", PAIRS)
+def test_products_of_samples_show_both_factors(name: str, has_boundary: bool) -> None:
+    (pair,), (other,) = (graph_of(PAIRS[name], has_boundary=has_boundary).pairs for _ in range(2))
+    assert all(one != two for one, two in zip(pair, other, strict=True))
+
+
 def test_layers_do_not_couple_samples() -> None:
     x = nn.Linear(5, 5)(torch.randn(6, 3, 5))
     attention = nn.MultiheadAttention(5, 1, batch_first=True)
     loss = (attention(x, x, x)[0] @ WEIGHT @ (WEIGHT @ WEIGHT)).mean()
-    assert read_loss(loss, {x.grad_fn} if x.grad_fn is not None else (), 6, couplings=True).couplings == ()
+    assert read_loss(loss, {x.grad_fn} if x.grad_fn is not None else (), 6, couplings=True).pairs == ()
 
 
 def test_a_loss_without_a_graph_shows_nothing() -> None:

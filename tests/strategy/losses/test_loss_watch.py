@@ -49,10 +49,49 @@ class Penalised(Loss):
 
 
 class MeanOfClasses(Loss):
-    """A mean over something else than samples."""
+    """A mean of means, of which each is over the samples."""
 
     def forward(self, piece: dict[str, Tensor]) -> Tensor:
-        return self.head(piece["x"]).mean((0, 1)).square().mean()
+        return self.head(piece["x"]).mean((0, 1)).sum()
+
+
+class Balances(Loss):
+    """The loss of experts' routers: how often each is chosen, times its mean probability."""
+
+    def forward(self, piece: dict[str, Tensor]) -> Tensor:
+        scores = self.head(piece["x"]).flatten(0, 1).softmax(-1)
+        chosen = functional.one_hot(scores.argmax(-1), CLASSES).float().mean(0)
+        return (chosen * scores.mean(0)).sum()
+
+
+class Prompts(Loss):
+    """Compares samples with classes, which a layer has made of no samples."""
+
+    def forward(self, piece: dict[str, Tensor]) -> Tensor:
+        scores = self.head(piece["x"])[:, 0] @ self.head(torch.eye(CLASSES)[:4]).T
+        return scores.logsumexp(1).mean()
+
+
+class OneBySeveral(Loss):
+    """A loss for each sample, whose labels that count are not equally many, and their mean."""
+
+    def forward(self, piece: dict[str, Tensor]) -> Tensor:
+        rows = [{name: value[i : i + 1] for name, value in piece.items()} for i in range(len(piece["x"]))]
+        return torch.stack([super(OneBySeveral, self).forward(row) for row in rows]).mean()
+
+
+class RootOfEach(Loss):
+    """The mean of the samples' root mean squares."""
+
+    def forward(self, piece: dict[str, Tensor]) -> Tensor:
+        return self.head(piece["x"]).square().mean((1, 2)).sqrt().mean()
+
+
+class SumOverNumber(Loss):
+    """As `kl_div(reduction="batchmean")`."""
+
+    def forward(self, piece: dict[str, Tensor]) -> Tensor:
+        return self.head(piece["x"]).square().sum() / len(piece["x"])
 
 
 class Fused(Loss):
@@ -124,6 +163,10 @@ def test_the_option_that_mends_a_loss_is_named(module: nn.Module, rule: Any, way
         (Loss(), FULL, "samples"),
         (Shifted(), FULL, "samples"),
         (MeanOfClasses(), FULL, "samples"),
+        (Prompts(), [piece(4, 4), piece(4, 4)], "samples"),
+        (RootOfEach(), [piece(4), piece(4)], "samples"),
+        (OneBySeveral(), UNEVEN, "samples"),
+        (SumOverNumber(), [piece(4), piece(4)], "samples"),
         (Loss(), [piece(4, 4)], "samples"),
         (Fused(), FULL, "samples"),
         (Fused(), UNEVEN, "tokens"),
@@ -131,6 +174,10 @@ def test_the_option_that_mends_a_loss_is_named(module: nn.Module, rule: Any, way
 )
 def test_right_weights_are_not_warned_of(module: nn.Module, pieces: list[dict[str, Tensor]], rule: Any) -> None:
     assert said(module, pieces, rule) == ""
+
+
+def test_a_product_of_means_is_named() -> None:
+    assert "a product of means or sums over samples" in said(Balances(), FULL, "samples")
 
 
 def test_sums_are_named() -> None:

@@ -86,8 +86,12 @@ def merge(
             return torch.cat(list(results), dim) if isinstance(first, Tensor) else np.concatenate(results, dim)
         if not isinstance(first, Tensor) or first.ndim or first.dtype == torch.bool:
             return first
-        return _mean(results, weights) if first.is_floating_point() else _count(results, sizes, name)
+        if not first.is_floating_point():
+            return _count(results, sizes, name)
+        _warn_of_whole_numbers(results, name)
+        return _mean(results, weights)
     if isinstance(first, float):
+        _warn_of_whole_numbers(results, name)
         return sum(r * w for r, w in zip(results, weights, strict=True))
     if type(first) is int and (len(set(results)) > 1 or _are_sizes(results, sizes)):
         return _count(results, sizes, name)
@@ -130,6 +134,21 @@ def _count(results: Sequence[Any], sizes: PieceSizes, name: str) -> Any:
             stacklevel=2,
         )
     return sum(results[1:], results[0])
+
+
+def are_whole_numbers(values: Sequence[Any]) -> bool:
+    """Whether floats are whole numbers, as counts are, and so no means. Equal ones may be constants."""
+    numbers = {float(value) for value in values}
+    return len(numbers) > 1 and all(map(float.is_integer, numbers)) and max(map(abs, numbers)) > 1
+
+
+def _warn_of_whole_numbers(results: Sequence[Any], name: str) -> None:
+    if are_whole_numbers(results):
+        warnings.warn(
+            f"{name}: the step returns a whole number as a float for each micro-batch. They are averaged, as means "
+            f"are. If it is a count, return an integer: integers are added.",
+            stacklevel=2,
+        )
 
 
 def _are_sizes(results: Sequence[Any], sizes: PieceSizes) -> bool:

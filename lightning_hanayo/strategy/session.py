@@ -123,7 +123,8 @@ class Session:
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
         """Say, once for each, which lists and attributes hold values of micro-batches."""
-        new = [name for name in names if name not in self._warned]
+        known = self._warned | {f"self.{name}" for name in self.pipeline.step_state.warned_of}
+        new = [name for name in names if name not in known]
         self._warned.update(new)
         warn_of_parts(new, num_microbatches)
 

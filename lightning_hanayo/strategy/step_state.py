@@ -65,6 +65,8 @@ class StepState:
         """so that no other tensor takes the id of one that was replaced"""
         self._pass_of: dict[str, int] = {}
         """by buffer: the number of the pass that has changed it"""
+        self.warned_of: Set[str] = frozenset()
+        """buffers and counters that a warning has named"""
 
     @contextmanager
     def watched(self, num_microbatches: int) -> Iterator[None]:
@@ -97,6 +99,7 @@ class StepState:
             announced = {name for name, (module, _) in self._places.items() if isinstance(module, _BatchNorm)}
             counters = _advanced(self._counters(), numbers, num_microbatches)
             if num_microbatches > 1 and (named := sorted(changed - announced) + counters):
+                self.warned_of = set(named)
                 warnings.warn(_warning(named, num_microbatches), stacklevel=2)
         self._check_alike(changed | (self._changing or set()))
         self._share(changed)

@@ -290,7 +290,7 @@ HABITS = [
     Habit("counts collected in a list, summed at the epoch's end", CollectsCounts, VECTORS,
           everywhere(PerMicrobatch("set by the step for each of the"))),
     Habit("counters that the step advances, read at the epoch's end", Counts, VECTORS,
-          on(pipelines=PerMicrobatch("self.number"), cubes=PER_RANK)),
+          on(pipelines=PerMicrobatch("number"), cubes=PER_RANK)),
     Habit("moving averages of all weights and a list of parameters, kept in `on_train_batch_end`", Averages, VECTORS,
           everywhere(EXACT), True),
     Habit("an attribute that the step sets, read in `on_train_batch_end`", KeepsLast, VECTORS, everywhere(EXACT)),

@@ -277,3 +277,5 @@ def test_integers_are_counts() -> None:
     with pytest.warns(UserWarning, match=r"outputs\['correct'\]: the step returns an integer .* added"):
         merged = merge([{"correct": torch.tensor(1)}, {"correct": torch.tensor(1)}], sizes, weights)
     assert merged["correct"].item() == 2
+    with pytest.warns(UserWarning, match=r"outputs\['correct'\]: the step returns a whole number as a float"):
+        merge([{"correct": torch.tensor(3.0)}, {"correct": torch.tensor(1.0)}], sizes, weights)

@@ -210,12 +210,19 @@ class Collections:
 
     def _note_list(self, path: Path, container: list[Any]) -> None:
         known, length, last = self._lists.get(path, (container, 0, None))
-        if known is not container or len(container) < length or (length and container[length - 1] is not last):
+        is_other = known is not container and not _starts_with(container, known)  # self.outputs += or = self.outputs +
+        if is_other or len(container) < length or (length and container[length - 1] is not last):
             self._reset.add(path)
             self._changed.add(path[:2])
+            if self._microbatch is not None and is_other:
+                self._current.assigned[path] = detach_tree(list(container))
         elif len(container) > length:
             self._changed.add(path[:2])
-            if self._microbatch is not None:
+            if self._microbatch is None:
+                return
+            if path in self._current.assigned:
+                self._current.assigned[path] = detach_tree(list(container))
+            else:
                 self._current.appended.setdefault(path, []).extend(container[length:])
 
     def _note_value(self, path: Path, value: Any, version: int) -> None:
@@ -251,6 +258,10 @@ class Collections:
             for index, item in enumerate(value[: self._start(path)]):  # what was appended since is data
                 if isinstance(item, list):
                     yield from self._walk_value((*path, index), item, depth - 1)
+
+
+def _starts_with(container: list[Any], known: list[Any]) -> bool:
+    return len(container) >= len(known) and all(one is two for one, two in zip(container, known, strict=False))
 
 
 def _is_users(value: Any) -> bool:

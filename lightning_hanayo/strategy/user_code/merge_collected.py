@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.containers import Array, children, with_children
 from lightning_hanayo.runtime.capture.holder import PLAIN
-from lightning_hanayo.runtime.microbatches import PieceSizes
+from lightning_hanayo.runtime.microbatches import PieceSizes, are_whole_numbers
 from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.user_code.collected import MUTATED, Collections, Left, Path, is_mean
@@ -67,7 +67,7 @@ class CollectedMerge:
             values = [one.assigned.get(path, MUTATED) for one in self._left]
             set_by = [path in one.assigned for one in self._left]
             present = [value for value, is_set in zip(values, set_by, strict=True) if is_set]
-            if _are_constant(present) and present != list(self._sizes.parts[0]):
+            if _are_constant(present) and not self._may_be_sizes(present, set_by):
                 continue
             try:
                 made[path] = self._value(values)
@@ -81,6 +81,11 @@ class CollectedMerge:
                         "Log it with self.log, append it to a list, or set HanayoStrategy(cube_outside='replicate')",
                     )
         return made
+
+    def _may_be_sizes(self, values: Sequence[Any], set_by: Sequence[bool]) -> bool:
+        """Whether the equal values may be the number of samples of each piece; an equal one isn't set again."""
+        sizes = [size for size, is_set in zip(self._sizes.parts[0], set_by, strict=True) if is_set]
+        return type(values[0]) is int and list(values) == sizes
 
     def _differ_between_ranks(self, values: Sequence[Any], set_by: Sequence[bool]) -> bool:
         """Whether the ranks that share a micro-batch have left different values for it."""
@@ -158,6 +163,8 @@ class CollectedMerge:
 
     def _mean(self, values: Sequence[Any]) -> Any:
         """The mean of values that are known to be means: the step has returned or logged the same numbers."""
+        if are_whole_numbers(values):
+            raise _Apart
         numbers = [[(float(known), is_result) for known, is_result in one.means] for one in self._left]
         for i, (_, is_result) in enumerate(numbers[0]):
             if all(i < len(own) and own[i][0] == float(value) for own, value in zip(numbers, values, strict=True)):

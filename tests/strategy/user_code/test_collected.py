@@ -60,6 +60,21 @@ def test_a_list_that_steps_clear_is_theirs() -> None:
     assert found.end_batch(2) == [Left(), Left()]
 
 
+def test_lists_that_steps_set_are_longer_ones_or_values() -> None:
+    module = Model()
+    found = collections(module)
+    found.begin_batch()
+    for microbatch in range(2):
+        found.enter(microbatch)
+        module.outputs = [*module.outputs, microbatch]
+        module.by_name["a"] = [microbatch]
+        found.enter(microbatch)
+        module.by_name["a"].append(5)
+    lefts = found.end_batch(2)
+    assert [left.appended.get(("self", "outputs")) for left in lefts] == [[0], [1]]
+    assert [left.assigned for left in lefts][1] == {("self", "by_name", "a"): [1, 5]}
+
+
 def test_other_ranks_get_what_is_new() -> None:
     module, other = Model(), Model()
     first, second = collections(module), collections(other)

@@ -39,6 +39,10 @@ def test_other_numbers_stay_one_for_each_micro_batch(values: tuple[Any, Any]) ->
     assert appended([values[0]], [values[1]]) == (list(values), ["self.outputs"])
 
 
+def test_whole_numbers_are_no_means() -> None:
+    assert appended([3.0], [1.0], means=(3.0, 1.0)) == ([3.0, 1.0], ["self.outputs"])
+
+
 def test_one_item_for_each_sample() -> None:
     assert appended([7, 8, 9], [1, 2]) == ([7, 8, 9, 1, 2], [])
 

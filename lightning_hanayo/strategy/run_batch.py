@@ -85,6 +85,8 @@ def _run(
         with session.norms.batch(), explaining_single_samples(module):
             return pipeline.follow(trains=trains, reduce=reduce, is_first=is_first)
     split = pipeline.split(batch, source_of(trainer))
+    if trains:
+        session.warn_of_statistics(module, split.num_microbatches)
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     log = MicrobatchLog(trainer, split, weights.in_mean, pipeline.splitter)
     collections, collectives = session.collections, session.collectives

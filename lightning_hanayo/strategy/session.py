@@ -83,6 +83,7 @@ class Session:
         self._pipeline: Pipeline | None = None
         self._norms: GradientNorms | None = None
         self._loss_watch: LossWatch | None = None
+        self._has_trained = False
         self._loss_weight = options.loss_weight
         self._collections: Collections | None = None
         self._hand_over: HandOver | None = None
@@ -120,6 +121,12 @@ class Session:
     def hand_over(self) -> HandOver:
         """Gives the other pipeline ranks what the steps have left."""
         return available(self._hand_over, "values are handed over once the Trainer has set up the model")
+
+    def warn_of_statistics(self, module: "pl.LightningModule", num_microbatches: int) -> None:
+        """Name BatchNorm in the first training batch: hooks at the start of a run may have set it to eval mode."""
+        if not self._has_trained:
+            self._has_trained = True
+            warn_of_batch_statistics(module, num_microbatches)
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
         """Say, once for each, which lists and attributes hold values of micro-batches."""
@@ -163,8 +170,6 @@ class Session:
         if self.topology.replica_size > 1:
             prepared.attach(module, self.topology, self._options, self._groups)
         streams, example = self._random_streams(trainer, plan.layout, seed), user_hooks.example_run(module)
-        if trainer.state.fn == TrainerFn.FITTING:
-            warn_of_batch_statistics(module, plan.layout.num_microbatches)
         self._pipeline = build_pipeline(module, plan, prepared, self._rank_context(seed, streams), example)
         self._loss_weight = for_model(self._options.loss_weight, module, self._options.batch_dim)
         self._loss_watch = self._watch_losses(module)

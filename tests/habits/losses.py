@@ -178,6 +178,11 @@ class ScalesRateByWorld(MLP):
         return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
 
 
+class ScalesRateByDevices(MLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.num_devices * self.trainer.num_nodes)
+
+
 HABITS = [
     Habit("GPT-2 of `transformers`, padded, with `loss_weight='tokens'`", models.gpt2, padded, everywhere(EXACT), True,
           strategy={"loss_weight": "tokens"}, tolerance=FP32_LOSSES),
@@ -223,4 +228,6 @@ HABITS = [
           True),
     Habit("a learning rate scaled by `trainer.world_size`", ScalesRateByWorld, VECTORS,
           everywhere(Refused("configure_optimizers reads trainer.world_size"))),
+    Habit("a learning rate scaled by `trainer.num_devices`", ScalesRateByDevices, VECTORS,
+          everywhere(Refused("reads trainer.world_size or num_devices"))),
 ]  # fmt: skip

@@ -104,6 +104,17 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             self._sizes_read.add("world_size")
         return super().world_size
 
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        if not _is_read_by_library():  # by Trainer.num_devices
+            self._sizes_read.add("world_size")
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
+
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """Call `configure_optimizers`.
@@ -115,8 +126,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         super().setup_optimizers(trainer)
         if self._sizes_read == {"world_size"} and self.topology.replica_size > 1:
             raise UnsupportedError(
-                f"configure_optimizers reads trainer.world_size, which is {self.world_size}: it counts the ranks of "
-                f"pipelines and cubes, too. A learning rate scales with the number of data ranks: use "
+                f"configure_optimizers reads trainer.world_size or num_devices, of {self.world_size} ranks: they "
+                f"count those of pipelines and cubes, too. A learning rate scales with the number of data ranks: use "
                 f"self.trainer.strategy.data_parallel_size, which is {self.topology.data}."
             )
 
@@ -291,8 +302,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
 
 def _is_read_by_library() -> bool:
-    """Whether Lightning or this package reads the property that calls this, maybe through `Trainer.world_size`."""
+    """Whether Lightning or this package reads the property that calls this, maybe through one of the Trainer's."""
     frame = sys._getframe(2)
-    if frame.f_code.co_name == "world_size" and frame.f_back is not None:
+    while frame.f_code.co_name in ("world_size", "num_devices", "device_ids") and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__")).startswith(_LIBRARIES)

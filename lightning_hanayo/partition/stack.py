@@ -49,9 +49,8 @@ class Stack:
 def find_stack(model: nn.Module, name: str | None = None) -> Stack:
     """The `ModuleList` or `Sequential` called `name`, whose blocks may differ.
 
-    Without a name: the outermost list of two or more blocks of one class that has the most parameters; a frozen one
-    only if all are frozen. If there is no list: three or more blocks of one class in a row, among other modules of a
-    `Sequential`.
+    Without a name: the outermost list of two or more blocks of one class, or three or more of them in a row among
+    other modules of a `Sequential`; of these the one that has the most parameters, a frozen one only if all are frozen.
 
     Raises:
         HanayoError: there is none, or the named module is no list of blocks.
@@ -93,7 +92,7 @@ def _named_stack(model: nn.Module, name: str) -> Stack:
 
 
 def _largest_stack(model: nn.Module) -> Stack:
-    candidates = list(_outermost_stacks(model, "")) or list(_rows(model))
+    candidates = [*_outermost_stacks(model, ""), *_rows(model)]
     if not candidates:
         raise HanayoError(
             f"{type(model).__name__} has no stack of blocks: no ModuleList or Sequential with two or more modules of "

@@ -180,6 +180,32 @@ class ListArgument(models.MLP):
         return functional.cross_entropy(self.head(x), batch["y"]) + sum(collected)
 
 
+class Calls(Block):
+    def forward(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        return change(super().forward(x))
+
+
+class CountingFunction(models.MLP):
+    """Blocks call a function that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Calls() for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = 0
+
+        def damp(y: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            return y / count
+
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, damp)
+        return self.head(x)
+
+
 # gradients in the step
 
 
@@ -268,6 +294,11 @@ HABITS = [
         "a list that all blocks get and append to",
         ListArgument,
         everywhere(Refused("changes a list that it gets as an argument")),
+    ),
+    _habit(
+        "a function that all blocks call, and that counts its calls",
+        CountingFunction,
+        everywhere(Refused("changes a variable of CountingFunction")),
     ),
     _habit(
         "a gradient penalty through the stack",

@@ -3,7 +3,7 @@
 model.layers.0 .. 7            found
 model.layers.0.experts.0 .. 3  inside another list: never
 classifier (different layers)  blocks of several classes: only if named
-net.1 .. 3 of net.0 .. 5       blocks in a row in a Sequential: if there is no such list
+net.1 .. 3 of net.0 .. 5       blocks in a row in a Sequential, if no list has more parameters
 """
 
 from collections.abc import Callable
@@ -93,7 +93,8 @@ def levels(*counts: int) -> nn.ModuleList:
     [
         (Holder(net=blocks_in_a_row(3)), "net[1:4]", ["net.1", "net.2", "net.3"]),
         (blocks_in_a_row(3), "[1:4]", ["1", "2", "3"]),
-        (Holder(net=blocks_in_a_row(3), layers=linears(2)), "layers", ["layers.0", "layers.1"]),
+        (Holder(net=blocks_in_a_row(3), heads=linears(2)), "net[1:4]", ["net.1", "net.2", "net.3"]),
+        (Holder(net=blocks_in_a_row(3), layers=linears(99)), "layers", [f"layers.{i}" for i in range(99)]),
         (Holder(net=blocks_in_a_row(2)), "net.1.parts", ["net.1.parts.0", "net.1.parts.1"]),
         (Holder(net=levels(1, 2)), "net[*]", ["net.0.0", "net.1.0", "net.1.1"]),
         (Holder(net=nn.ModuleList([levels(1, 1), levels(1)])), "net[*]", ["net.0.0.0", "net.0.1.0", "net.1.0.0"]),

@@ -15,9 +15,9 @@ proxy for the output of an earlier block, and becomes that output once the block
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, BlockRun, Carriers, carried_after
 from lightning_hanayo.runtime.capture.proxy import subtree
 from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.runtime.comm.objects import values_of
 from lightning_hanayo.runtime.comm.pytree import (
     Flattener,
     Skeleton,
@@ -113,7 +114,9 @@ def _output(outputs: Sequence[Any], path: tuple[Any, ...], distance: int) -> Any
 
 @contextmanager
 def _unchanged(block: nn.Module, call: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Check that the block doesn't change lists and dictionaries among its arguments: each block gets its own copies.
+    """Check that the block doesn't change lists, dictionaries, or variables of functions among its arguments.
+
+    Each block gets its own copies.
 
     Raises:
         UnsupportedError: it does.
@@ -121,14 +124,15 @@ def _unchanged(block: nn.Module, call: Skeleton, args: tuple[Any, ...], kwargs: 
     if not any(holds(part, "list", "dict") for part in _arguments(call)):
         yield
         return
-    before = [(found, copy(found)) for found in _containers(call, args, kwargs)]
+    before = [(found, _contents(found)) for found in _containers(call, args, kwargs)]
     yield
     for found, old in before:
-        if not _is_same(found, old):
+        now = _contents(found)
+        if len(now) != len(old) or any(one is not other for one, other in zip(now, old, strict=True)):
             raise UnsupportedError(
-                f"a {type(block).__name__} of the stack changes a {type(found).__name__} that it gets as an argument, "
-                f"which the step and blocks on other ranks would not see. Return what it adds, or store it as an "
-                f"attribute of the block (self.value = ...), which the step may read after the stack."
+                f"a {type(block).__name__} of the stack changes {_shown(found)} that it gets as an argument, which the "
+                f"step and blocks on other ranks would not see. Return what it adds, or store it as an attribute of "
+                f"the block (self.value = ...), which the step may read after the stack."
             )
 
 
@@ -142,11 +146,17 @@ def _containers(call: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [found for part, value in zip(_arguments(call), values, strict=True) for found in containers(part, value)]
 
 
-def _is_same(found: Any, old: Any) -> bool:
-    """Whether both hold the same objects."""
-    if isinstance(found, dict):
-        return list(found) == list(old) and all(found[key] is old[key] for key in old)
-    return len(found) == len(old) and all(one is other for one, other in zip(found, old, strict=True))
+def _contents(found: Any) -> list[Any]:
+    """The objects in a container, or that a function refers to."""
+    if isinstance(found, FunctionType):
+        return values_of(found)
+    return [*found, *found.values()] if isinstance(found, dict) else list(found)
+
+
+def _shown(found: Any) -> str:
+    if isinstance(found, FunctionType):
+        return f"a variable of {found.__qualname__}, a function"
+    return f"a {type(found).__name__}"
 
 
 def carried_of(message: Message) -> Skeleton:

@@ -1,7 +1,8 @@
 """What blocks get as arguments besides tensors and containers, as trees that can be sent.
 
     BlockMask               its tensors, and its function           masks of FlexAttention
-    function                where its code is, and its closure      a mask_mod, a score_mod
+    function                where its code is, its closure, and     a mask_mod, a score_mod
+                            the numbers that are global in it
     jagged nested tensor    values and offsets                      sequences of several lengths
     Cache                   class and attributes                    keys and values that a prefix encoder has made
 
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+_NUMBERS = (bool, int, float)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,11 @@ def _block_mask_of(attributes: Any) -> Any:
 
 
 def _function_place(function: FunctionType) -> tuple[Any, ...] | None:
-    """Module and name of the outermost function, the number of the code in it, and the values that it refers to."""
+    """Module and name of the outermost function, the number of the code in it, and the values that it refers to.
+
+    Global numbers and tensors are sent, too, as the step may have set them; also those of its module's functions that
+    it calls.
+    """
     in_module = vars(import_module(function.__module__)).items()
     named = (name for name, value in in_module if value is function)  # lambdas don't know their names
     name = next(named, function.__qualname__.partition(".<locals>")[0])
@@ -94,17 +101,54 @@ def _function_place(function: FunctionType) -> tuple[Any, ...] | None:
     if number is None or any(cell == CellType() for cell in cells):
         return None
     values = {key: cell.cell_contents for key, cell in zip(function.__code__.co_freevars, cells, strict=True)}
-    return function.__module__, name, number, values, function.__defaults__, function.__kwdefaults__
+    defaults = function.__defaults__, function.__kwdefaults__
+    return function.__module__, name, number, values, *defaults, *_global_values(function)
 
 
 def _function_at(place: tuple[Any, ...]) -> FunctionType:
-    module, name, number, values, defaults, keyword_defaults = place
+    module, name, number, values, defaults, keyword_defaults, numbers, functions = place
     code = list(_codes(module, name))[number]
     cells = tuple(CellType(values[key]) for key in code.co_freevars)
-    function = FunctionType(code, vars(sys.modules[module]), code.co_name, defaults, cells)
+    known = vars(sys.modules[module])
+    if numbers:
+        known = known | numbers
+        for called in functions:
+            known[called] = _with_globals(known[called], known)
+    function = FunctionType(code, known, code.co_name, defaults, cells)
     function.__kwdefaults__ = keyword_defaults
     function.__qualname__ = code.co_qualname
     return function
+
+
+def _global_values(function: FunctionType) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The global numbers and tensors that a function reads, and the names of its module's functions that it calls."""
+    known = function.__globals__
+    numbers: dict[str, Any] = {}
+    functions: dict[str, None] = {}
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        waiting.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
+        for name in code.co_names:
+            value = known.get(name)
+            if isinstance(value, Tensor) or type(value) in _NUMBERS:
+                numbers[name] = value
+            elif isinstance(value, FunctionType) and value.__globals__ is known and name not in functions:
+                functions[name] = None
+                waiting.append(value.__code__)
+    return numbers, tuple(functions)
+
+
+def _with_globals(function: FunctionType, known: dict[str, Any]) -> FunctionType:
+    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def values_of(function: FunctionType) -> list[Any]:
+    """What it refers to by its closure and by global names, and may have changed."""
+    numbers, _ = _global_values(function)
+    return [*(cell.cell_contents for cell in function.__closure__ or ()), *numbers.values()]
 
 
 def _codes(module: str, name: str) -> Iterator[CodeType]:

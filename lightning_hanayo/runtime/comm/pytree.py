@@ -10,6 +10,7 @@ gets is sent once.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -191,11 +192,13 @@ def holds(skeleton: Skeleton, *kinds: str) -> bool:
     return any(node[0] in kinds for node in nodes(skeleton))
 
 
-def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, Any]]:
-    """The lists and dictionaries in `tree`, without those in an output that it refers to."""
+def containers(skeleton: Skeleton, tree: Any) -> Iterator[list[Any] | dict[Any, Any] | FunctionType]:
+    """The lists, dictionaries and functions in `tree`, without those in an output that it refers to."""
     kind, *parts = skeleton
-    if kind in ("list", "dict"):
+    if kind in ("list", "dict") or isinstance(tree, FunctionType):
         yield tree
+    if kind == "object" and parts[0] != "cache":  # blocks fill caches where they run
+        yield from containers(parts[1], KINDS[parts[0]].to_tree(tree))
     if kind == "dict":
         for (_, part), value in zip(parts, tree.values(), strict=True):
             yield from containers(part, value)

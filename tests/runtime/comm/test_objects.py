@@ -30,6 +30,17 @@ def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
+OFFSET = 0
+
+
+def shifted(key: Tensor) -> Tensor:
+    return key + OFFSET
+
+
+def of_globals(key: Tensor) -> Tensor:
+    return shifted(key) + LENGTHS
+
+
 anywhere = lambda batch, head, query, key: query > -1  # noqa: E731
 
 
@@ -77,6 +88,14 @@ def test_functions(kind: str) -> None:
 
 def with_defaults(x: int, y: int = 2, *, z: int = 3) -> int:
     return x + y + z
+
+
+def test_global_numbers_and_tensors_are_those_of_the_rank_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as step:
+        step.setitem(globals(), "OFFSET", 2)
+        step.setitem(globals(), "LENGTHS", torch.tensor([5]))
+        function = arrived(of_globals)
+    assert function(torch.tensor(1)).tolist() == [8] and of_globals(torch.tensor(1)).tolist() == [3, 5]
 
 
 def test_defaults_and_partials() -> None:

@@ -43,6 +43,40 @@ class Tied(Stack):
             return x + functional.linear(functional.gelu(self.up(self.norm(x))), self.up.weight.T, self.down.bias)
 
 
+class SumOfMagnitudes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.abs().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return gradient * weight.sign()
+
+
+@torch.jit.script
+def sum_of_squares(weight: Tensor) -> Tensor:
+    return weight.square().sum()
+
+
+class PassedOn(Stack):
+    """The block's weight is passed to code that isn't Python's: an autograd.Function, a scripted function, vmap."""
+
+    class Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weight: Any = self.up.weight
+            rows = torch.vmap(lambda row: row.norm())(weight)
+            return super().forward(x) / (1 + SumOfMagnitudes.apply(weight) + sum_of_squares(weight) + rows.sum())
+
+
+class OwnWeight(Stack):
+    class Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weights = {"weight": 0.5 * self.up.weight}
+            return x + self.down(torch.func.functional_call(self.up, weights, self.norm(x)))
+
+
 class Clamps(Stack):
     """Weights are clipped in the forward, as in a Wasserstein critic."""
 
@@ -231,6 +265,11 @@ SPECTRAL = everywhere(PerMicrobatch("training changes once for each of the 4 mic
 HABITS = [
     exact("a block computes with the parameters of its layers: a norm over `self.parameters()`", Penalised),
     exact("a block's second layer is the first one's weight, transposed", Tied),
+    exact("a block passes its weight to an `autograd.Function`, a scripted function, and `torch.vmap`", PassedOn),
+    Habit(
+        "`functional_call` of a layer in a block", OwnWeight, VECTORS,
+        on(pipelines=EXACT, cubes=Refused("is called with another weight or bias than its own")),
+    ),
     Habit(
         "a block clamps its weight in its forward", Clamps, VECTORS,
         everywhere(Refused("is a parameter that the training step changes in place")),

@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch._functorch.vmap
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
@@ -127,7 +128,8 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
         parameter.__class__ = WholeOnUse
         vars(parameter)["_source"] = source
     try:
-        yield
+        with _whole_arguments():
+            yield
     finally:
         for parameter, own_class, _ in changed:
             parameter.__class__ = own_class
@@ -140,6 +142,44 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
                 f"each rank of a cube holds a part of it. Change it in a hook such as on_train_batch_end, or leave its "
                 f"layer out of the cube with HanayoStrategy(cube_exclude=...)."
             )
+
+
+@contextmanager
+def _whole_arguments() -> Iterator[None]:
+    """Gather what is passed to an autograd.Function, a scripted function or vmap, which ask no `__torch_function__`."""
+    entries: tuple[tuple[Any, str], ...] = (
+        (torch.autograd.Function, "apply"),
+        (torch.jit.ScriptFunction, "__call__"),
+        (torch._functorch.vmap, "_process_batched_inputs"),
+    )
+    originals = [vars(owner)[name] for owner, name in entries]
+    for (owner, name), function in zip(entries, originals, strict=True):
+        setattr(owner, name, _gathering(function))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(entries, originals, strict=True):
+            setattr(owner, name, function)
+
+
+def _gathering(function: Any) -> Any:
+    call = function.__func__ if isinstance(function, classmethod) else function
+
+    def gather(first: Any, *args: Any, **kwargs: Any) -> Any:
+        is_own = isinstance(first, type) and first.__module__.startswith("lightning_hanayo.")
+        if not is_own:  # ours compute on parts
+            first, args, kwargs = _whole_leaves((first, args, kwargs))
+        return call(first, *args, **kwargs)
+
+    return classmethod(gather) if isinstance(function, classmethod) else gather
+
+
+def _whole_leaves(tree: Any) -> Any:
+    def whole(leaf: Any) -> Any:
+        return leaf._whole() if isinstance(leaf, _OnUse) and leaf._source is not None else leaf
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return tree_map(whole, tree)
 
 
 def whole_on_use(module: ShardedLinear, name: str) -> Tensor | None:
@@ -177,8 +217,8 @@ def _compute_on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return compute_on_parts(func, args, kwargs)
     if name in _ALIASES:
         return _alias(args[0], None, args[0]._source)
+    args, kwargs = _whole_leaves((args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
-        args, kwargs = tree_map(lambda leaf: leaf._whole() if isinstance(leaf, _OnUse) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialParameter, PartialValues
 from lightning_hanayo.tensor3d.collectives import all_gather
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
@@ -131,6 +132,12 @@ class ShardedLinear(ShardedModule):
             return torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths())
         if isinstance(x, PartialParameter | PartialValues):
             x = x.view_as(x)  # whole, or refused
+        if any(not isinstance(one, nn.Parameter | None) for one in self._parameters.values()):
+            raise UnsupportedError(
+                f"a linear layer of a cube ({type(self).__name__}) is called with another weight or bias than its own "
+                f"parameter (torch.func.functional_call), of which each rank would need its part. Compute with "
+                f"torch.nn.functional.linear instead, or leave the layer out with HanayoStrategy(cube_exclude=...)."
+            )
         with torch._C.DisableTorchFunctionSubclass():  # the parameters are parts here, whatever block code sees
             return self.sharding.forward(x, self._parameters["bias"])
 

@@ -55,19 +55,14 @@ class SumOfMagnitudes(torch.autograd.Function):
         return gradient * weight.sign()
 
 
-@torch.jit.script
-def sum_of_squares(weight: Tensor) -> Tensor:
-    return weight.square().sum()
-
-
 class PassedOn(Stack):
-    """The block's weight is passed to code that isn't Python's: an autograd.Function, a scripted function, vmap."""
+    """The block's weight is passed to code that isn't Python's: an autograd.Function, and vmap."""
 
     class Block(Block):
         def forward(self, x: Tensor) -> Tensor:
             weight: Any = self.up.weight
             rows = torch.vmap(lambda row: row.norm())(weight)
-            return super().forward(x) / (1 + SumOfMagnitudes.apply(weight) + sum_of_squares(weight) + rows.sum())
+            return super().forward(x) / (1 + SumOfMagnitudes.apply(weight) + rows.sum())
 
 
 class OwnWeight(Stack):
@@ -265,7 +260,7 @@ SPECTRAL = everywhere(PerMicrobatch("training changes once for each of the 4 mic
 HABITS = [
     exact("a block computes with the parameters of its layers: a norm over `self.parameters()`", Penalised),
     exact("a block's second layer is the first one's weight, transposed", Tied),
-    exact("a block passes its weight to an `autograd.Function`, a scripted function, and `torch.vmap`", PassedOn),
+    exact("a block passes its weight to an `autograd.Function` and to `torch.vmap`", PassedOn),
     Habit(
         "`functional_call` of a layer in a block", OwnWeight, VECTORS,
         on(pipelines=EXACT, cubes=Refused("is called with another weight or bias than its own")),

@@ -70,7 +70,8 @@ def merge(
 
     Tensors, arrays and lists as long as their micro-batch are concatenated. Scalars are averaged with `weights`, which
     sum to 1. Integers are added as counts, with a warning if they aren't the samples of the micro-batches; an int that
-    is the same for all is kept. Containers keep their type. A single result is returned as it is.
+    is the same for all is kept. Of other tensors the first one is kept, with a warning if they differ. Containers keep
+    their type. A single result is returned as it is.
 
     Results of a training step have a loss (a tensor, or the mapping's "loss"). It is averaged if it has one element; a
     loss of shape [1] would look like the result of one sample.
@@ -85,6 +86,7 @@ def merge(
         if dim is not None:
             return torch.cat(list(results), dim) if isinstance(first, Tensor) else np.concatenate(results, dim)
         if not isinstance(first, Tensor) or first.ndim or first.dtype == torch.bool:
+            _warn_of_rest(results, name)
             return first
         if not first.is_floating_point():
             return _count(results, sizes, name)
@@ -140,6 +142,18 @@ def are_whole_numbers(values: Sequence[Any]) -> bool:
     """Whether floats are whole numbers, as counts are, and so no means. Equal ones may be constants."""
     numbers = {float(value) for value in values}
     return len(numbers) > 1 and all(map(float.is_integer, numbers)) and max(map(abs, numbers)) > 1
+
+
+def _warn_of_rest(results: Sequence[Any], name: str) -> None:
+    first = results[0]
+    same = torch.equal if isinstance(first, Tensor) else np.array_equal
+    if not all(same(first, result) for result in results[1:]):
+        warnings.warn(
+            f"{name}: the step returns {type(first).__name__}s of shape {tuple(first.shape)}, without an entry for "
+            f"each sample, that differ between micro-batches. The first one's is kept: whether the others are to be "
+            f"added or averaged isn't known. Return them with a first dimension of the samples, or log numbers.",
+            stacklevel=2,
+        )
 
 
 def _warn_of_whole_numbers(results: Sequence[Any], name: str) -> None:

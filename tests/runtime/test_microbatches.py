@@ -279,3 +279,9 @@ def test_integers_are_counts() -> None:
     assert merged["correct"].item() == 2
     with pytest.warns(UserWarning, match=r"outputs\['correct'\]: the step returns a whole number as a float"):
         merge([{"correct": torch.tensor(3.0)}, {"correct": torch.tensor(1.0)}], sizes, weights)
+
+
+def test_tensors_without_samples_that_differ_are_named() -> None:
+    assert merge([torch.eye(2), torch.eye(2)], [3, 3], [0.5, 0.5]).equal(torch.eye(2))
+    with pytest.warns(match=r"outputs\['confusion'\]: the step returns Tensors of shape \(2, 2\)"):
+        merge([{"confusion": torch.eye(2)}, {"confusion": torch.ones(2, 2)}], [3, 3], [0.5, 0.5])

@@ -4,8 +4,6 @@ hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,16 +14,12 @@ from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.stages.first_last import loss_of
-from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.lightning import progress, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
-from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
 from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
-from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
+from lightning_hanayo.strategy.microbatch_steps import MicrobatchSteps
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
-from lightning_hanayo.strategy.user_code.collectives import RunningStep
-from lightning_hanayo.strategy.user_code.merge_collected import keep_collected
 
 UserStep = Callable[[Any], Any]
 """The user's step on one micro-batch."""
@@ -78,62 +72,31 @@ def _run(
     reduce: bool = False,
 ) -> Any:
     """Run a batch and merge what the step returned; None above pipeline rank 0. `scale`: the gradient of the loss."""
-    pipeline, module = session.pipeline, trainer.lightning_module
+    pipeline = session.pipeline
     session.progress.begin_batch(trains=trains)
     is_first = trains and progress.batch_idx(trainer) == 0
     if pipeline.rank > 0:
-        with session.norms.batch(), explaining_single_samples(module):
+        with session.norms.batch(), explaining_single_samples(trainer.lightning_module):
             return pipeline.follow(trains=trains, reduce=reduce, is_first=is_first)
     split = pipeline.split(batch, source_of(trainer))
     if trains:
-        session.warn_of_statistics(module, split.num_microbatches)
+        session.warn_of_statistics(trainer.lightning_module, split.num_microbatches)
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
-    log = MicrobatchLog(trainer, split, weights.in_mean, pipeline.splitter)
-    collections, collectives = session.collections, session.collectives
-    collections.begin_batch()
-    collectives.begin_batch()
-
-    def on_user_code(microbatch: int | None) -> None:
-        log.enter(microbatch)
-        collections.enter(microbatch)
-        collectives.enter(None if microbatch is None else _running_step(trainer, split, weights, microbatch))
-
+    microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
-    own_sizes = [split.sizes.parts[0][piece] for piece in split.own]
     running = Batch(
         microbatches.signature(batch, split.sizes.parts, kind),
         pipeline.reduces_in_batch(reduce),
         step=lambda m: step(split.step_inputs[m]),
         dry_run_step=lambda m: step(split.block_input(m)),
-        on_user_code=on_user_code,
-        on_loss=partial(session.loss_watch.note, own_sizes),
+        on_user_code=microbatch_steps.enter,
+        on_loss=microbatch_steps.note_loss,
         loss_weights=[weights.in_gradient[piece] * scale for piece in split.own],
     )
-    watch = session.loss_watch.training(own_sizes) if trains else nullcontext()
-    with log.collecting(), session.norms.batch(), watch, explaining_single_samples(module, own_sizes):
-        count = split.num_microbatches
-        pipeline.lead(running, count, progress.batch_key(trainer), trains=trains, reduce=reduce, is_first=is_first)
-        if weights.is_sum:
-            log.add_up([loss_of(running.results[m]) for m in range(count)])
-    left = collections.end_batch(count)
-    for m, own in enumerate(left):
-        own.used_collectives = m in collectives.used
-        own.note_means(running.results[m], log.means_of(split.own[m]))
-    noted = [session.loss_watch.noted(m) for m in range(count)]
-    own_pieces = [(running.results[m], left[m], noted[m]) for m in range(count)]
-    results, collected, losses = zip(*pipeline.splitter.by_piece(own_pieces), strict=True)
-    session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
-    apart = keep_collected(collections, split, weights, collected)
-    session.warn_of_parts(apart, count)
-    return split.merge(results, weights.in_loss, has_loss=trains)
-
-
-def _running_step(trainer: "pl.Trainer", split: SplitBatch, weights: PieceWeights, microbatch: int) -> RunningStep:
-    piece = split.own[microbatch]
-    is_present = split.pieces[piece] is not None
-    samples = max(1, split.sizes.parts[0][piece]) if is_present else 0
-    weighs = is_present and weights.in_gradient[piece] > 0
-    return RunningStep(progress.step_name(trainer), microbatch, split.num_microbatches, samples, weighs)
+    with microbatch_steps.running(running), session.norms.batch():
+        key = progress.batch_key(trainer)
+        pipeline.lead(running, split.num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
+    return microbatch_steps.merge(running)
 
 
 def _hand_over(session: Session, result: Any, batch: Any) -> Any:

@@ -8,6 +8,7 @@ torch.autograd.grad and backward both call `torch.autograd._engine_run_backward`
 runs. Nothing else runs then: the main thread waits for the step.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +41,11 @@ class GradientCalls:
         In a pass without gradients of a training step the main thread's grad mode is off.
         """
         run: Callable[..., Any] = _autograd.graph._engine_run_backward
+        main = threading.current_thread()
 
         def check(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is not main and current_tracer() is None:  # not the user's code
+                return run(outputs, *args, **kwargs)
             inputs = args[3] if len(args) > 3 else ()
             accumulates = trains and bool(kwargs.get("accumulate_grad"))
             self._check(_with_edges(outputs), _with_edges(inputs), accumulates=accumulates, cuts_batch=cuts_batch)

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -45,14 +44,14 @@ from lightning_hanayo.strategy.setup.build_pipeline import (
 from lightning_hanayo.strategy.setup.checks import warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.compiled_code import run_uncompiled
 from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_model
+from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import check_same_folders, was_read
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.strategy.user_code import raw_collectives
-from lightning_hanayo.strategy.user_code.agreement import IN_HOOKS, Agreement, Progress
+from lightning_hanayo.strategy.user_code.agreement import Progress
 from lightning_hanayo.strategy.user_code.collected import Collections
-from lightning_hanayo.strategy.user_code.collectives import Peers, UserCollectives
+from lightning_hanayo.strategy.user_code.collectives import connect_collectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.user_code.merge_collected import warn_of_parts
 from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
@@ -90,7 +89,8 @@ class Session:
         self._warned: set[str] = set()
         self.progress = Progress(self.failures)
         self.guard.after_step = self.progress.end_step
-        self.collectives = self._make_collectives(groups)
+        shared = prod(topology.cube) if options.cube_outside == "share" else 1
+        self.collectives = connect_collectives(self.guard, groups, self.failures, topology.world_size, cube_size=shared)
         self._raw = raw_collectives.Run(self.collectives, topology.pipe, prod(topology.cube))
         self.cube: Cube | None = None
         self._is_open = True
@@ -368,21 +368,6 @@ class Session:
         self.progress.end_epoch()
         self.hand_over.at_epoch_end()
 
-    def _make_collectives(self, groups: ProcessGroups) -> UserCollectives:
-        def peers(name: str, group: dist.ProcessGroup | None) -> Peers:
-            ranks = [] if group is None else dist.get_process_group_ranks(group)
-            depth = IN_HOOKS if name == "hooks" else None
-            return Peers(group, Agreement(name, ranks, self.failures, depth)) if len(ranks) > 1 else Peers()
-
-        shares = self._options.cube_outside == "share"
-        return UserCollectives(
-            self.guard,
-            peers("steps", groups.metrics),
-            peers("hooks", groups.data),
-            Agreement("world", range(self.topology.world_size), self.failures, IN_HOOKS),
-            cube_size=prod(self.topology.cube) if shares else 1,
-        )
-
     def _make_norms(self, module: "pl.LightningModule") -> GradientNorms:
         shards = None if self.cube is None else self.cube.num_replicas
         several = self.topology.replica_size > 1
@@ -398,19 +383,3 @@ class Session:
 
 def _any_gradient(parameters: Iterable[Tensor]) -> bool:
     return any(parameter.grad is not None for parameter in parameters)
-
-
-def plan_for(
-    trainer: "pl.Trainer",
-    module: "pl.LightningModule",
-    prepared: PreparedModel,
-    options: Options,
-    topology: Topology,
-) -> ModelPlan:
-    """What becomes of the module in a run of this Trainer. Needs no process group.
-
-    Raises:
-        HanayoError: it can't be run so.
-    """
-    steady = not user_hooks.clips_by_norm(trainer, module)
-    return plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)

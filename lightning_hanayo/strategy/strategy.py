@@ -37,9 +37,10 @@ from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelSt
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.session import Session, plan_for
+from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
 from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_partial_states
+from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 

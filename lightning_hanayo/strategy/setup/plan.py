@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import lightning.pytorch as pl
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.module_hooks import check_hooks, check_parameter_hooks
 from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
 from lightning_hanayo.planner.layout import Layout, choose
+from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_not_converted, check_packed_parameters
+from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import FolderPlan, plan_pretrained, was_read
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.topology import Topology
@@ -27,6 +30,22 @@ class ModelPlan:
     """of the blocks' layers; None without a cube, and for a model that is converted already"""
     pretrained: Sequence[FolderPlan] = ()
     """what it takes from the folders of `init_from`; nothing if an earlier run has given it values"""
+
+
+def plan_for(
+    trainer: "pl.Trainer",
+    module: "pl.LightningModule",
+    prepared: PreparedModel,
+    options: Options,
+    topology: Topology,
+) -> ModelPlan:
+    """What becomes of the module in a run of this Trainer. Needs no process group.
+
+    Raises:
+        HanayoError: it can't be run so.
+    """
+    steady = not user_hooks.clips_by_norm(trainer, module)
+    return plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)
 
 
 def plan_model(

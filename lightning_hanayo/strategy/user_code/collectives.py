@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
-from lightning_hanayo.strategy.process_groups import AllGather, broadcast_object
-from lightning_hanayo.strategy.user_code.agreement import Agreement, Call
+from lightning_hanayo.strategy.failure import Failures
+from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups, broadcast_object
+from lightning_hanayo.strategy.user_code.agreement import IN_HOOKS, Agreement, Call
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,24 @@ class Peers:
     def forget(self) -> None:
         """Drop the process group, after a failure: a traceback may keep this object."""
         self.group = None
+
+
+def connect_collectives(
+    guard: ParameterGuard, groups: ProcessGroups, failures: Failures, world_size: int, *, cube_size: int
+) -> "UserCollectives":
+    """The collectives of a run. `cube_size`: how many ranks of a cube share a micro-batch."""
+
+    def peers(name: str, group: dist.ProcessGroup | None, depth: int | None) -> Peers:
+        ranks = [] if group is None else dist.get_process_group_ranks(group)
+        return Peers(group, Agreement(name, ranks, failures, depth)) if len(ranks) > 1 else Peers()
+
+    return UserCollectives(
+        guard,
+        peers("steps", groups.metrics, None),
+        peers("hooks", groups.data, IN_HOOKS),
+        Agreement("world", range(world_size), failures, IN_HOOKS),
+        cube_size=cube_size,
+    )
 
 
 class UserCollectives:

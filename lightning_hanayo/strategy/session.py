@@ -129,7 +129,9 @@ class Session:
             warn_of_batch_statistics(module, num_microbatches)
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
-        """Say, once for each, which lists and attributes hold values of micro-batches."""
+        """Say, once for each, which lists and attributes hold values of micro-batches, if a hook may read them."""
+        if not self.hand_over.is_read:
+            return
         known = self._warned | {f"self.{name}" for name in self.pipeline.step_state.warned_of}
         new = [name for name in names if name not in known]
         self._warned.update(new)

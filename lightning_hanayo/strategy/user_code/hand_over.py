@@ -40,6 +40,11 @@ class HandOver:
         self._after_batches = after_batches
         self._after_epochs = after_epochs
 
+    @property
+    def is_read(self) -> bool:
+        """Whether a hook of the user's may read what steps have left."""
+        return self._after_epochs
+
     def at_epoch_end(self) -> None:
         """Hand over what steps, and hooks that run on pipeline rank 0 alone, have left. Called by all ranks."""
         if self._after_epochs:

@@ -4,12 +4,19 @@ between batches    [rows/(x y z), ...] on each rank: values, gradient, optimizer
 all_gather         whole values, from before the first micro-batch ...
 reduce_scatter     ... until after the last backward: each rank gets its shard of the gradients' sum over the cube
 
-They are the embedding, the head, and in generic blocks whatever isn't converted. One collective per batch and dtype
-each way, so the user's code needs none. The `Parameter` objects stay, so ties and names hold.
+They are the embedding, the head, and in generic blocks whatever isn't converted. The collectives run before and after a
+batch, so the user's code needs none. The `Parameter` objects stay, so ties and names hold.
+
+bytes, besides the shards    before the batch    whole values, and copies of one bucket
+                             during it           whole values, whole gradients
+                             after it            whole gradients, copies of one bucket; freed bucket by bucket
+
+A bucket is one large parameter, which needs no copy unless its rows don't divide, or several small ones.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +24,9 @@ from torch import Tensor, nn
 from lightning_hanayo.tensor3d.collectives import padded, split_dim
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard
+
+BUCKET_BYTES = 2**25
+"""how much of whole parameters one collective takes together; a larger parameter has one of its own"""
 
 
 def outside_shard(parameter: Tensor) -> Shard:
@@ -51,11 +61,11 @@ class OutsideParameters:
     def all_gather(self) -> None:
         """Before a batch: whole values, and no gradients. Earlier batches' gradients are kept for `reduce_scatter`."""
         self._old_gradients = {parameter: parameter.grad for parameter in self.parameters}
-        for parameters in _by_dtype(self.parameters):
-            parts = [padded(p.data, 0, -(-self.shards[p].shape[0] // self._axis.size)) for p in parameters]
-            gathered = self._axis.all_gather(torch.cat([part.reshape(-1) for part in parts])).wait()
+        for bucket in self._buckets(self.parameters):
+            parts = [padded(p.data, 0, -(-self.shards[p].shape[0] // self._axis.size)) for p in bucket]
+            gathered = self._axis.all_gather(_joined([part.reshape(-1) for part in parts], 0)).wait()
             columns = gathered.split([part.numel() for part in parts], 1)
-            for parameter, part, column in zip(parameters, parts, columns, strict=True):
+            for parameter, part, column in zip(bucket, parts, columns, strict=True):
                 whole = column.reshape(-1, *part.shape[1:])[: self.shards[parameter].shape[0]]
                 self._local[parameter] = parameter.data
                 parameter.grad = None
@@ -68,13 +78,16 @@ class OutsideParameters:
     def reduce_scatter(self) -> None:
         """After a batch: this rank's shards again, of values and of the gradients' sums."""
         used = self._used()
-        for parameters in _by_dtype([p for p in self.parameters if p in used]):
-            sums = self._sums(parameters)
-            for parameter, total in zip(parameters, sums, strict=True):
-                self._restore(parameter, total)
-        for parameter in self.parameters:
-            if parameter not in used:
-                self._restore(parameter, None)
+        gradients = {parameter: parameter.grad for parameter in self.parameters}
+        for parameter in self.parameters:  # whole values go before the gradients are copied
+            parameter.grad = None
+            parameter.data = self._local[parameter]
+        for bucket in self._buckets([p for p in self.parameters if p in used]):
+            for parameter, gradient in zip(bucket, self._sums(bucket, gradients), strict=True):
+                old = self._old_gradients[parameter]
+                self._old_gradients[parameter] = gradient if old is None else old.add_(gradient)
+        for parameter, total in self._old_gradients.items():
+            parameter.grad = total
         self._old_gradients, self._local = {}, {}
 
     def discard(self) -> None:
@@ -93,25 +106,38 @@ class OutsideParameters:
         counts = self._axis.all_reduce(flags).wait().tolist()
         return {parameter for parameter, count in zip(self.parameters, counts, strict=True) if count}
 
-    def _sums(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        size, gradients = self._axis.size, []
-        for parameter in parameters:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients.append(split_dim(gradient * self._factors.get(parameter, 1.0), size, 0).flatten(1))
-            parameter.grad = None
-        summed = self._axis.reduce_scatter(torch.cat(gradients, 1)).wait()
-        return list(summed.split([gradient.shape[1] for gradient in gradients]))
+    def _sums(self, bucket: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None]) -> Iterator[Tensor]:
+        """Yields this rank's shards of the sums over the cube. Takes the whole gradients out of `gradients`."""
+        size, rows = self._axis.size, []
+        for parameter in bucket:
+            gradient = gradients.pop(parameter)
+            if gradient is None:
+                gradient = parameter.new_zeros(self.shards[parameter].shape)
+            rows.append(split_dim(gradient, size, 0).flatten(1))
+            del gradient
+        counts, joined = [row.shape[1] for row in rows], _joined(rows, 1)
+        rows.clear()
+        pending = self._axis.reduce_scatter(joined)
+        del joined
+        for parameter, total in zip(bucket, pending.wait().split(counts), strict=True):
+            part = self._local[parameter]
+            yield total.view(-1, *part.shape[1:])[: len(part)] * self._factors.get(parameter, 1.0)
 
-    def _restore(self, parameter: nn.Parameter, total: Tensor | None) -> None:
-        part, old = self._local[parameter], self._old_gradients[parameter]
-        parameter.grad = None
-        parameter.data = part
-        if total is not None:
-            gradient = total.view(-1, *part.shape[1:])[: len(part)]
-            old = gradient if old is None else old.add_(gradient)
-        parameter.grad = old
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Yields parameters of one dtype that share a collective: the same on all ranks."""
+        for _, same in groupby(sorted(parameters, key=lambda p: str(p.dtype)), key=lambda p: p.dtype):
+            bucket: list[nn.Parameter] = []
+            room = BUCKET_BYTES
+            for parameter in same:
+                num_bytes = prod(self.shards[parameter].shape) * parameter.itemsize
+                if bucket and num_bytes > room:
+                    yield bucket
+                    bucket, room = [], BUCKET_BYTES
+                bucket.append(parameter)
+                room -= num_bytes
+            if bucket:
+                yield bucket
 
 
-def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    ordered = sorted(parameters, key=lambda p: str(p.dtype))
-    return [list(group) for _, group in groupby(ordered, key=lambda p: p.dtype)]
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(list(parts), dim) if len(parts) > 1 else parts[0]

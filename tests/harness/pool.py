@@ -16,9 +16,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import cycle
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,7 @@ from tests.harness.worker import DUMP_STACKS, Failure, Task
 MAX_WORKERS = 8
 GRACE_S = 10.0  # scaled seconds for the other ranks to end after the first failure
 SHOWN_OUTPUT = 4000  # bytes of a rank's output in an error
+FIRST_PORT, LAST_PORT, BLOCK = 20000, 32000, 200  # a port is used again after 199 runs
 ROOT = Path(__file__).parents[2]
 CONSEQUENCES = ("PeerFailed",)  # errors of ranks that end because another one failed
 
@@ -79,7 +81,7 @@ class Pool:
         self._fork_server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._workers: list[_Worker] = []
-        self._ports = _fresh_ports()
+        self._ports: _Ports | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="pool-")
         atexit.register(self.close)
 
@@ -158,11 +160,14 @@ class Pool:
             except subprocess.TimeoutExpired:
                 self._fork_server.kill()
                 self._fork_server.wait()
-        self._fork_server = self._control = None
+        if self._ports is not None:
+            self._ports.close()
+        self._fork_server = self._control = self._ports = None
         self._directory.cleanup()
 
     def _requests(self, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[bytes]:
-        port = str(next(self._ports))
+        self._ports = self._ports or _Ports()
+        port = str(self._ports.next())
         requests = []
         for rank in range(world_size):
             environment = {
@@ -244,14 +249,36 @@ class Pool:
         return int(answer)
 
 
-def _fresh_ports() -> Iterator[int]:
-    """Free ports, below the range of outgoing connections, so that no other process takes one before it is used."""
-    port = 20000 + os.getpid() * 37 % 10000
-    while True:
-        port = 20000 + (port - 20000 + 1) % 12000
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        yield port
+class _Ports:
+    """Free ports, below the range of outgoing connections, so that no other process takes one before it is used.
+
+    They are of a block of ports that belongs to this pool alone: it holds the block's first port until it is closed.
+    """
+
+    def __init__(self) -> None:
+        block, self._first = next(
+            (block, held) for block in range(FIRST_PORT, LAST_PORT, BLOCK) if (held := _hold(block)) is not None
+        )
+        self._others = cycle(range(block + 1, block + BLOCK))
+
+    def next(self) -> int:
+        for port in self._others:
+            held = _hold(port)
+            if held is not None:
+                held.close()
+                return port
+        raise AssertionError
+
+    def close(self) -> None:
+        self._first.close()
+
+
+def _hold(port: int) -> socket.socket | None:
+    """A socket that is bound to the port; None if it is in use."""
+    holder = socket.socket()
+    try:
+        holder.bind(("127.0.0.1", port))
+    except OSError:
+        holder.close()
+        return None
+    return holder

@@ -20,6 +20,7 @@ POOL = pytest.StashKey[Pool]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[DURATIONS] = Durations()
     config.stash[POOL] = Pool()
+    CLOCK.start()
     config.pluginmanager.register(_DurationRecorder(config.stash[DURATIONS]))
     _no_limit_per_example()
 

@@ -132,22 +132,6 @@ def broadcast_values(tensors: Iterable[torch.Tensor]) -> None:
             tensor.detach().copy_(whole)
 
 
-def broadcast_object(value: Any, source: int = 0) -> Any:
-    """The `value` of rank `source`, which must be picklable, on every rank of the world. Called by all of them."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, source)
-    return values[0]
-
-
-def all_gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    """Every rank's `value`, which must be picklable, in rank order. Called by all ranks of the group."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group)
-    return values
-
-
 class AllGather(torch.autograd.Function):
     """[...] of each rank of a group to [ranks, ...]; a rank's gradient is the sum of what all ranks send back for it.
 

@@ -16,6 +16,7 @@ from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.partition.stack import modules_outside
 from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.microbatches import PieceSizes
@@ -34,7 +35,7 @@ from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
-from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_object, broadcast_values
+from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_values
 from lightning_hanayo.strategy.setup.build_pipeline import (
     RankContext,
     build_pipeline,

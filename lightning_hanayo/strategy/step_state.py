@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import check_parameter_hooks
 from lightning_hanayo.packed_values import inner_tensors
+from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.tensor3d.mesh import Mesh
 
 
@@ -133,10 +134,10 @@ class StepState:
         if group is None or not self._shareable or self._shared == []:
             return
         names = self._shared if self._shared is not None else sorted(changed & self._shareable.keys())
-        message = [{name: module._buffers[key] for name, (module, key) in self._shareable.items() if name in names}]
-        dist.broadcast_object_list(message, group=group, group_src=0, device=torch.device("cpu"))
-        self._shared = list(message[0])
-        for name, buffer in message[0].items() if group.rank() > 0 else ():
+        own = {name: module._buffers[key] for name, (module, key) in self._shareable.items() if name in names}
+        message = broadcast_object(own, group)
+        self._shared = list(message)
+        for name, buffer in message.items() if group.rank() > 0 else ():
             module, key = self._shareable[name]
             before = module._buffers[key]
             if buffer is not None and before is not None and not before.is_meta:

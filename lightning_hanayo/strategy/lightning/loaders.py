@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.plan import BatchSource
+from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
@@ -111,17 +112,11 @@ class CubeLoader(_LoaderWrapper):
         # No local variable holds the group: it would outlive a failure.
         if self._get_cube().rank() == 0:
             for batch in self.loader:
-                yield _broadcast((batch,), self._get_cube())[0]
-            _broadcast((), self._get_cube())
+                yield broadcast_object((batch,), self._get_cube())[0]
+            broadcast_object((), self._get_cube())
         else:
-            while batch := _broadcast((), self._get_cube()):
+            while batch := broadcast_object((), self._get_cube()):
                 yield batch[0]
-
-
-def _broadcast(value: tuple[Any, ...], cube: dist.ProcessGroup) -> Any:
-    objects = [value]
-    dist.broadcast_object_list(objects, group=cube, group_src=0)
-    return value or objects[0]
 
 
 def _has_certain_length(loader: Any) -> bool:

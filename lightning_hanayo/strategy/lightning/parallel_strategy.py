@@ -20,11 +20,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError, available
+from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import leave_group, store_after_failure
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.precision import check_precision
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups, backend_for, broadcast_object
+from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups, backend_for
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 from lightning_hanayo.topology import Topology, resolve
 
@@ -237,7 +238,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         user = self.user_collectives
-        return broadcast_object(obj, src) if user is None else user.broadcast(obj, src)
+        return broadcast_object(obj, source=src) if user is None else user.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:

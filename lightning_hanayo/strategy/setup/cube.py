@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
+from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.batch_split import BatchSplitter, ReplicatedSplitter, SharedSplitter
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.process_groups import CubeGroups, all_gather_objects
+from lightning_hanayo.strategy.process_groups import CubeGroups
 from lightning_hanayo.tensor3d.boundary.microbatch_reshard import MicrobatchReshard
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
 from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, SharedReshard, StreamDims

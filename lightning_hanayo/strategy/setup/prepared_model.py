@@ -23,6 +23,7 @@ from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_parameters
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.process_groups import ProcessGroups
 from lightning_hanayo.strategy.setup.cube import Cube
@@ -169,9 +170,8 @@ class PreparedModel:
         for owner in range(control.size()):
             is_mine = owner == control.rank()
             own = {name: tensor for name, tensor in tensors.items() if owners[name] == owner} if is_mine else {}
-            specs = [[(name, shapes.get(tensor, tuple(tensor.shape)), tensor.dtype) for name, tensor in own.items()]]
-            dist.broadcast_object_list(specs, group=control, group_src=owner, device=torch.device("cpu"))
-            for name, shape, dtype in specs[0]:
+            specs = [(name, shapes.get(tensor, tuple(tensor.shape)), tensor.dtype) for name, tensor in own.items()]
+            for name, shape, dtype in broadcast_object(specs, control, owner):
                 if not is_mine:
                     whole = torch.empty(shape, dtype=dtype)
                 elif self.cube is not None and own[name] in shapes:

@@ -21,7 +21,7 @@ from lightning_hanayo.checkpoint.pretrained_names import Merge, joined, listed, 
 from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 from lightning_hanayo.partition.deferred_init import DeferredInit
-from lightning_hanayo.strategy.process_groups import all_gather_objects
+from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
 from lightning_hanayo.strategy.setup.cube import Cube
 
 _T = TypeVar("_T")

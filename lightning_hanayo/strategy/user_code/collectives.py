@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
+from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups, broadcast_object
+from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups
 from lightning_hanayo.strategy.user_code.agreement import IN_HOOKS, Agreement, Call
 
 
@@ -136,7 +137,7 @@ class UserCollectives:
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of rank `source` of the world. In hooks that run on all ranks, over all of them."""
         if self.runs_on_all_ranks:
-            return broadcast_object(value, source)
+            return broadcast_object(value, source=source)
         self.agree(f"strategy.broadcast(src={source})")
         group = self._peers.group
         if group is None:
@@ -145,9 +146,7 @@ class UserCollectives:
             raise UnsupportedError(
                 f"strategy.broadcast(src={source}) in {self.place}: rank {source} doesn't run it. Use src=0."
             )
-        values = [value]
-        dist.broadcast_object_list(values, source, group=group, device=torch.device("cpu"))
-        return values[0]
+        return broadcast_object(value, group, dist.get_group_rank(group, source))
 
     def barrier(self) -> None:
         """Wait for all ranks that run this code."""

@@ -22,6 +22,7 @@ from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.missing_values import MissingValues, Owner, without_values
 from lightning_hanayo.runtime.batches.containers import children, with_children
 from lightning_hanayo.runtime.capture.proxy import Valueless, user_line
+from lightning_hanayo.runtime.comm.object_collectives import from_bytes, to_bytes
 
 WAY_OUT = (
     "Log it with self.log, which takes it as it is, compute it in the step and return the number, or read it under "
@@ -68,7 +69,7 @@ class _Shape:
 
 def to_text(packed: Any) -> str:
     """What a `Packer` has made, as text."""
-    return base64.b64encode(pickle.dumps(packed)).decode()
+    return base64.b64encode(to_bytes(packed)).decode()
 
 
 def from_text(text: str, device: torch.device) -> Any:
@@ -78,12 +79,10 @@ def from_text(text: str, device: torch.device) -> Any:
         if isinstance(value, _Shape):
             shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
             return without_values(shape, Owner(value.name, value.rank, device, WAY_OUT))
-        if isinstance(value, Tensor):
-            return value.to(device)
         inside = children(value)
         return value if not inside else with_children(value, {key: unpack(item) for key, item in inside.items()})
 
-    return unpack(pickle.loads(base64.b64decode(text)))
+    return unpack(from_bytes(base64.b64decode(text), device))
 
 
 class Packer:
@@ -115,7 +114,7 @@ class Packer:
     def _tensor(self, name: str, tensor: Tensor) -> Any:
         if tensor.is_meta or tensor.layout != torch.strided or not self._fits(tensor.nbytes):
             return _Shape(name, tuple(tensor.shape), tensor.dtype)
-        return tensor.cpu().clone()  # a view would bring its whole storage
+        return tensor.clone()  # a view would bring its whole storage
 
     def _fits(self, num_bytes: int) -> bool:
         fits = num_bytes <= self._budget

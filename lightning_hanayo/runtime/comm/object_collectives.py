@@ -1,0 +1,144 @@
+"""Object collectives: the only ones of the package. No object that crosses ranks carries a device of its sender.
+
+sender                                       receiver
+{"loss": cuda:5, "logits": cuda:5, "y": cpu} {"loss": cuda:1, "logits": cuda:1, "y": cpu}
+  '-- one buffer, one copy to the host --------> one copy to its own device, of which the tensors are views
+      the rest, pickled ----------------------->
+
+Torch's own object collectives pickle a tensor together with the index of its device: the receiver would get it on the
+sender's GPU, after a copy for each tensor.
+"""
+
+import io
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from typing_extensions import override
+
+from lightning_hanayo.runtime.comm.codec import SendBuffer, Spec, spec_of, unpack
+from lightning_hanayo.runtime.comm.message import Message
+
+_SAME_EVERYWHERE = ("cpu", "meta")
+"""devices that mean the same on all ranks"""
+
+
+def all_gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Return every rank's `value`, which must be picklable, in rank order. Called by all ranks of the group.
+
+    Tensors that were on an accelerator come to this rank's current device.
+    """
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, to_bytes(value), group)
+    return [from_bytes(data) for data in values]
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
+    """Return the `value` of rank `source` of the group (None: the world), which must be picklable, on all its ranks.
+
+    Called by all of them. Devices as in `all_gather_objects`.
+    """
+    if not dist.is_initialized():
+        return value
+    is_source = dist.get_rank(group) == source
+    values = [to_bytes(value) if is_source else None]
+    dist.broadcast_object_list(values, group=group, group_src=source, device=torch.device("cpu"))
+    return value if is_source else from_bytes(values[0])
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return `value` as bytes for another process, with one copy from each device to the host."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return pickle.dumps((file.getvalue(), [_packed(tensors) for tensors in pickler.tensors.values()]))
+
+
+def from_bytes(data: Any, device: torch.device | None = None) -> Any:
+    """Return what `to_bytes` was given, with tensors that weren't in host memory on `device` (None: the current one).
+
+    They are views of one buffer.
+    """
+    pickled, packed = pickle.loads(data)
+    return _Unpickler(io.BytesIO(pickled), packed, device).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out tensors on accelerators, and the indices of devices.
+
+    A subclass with rules of its own, such as one with a scale inside, is pickled by them: they pickle plain tensors.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: dict[torch.device, list[Tensor]] = {}
+        self._known: dict[int, tuple[Tensor, Any]] = {}
+
+    @override
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type not in _SAME_EVERYWHERE:
+            return "device", value.type
+        if not isinstance(value, Tensor) or not _is_plain(value) or _device_of(value).type in _SAME_EVERYWHERE:
+            return None
+        if id(value) not in self._known:
+            self._known[id(value)] = value, self._leave_out(value)
+        return self._known[id(value)][1]
+
+    def _leave_out(self, value: Tensor) -> Any:
+        tensors = self.tensors.setdefault(_device_of(value), [])
+        tensors.append(value.detach().as_subclass(Tensor).requires_grad_(value.requires_grad))
+        kind = None if type(value) is Tensor else type(value)
+        return "tensor", list(self.tensors).index(_device_of(value)), len(tensors) - 1, kind, vars(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts what the pickler has left out onto this rank's device."""
+
+    def __init__(
+        self, file: io.BytesIO, packed: Sequence[tuple[str, bytes, Tensor]], device: torch.device | None
+    ) -> None:
+        super().__init__(file)
+        self._device = device
+        self._tensors = [
+            unpack(Spec.from_bytes(spec), buffer.to(self._device_of(kind))).tensors for kind, spec, buffer in packed
+        ]
+
+    @override
+    def persistent_load(self, reference: Any) -> Any:
+        name, *place = reference
+        if name == "device":
+            return self._device_of(place[0])
+        buffer, index, kind, attributes = place
+        tensor = self._tensors[buffer][index]
+        tensor = tensor if kind is None else tensor.as_subclass(kind)
+        vars(tensor).update(attributes)
+        return tensor
+
+    def _device_of(self, kind: str) -> torch.device:
+        if self._device is not None:
+            return self._device
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether it is one block of memory, and no subclass with its own way to be pickled."""
+    has_own_rules = type(value).__reduce_ex__ is not Tensor.__reduce_ex__ or is_traceable_wrapper_subclass(value)
+    return value.layout is torch.strided and not has_own_rules
+
+
+def _device_of(value: Tensor) -> torch.device:
+    """Where its memory is: stand-ins for tensors of other ranks name the device of those."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.device
+
+
+def _packed(tensors: Sequence[Tensor]) -> tuple[str, bytes, Tensor]:
+    """The type of their device, how to read the buffer, and the buffer in host memory."""
+    message = Message((), tuple(tensors))
+    sent = SendBuffer(spec_of(message), tensors[0].device)
+    sent.fill(message.tensors)
+    return tensors[0].device.type, sent.spec.to_bytes(), sent.buffer.cpu()

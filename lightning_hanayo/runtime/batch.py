@@ -31,6 +31,8 @@ class Batch:
             the code after the stack.
         inputs: the micro-batches themselves, for self-contained stages, which have no user's step.
         loss_weights: each micro-batch's weight in the gradient; only the rank with the loss reads them.
+        loss_scale: what the weighted losses are multiplied by as well, on their device, so that small gradients in fp16
+            don't vanish; None: nothing.
         pass_number: which pass through the stack of the micro-batches' steps runs now.
         has_loss: whether backwards begin with the loss; not those of earlier passes of the same step.
         results: filled by the last stage: what the step returned for each micro-batch, or its loss (self-contained).
@@ -44,6 +46,12 @@ class Batch:
     on_loss: Callable[[int, Tensor, Collection[Node]], None] = lambda *_: None
     inputs: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()
+    loss_scale: Tensor | None = None
     pass_number: int = 0
     has_loss: bool = True
     results: dict[int, Any] = field(default_factory=dict)
+
+    def weighted(self, microbatch: int, loss: Tensor) -> Tensor:
+        """The loss whose backward gives the micro-batch's gradients."""
+        weighted = loss * self.loss_weights[microbatch]
+        return weighted if self.loss_scale is None else weighted * self.loss_scale

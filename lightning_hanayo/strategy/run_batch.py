@@ -14,7 +14,7 @@ from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.stages.first_last import loss_of
-from lightning_hanayo.strategy.lightning import progress, user_hooks
+from lightning_hanayo.strategy.lightning import precision, progress, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
 from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
 from lightning_hanayo.strategy.microbatch_steps import MicrobatchSteps
@@ -33,7 +33,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     Returns:
         What the step returned, merged, with a loss whose backward gives the gradients to the parameters.
     """
-    pipeline, scale = session.pipeline, progress.expected_gradient(trainer)
+    pipeline, loss_scale = session.pipeline, precision.loss_scale(trainer)
     continues, stopping = progress.continues_accumulation(trainer), trainer.should_stop
     separate = continues and user_hooks.may_scale_backward(trainer)
     deferred = DeferredGradients(
@@ -44,7 +44,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
         finish=pipeline.reduce_gradients if separate and steps else None,
         unguarded=session.guard.off,
     )
-    result = _run(session, trainer, batch, step, scale=scale, trains=True, reduce=steps and not separate)
+    result = _run(session, trainer, batch, step, loss_scale=loss_scale, trains=True, reduce=steps and not separate)
     deferred.stash()
     loss = loss_of(result) if pipeline.rank == 0 else torch.zeros((), device=session.device)
     if session.topology.replica_size > 1:
@@ -53,7 +53,8 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
         if user_hooks.reads_step_metrics(trainer, progress.batch_idx(trainer), steps=steps):
             loss = shared_metrics_of(trainer).share_step(loss)
     result = _hand_over(session, result, batch)
-    return _with_loss(result, deferred.surrogate_loss(loss.reshape(()), scale).reshape(loss.shape))
+    expected = progress.expected_gradient(trainer, loss_scale)
+    return _with_loss(result, deferred.surrogate_loss(loss.reshape(()), expected).reshape(loss.shape))
 
 
 def evaluate(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
@@ -68,10 +69,10 @@ def _run(
     step: UserStep,
     *,
     trains: bool,
-    scale: float = 1.0,
+    loss_scale: Tensor | None = None,
     reduce: bool = False,
 ) -> Any:
-    """Run a batch and merge what the step returned; None above pipeline rank 0. `scale`: the gradient of the loss."""
+    """Run a batch and merge what the step returned; None above pipeline rank 0."""
     pipeline = session.pipeline
     session.progress.begin_batch(trains=trains)
     is_first = trains and progress.batch_idx(trainer) == 0
@@ -91,7 +92,8 @@ def _run(
         dry_run_step=lambda m: step(split.block_input(m)),
         on_user_code=microbatch_steps.enter,
         on_loss=microbatch_steps.note_loss,
-        loss_weights=[weights.in_gradient[piece] * scale for piece in split.own],
+        loss_weights=[weights.in_gradient[piece] * progress.share_of_step(trainer) for piece in split.own],
+        loss_scale=loss_scale,
     )
     with microbatch_steps.running(running), session.norms.batch():
         key = progress.batch_key(trainer)

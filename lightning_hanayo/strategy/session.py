@@ -26,6 +26,7 @@ from lightning_hanayo.strategy import guarded_hooks
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.lightning import (
     loaders,
+    precision,
     shared_metrics,
     signals,
     torchmetrics_state,
@@ -340,6 +341,7 @@ class Session:
         )
         if self.topology.world_size > 1:
             vote_on_steps(module, attributes)
+            precision.agree_on_infinities(trainer.precision_plugin, attributes)
         if self.topology.replica_size > 1:
             removed_gradients.agree_after_hooks(trainer, module, attributes)
         torchmetrics_state.sync_metrics_over(module, self._groups.metrics, attributes)

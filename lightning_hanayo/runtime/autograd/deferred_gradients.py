@@ -58,7 +58,7 @@ class DeferredGradients:
         self._new = [parameter.grad for parameter in self._parameters]
         self._set(self._old)
 
-    def surrogate_loss(self, value: Tensor, scale: float) -> Tensor:
+    def surrogate_loss(self, value: Tensor, scale: float | Tensor) -> Tensor:
         """Return a loss of this value for Lightning, whose backward puts the gradients into `.grad`.
 
         Lightning's backward is expected to send the gradient `scale`, which the stashed gradients contain.
@@ -108,13 +108,15 @@ def _check(factor: Tensor) -> None:
 
 class _SurrogateLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, deferred: DeferredGradients, scale: float, value: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, deferred: DeferredGradients, scale: float | Tensor, value: Tensor, anchor: Tensor) -> Tensor:
         ctx.deferred, ctx.scale = deferred, scale
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        ctx.deferred.apply(gradient / torch.full_like(gradient, ctx.scale))  # exactly 1 if it is as expected
+        scale = ctx.scale
+        expected = scale.to(gradient.dtype) if isinstance(scale, Tensor) else torch.full_like(gradient, scale)
+        ctx.deferred.apply(gradient / expected)  # exactly 1 if it is as expected
         return None, None, None, None
 
 

@@ -125,7 +125,7 @@ class LastStage(Stage):
             batch.on_loss(microbatch, loss, outputs)
             nodes, leaves = graph_boundary.reachable([loss], stop=outputs)
             uses_early_nodes = any(node._sequence_nr() < sequence_number for node in nodes)  # a skip past the stack
-            weighted = loss * batch.loss_weights[microbatch]
+            weighted = batch.weighted(microbatch, loss)
             tied = self._tied_parameters(leaves, microbatch)
             with graph_boundary.without_autocast():
                 self.first.tied.loss_backward(
@@ -153,11 +153,11 @@ class SingleStage(Stage):
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
-        loss, weight = loss_of(batch.results[microbatch]), batch.loss_weights[microbatch]
-        if weight:  # with weight 0 not even a NaN counts: the mean over no tokens is one
+        if batch.loss_weights[microbatch]:  # with weight 0 not even a NaN counts: the mean over no tokens is one
+            loss = loss_of(batch.results[microbatch])
             batch.on_loss(microbatch, loss, ())
             with graph_boundary.without_autocast():
-                (loss * weight).backward()
+                batch.weighted(microbatch, loss).backward()
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
 
 

@@ -12,7 +12,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.compile import to_uncompiled
@@ -23,7 +22,6 @@ from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import leave_group, store_after_failure
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
-from lightning_hanayo.strategy.lightning.precision import check_precision
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups, backend_for
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
@@ -282,19 +280,6 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         with nullcontext() if sync_grads else torch.no_grad():
             gathered: Tensor = AllGather.apply(tensor, group)
         return gathered
-
-    # precision
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None:
-            check_precision(precision_plugin)
-        self._precision_plugin = precision_plugin
 
     @property
     def synchronizes_batchnorm(self) -> bool:

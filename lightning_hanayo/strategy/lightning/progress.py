@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 
 def batch_idx(trainer: "pl.Trainer") -> int:
@@ -29,9 +30,17 @@ def continues_accumulation(trainer: "pl.Trainer") -> bool:
     return batch_idx(trainer) % trainer.accumulate_grad_batches != 0
 
 
-def expected_gradient(trainer: "pl.Trainer") -> float:
-    """The gradient that Lightning's backward will send into the loss that `training_step` returns."""
+def share_of_step(trainer: "pl.Trainer") -> float:
+    """What Lightning multiplies a batch's loss by, because the gradients of several batches accumulate."""
     return 1.0 / trainer.accumulate_grad_batches
+
+
+def expected_gradient(trainer: "pl.Trainer", loss_scale: Tensor | None) -> float | Tensor:
+    """The gradient that Lightning's backward will send into the loss that `training_step` returns.
+
+    With a loss scale a tensor in fp64: whatever dtype the loss has, rounding it there gives what Lightning computes.
+    """
+    return share_of_step(trainer) if loss_scale is None else loss_scale.double() / trainer.accumulate_grad_batches
 
 
 def logged_step(trainer: "pl.Trainer") -> int:

@@ -3,21 +3,43 @@
 torch.compile(model), self.compile(), @torch.compile    the step is suspended at each block: no graph can contain it
 blocks of a pipeline                                     stay compiled, where they run
 blocks of a cube                                         their layers communicate: no graph can contain that either
+mode="reduce-overhead", "max-autotune"                   rejected: CUDA graphs write into the memory of earlier outputs
 """
 
 import warnings
 from collections.abc import Iterable, Mapping
 from types import MethodType
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import Stack, original
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 _ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _ORIGINAL = "_torchdynamo_orig_callable"
 """what torch.compile made a function of"""
+
+
+def check_cuda_graphs(model: nn.Module, stack: Stack) -> None:
+    """Reject modules that CUDA graphs run: each micro-batch would overwrite what the one before has left.
+
+    Those around the stack run as written, and may be compiled in any way.
+
+    Raises:
+        UnsupportedError: a module is compiled in such a mode.
+    """
+    blocks = set(stack.blocks)
+    for name, part in model.named_modules():
+        if _uses_cuda_graphs(part) and not _is_around(part, blocks):
+            raise UnsupportedError(
+                f"{name} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune', or the option "
+                f"'triton.cudagraphs'). They write each result where the one before was, but on a pipeline several "
+                f"micro-batches run forward before the first one's backward. Compile it with the default mode, or with "
+                f"mode='max-autotune-no-cudagraphs'."
+            )
 
 
 def run_uncompiled(
@@ -43,6 +65,13 @@ def run_uncompiled(
             f"communicate in the cube. Set cube=1 to run them compiled.",
             stacklevel=2,
         )
+
+
+def _uses_cuda_graphs(part: nn.Module) -> bool:
+    """Whether the module, its call or its `forward` is compiled so that inductor records CUDA graphs."""
+    compiled: tuple[Any, ...] = part, part._compiled_call_impl, part.forward
+    configs = [one.get_compiler_config() for one in compiled if hasattr(one, "get_compiler_config")]
+    return any(config is not None and config.get("triton.cudagraphs", False) for config in configs)
 
 
 def _is_around(part: nn.Module, blocks: set[nn.Module]) -> bool:

@@ -14,6 +14,7 @@ from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_not_converted, check_packed_parameters
+from lightning_hanayo.strategy.setup.compiled_code import check_cuda_graphs
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import FolderPlan, plan_pretrained, was_read
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
@@ -65,6 +66,7 @@ def plan_model(
         stack = stack.uncompiled
     if topology.replica_size > 1:
         check_hooks(stack.named_modules)
+        check_cuda_graphs(model, stack)
     layout = choose(
         num_ranks=topology.pipe,
         num_blocks=len(stack),

@@ -1,22 +1,26 @@
-"""Precision plugins of Lightning's give the same gradients as in one process; fp16 with a scaler is refused."""
+"""Precision plugins of Lightning's give the same gradients as in one process, and loss scales skip the same steps."""
 
 from typing import Any
 
 import pytest
+import torch
+from lightning import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.amp import GradScaler
 
-from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.strategy.lightning.precision import check_precision
 from tests.harness import models
 from tests.harness.pool import Pool
-from tests.harness.training import Layout, OutcomeCallback, data_rank, make_loader, make_trainer, merge
-
-
-def test_fp16_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="precision='bf16-mixed'"):
-        check_precision(MixedPrecision("16-mixed", "cpu"))
-    with pytest.raises(UnsupportedError, match="precision='bf16-mixed'"):
-        make_trainer(Layout(2), plugins=[MixedPrecision("16-mixed", "cpu")])
+from tests.harness.thorough import covered
+from tests.harness.training import (
+    Layout,
+    Outcome,
+    OutcomeCallback,
+    data_rank,
+    make_loader,
+    make_trainer,
+    merge,
+    unguarded,
+)
 
 
 def train(layout: Layout, precision: str) -> Any:
@@ -37,3 +41,105 @@ def test_first_gradients(pool: Pool, layout: Layout, precision: str, tolerance: 
     for name, expected in alone.gradients.items():
         assert ours.gradients[name].dtype == expected.dtype
         assert (ours.gradients[name] - expected).abs().max().item() <= tolerance * largest, name
+
+
+# fp16 with a gradient scaler
+
+SCALED = [
+    Layout(2, 1, 1),
+    Layout(2, 2, 1),
+    Layout(2, 1, 2),
+    Layout(1, 1, 2),
+    Layout(2, 1, 1, "hanayo-zb"),
+    Layout(2, 1, 1, cube=(1, 2, 1)),
+    Layout(cube=(2, 1, 1)),
+]
+FEW = [Layout(2, 1, 2), Layout(2, 1, 1, "hanayo-zb"), Layout(2, 1, 1, cube=(1, 2, 1))]
+STEPS = 7
+
+
+class Descent(models.MLP):
+    """Its steps are in proportion to the gradients, and so are errors of rounding."""
+
+    fused = False
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5, fused=self.fused)
+
+
+class FusedDescent(Descent):
+    """Its optimizer gets the scale, and skips the step itself."""
+
+    fused = True
+
+
+class InfOnLastRank(OutcomeCallback):
+    """Sets a gradient of the last rank to inf in the third batch, and keeps the scale after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if len(self.scales) == 2 and trainer.global_rank == trainer.world_size - 1:
+            with unguarded(trainer):
+                next(p for p in pl_module.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """Keeps no gradients: those of the first step are NaN."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args)
+        plugin = trainer.precision_plugin
+        assert isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+        self.scales.append(plugin.scaler.get_scale())
+
+
+def train_scaled(layout: Layout, model: Any, clip: float | None, accumulate: int) -> tuple[Outcome, list[float]]:
+    """The scale begins so large that the first gradients overflow, and doubles after two steps without inf."""
+    callback = InfOnLastRank()
+    scaler = GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-16, growth_interval=2)
+    trainer = make_trainer(
+        layout,
+        max_steps=STEPS,
+        gradient_clip_val=clip,
+        accumulate_grad_batches=accumulate,
+        callbacks=[callback],
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+    )
+    batches = models.vectors((8,) * STEPS * accumulate)
+    shares = [{k: v[data_rank(layout) :: layout.data] for k, v in b.items()} for b in batches]
+    trainer.fit(models.build(model), make_loader(shares))
+    return callback.outcome, callback.scales
+
+
+def check_scaled(pool: Pool, layout: Layout, *how: Any) -> None:
+    ((alone, scales),) = pool.run(1, train_scaled, Layout(), *how)
+    ranks = pool.run(layout.world_size, train_scaled, layout, *how)
+    assert [found for _, found in ranks] == [scales] * layout.world_size
+    ours = merge([outcome for outcome, _ in ranks], layout)
+    assert ours.losses == pytest.approx(alone.losses, rel=1e-2)
+    for name, expected in alone.weights.items():
+        assert (ours.weights[name] - expected).abs().max() <= 3e-3, name
+
+
+@pytest.mark.parametrize("layout", covered(SCALED, by=FEW), ids=str)
+def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: Pool, layout: Layout) -> None:
+    check_scaled(pool, layout, Descent, None, 1)
+
+
+WAYS: list[Any] = [(Descent, 0.1, 1), (Descent, None, 3), (FusedDescent, None, 1)]
+
+
+@pytest.mark.parametrize(
+    ("model", "clip", "accumulate", "layout"),
+    covered(
+        [(model, clip, n, layout) for model, clip, n in WAYS for layout in FEW],
+        by=[(*way, layout) for way, layout in zip(WAYS, FEW, strict=True)],
+    ),
+    ids=str,
+)
+def test_scaled_gradients_are_clipped_and_accumulated(
+    pool: Pool, model: Any, clip: float | None, accumulate: int, layout: Layout
+) -> None:
+    check_scaled(pool, layout, model, clip, accumulate)

@@ -53,7 +53,6 @@ USED = {
         "_launcher",
         "_layer_sync",
         "_lightning_module",
-        "_precision_plugin",
     },
     "of torchmetrics": {"_computed", "_copy_state_dict", "_forward_cache", "_update_count"},
 }

@@ -1,13 +1,15 @@
 """Code around the stack, and the blocks of a cube, run uncompiled during a run; a warning names what was compiled."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.stack import find_stack
-from lightning_hanayo.strategy.setup.compiled_code import run_uncompiled
+from lightning_hanayo.strategy.setup.compiled_code import check_cuda_graphs, run_uncompiled
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from tests.harness import models
 
@@ -85,3 +87,26 @@ def test_nothing_is_said_where_nothing_is_compiled() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_uncompiled(model, find_stack(model), TemporaryAttributes(), is_cube=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of inductor's imports
+@pytest.mark.parametrize("how", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}], ids=str)
+def test_cuda_graphs_are_refused(how: dict[str, Any]) -> None:
+    in_place, wrapped, by_hand, outside = (models.MLP() for _ in range(4))
+    in_place.blocks[3].compile(**how)
+    wrapped.blocks[3] = torch.compile(wrapped.blocks[3], **how)
+    inner = by_hand.blocks[3].up
+    inner.forward = torch.compile(inner.forward, **how)
+    outside.head.compile(**how)
+    for model, name in ((in_place, "blocks.3"), (wrapped, "blocks.3"), (by_hand, "blocks.3.up"), (outside, "head")):
+        with pytest.raises(UnsupportedError, match=rf"^{name} is compiled with CUDA graphs.*'max-autotune-no-cudag"):
+            check_cuda_graphs(model, find_stack(model, "blocks"))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_other_modes_and_what_runs_uncompiled_are_accepted() -> None:
+    model = models.MLP()
+    model.blocks[0].compile(mode="max-autotune-no-cudagraphs")
+    model.head.compile(backend="aot_eager")
+    model.compile(mode="reduce-overhead")
+    check_cuda_graphs(model, find_stack(model))

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Backend
 
-from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.groups.channels import Channels
+from lightning_hanayo.strategy.groups.factory import CUBE, DATA, GroupFactory, GroupSettings
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.topology import Topology
 
@@ -32,13 +31,13 @@ class CubeGroups:
 class ProcessGroups:
     """This rank's groups. `data`, `data_control` and `cube` are None where they would hold one rank.
 
-    `control` and `replica` carry CPU tensors (gloo).
+    `control`, `data_control`, `replica`, `cube.plane` and `cube.whole` carry tensors of the CPU (gloo).
     """
 
+    factory: GroupFactory
     pipe_ranks: tuple[int, ...]
     control: dist.ProcessGroup
-    channels: dict[tuple[int, int], dist.ProcessGroup]
-    """on GPUs: a group for each ordered pair of neighbours on the ring of pipeline ranks"""
+    channels: Channels
     data: dist.ProcessGroup | None
     data_control: dist.ProcessGroup | None
     metrics: dist.ProcessGroup
@@ -51,44 +50,38 @@ class ProcessGroups:
     """for gradients that are partial over these axes of the cube: the ranks, data ranks too, that sum them"""
 
     @staticmethod
-    def create(topology: Topology, rank: int, device: torch.device, options: Options) -> "ProcessGroups":
-        """Create all groups. Called by all ranks of the world, in the same order."""
-        timeout = options.timeout
+    def create(topology: Topology, rank: int, factory: GroupFactory, *, shares_samples: bool = True) -> "ProcessGroups":
+        """Create all groups. Called by all ranks of the world alike. `shares_samples`: whether the ranks of a cube do.
 
-        def own(*axes: str, backend: str | None = "gloo") -> dist.ProcessGroup:
-            group: dist.ProcessGroup
-            group, _ = dist.new_subgroups_by_enumeration(
-                [list(ranks) for ranks in topology.groups(*axes)], timeout=timeout, backend=backend
-            )
-            return group
+        Equal groups are one: without a cube `replica` is `control`, and `metrics` is `data`.
+        """
 
-        on_gpu = device.type != "cpu"
-        tensor_backend = None if on_gpu else "gloo"
-        control = own("pipe")
-        channels = _channels(topology, rank, timeout) if on_gpu else {}
-        data_control = own("data") if topology.data > 1 else None
-        data = own("data", backend=None) if on_gpu and topology.data > 1 else data_control
-        pipe_ranks = topology.group_of(rank, "pipe")
-        if topology.cube == (1, 1, 1):
-            metrics = data or own("data")
-            return ProcessGroups(
-                pipe_ranks, control, channels, data, data_control, metrics, pipe_ranks, control, None, {}
-            )
-        mesh = Mesh.of(topology.cube, rank % prod(topology.cube), lambda axes: own(*axes, backend=tensor_backend))
-        gradient_groups = {}
-        if topology.data > 1:
-            partial = [axes for axes in PARTIAL_AXES if mesh.size(axes) > 1]
-            gradient_groups = {axes: own("data", *axes, backend=tensor_backend) for axes in partial}
+        def control(*axes: str) -> dist.ProcessGroup:
+            return factory.control(topology.groups(*axes))
+
+        def tensors(settings: GroupSettings, *axes: str) -> dist.ProcessGroup:
+            return factory.tensors(topology.groups(*axes), settings)
+
+        replicates = topology.data > 1
+        is_cube = prod(topology.cube) > 1
+        cube, gradient_groups = None, {}
+        if is_cube:
+            mesh = Mesh.of(topology.cube, rank % prod(topology.cube), lambda axes: tensors(CUBE, *axes))
+            cube = CubeGroups(mesh, control("y", "z"), control("x", "y", "z"))
+            if replicates:
+                partial = [axes for axes in PARTIAL_AXES if mesh.size(axes) > 1]
+                gradient_groups = {axes: tensors(DATA, "data", *axes) for axes in partial}
         return ProcessGroups(
-            pipe_ranks,
-            control,
-            channels,
-            data,
-            data_control,
-            own("data", *("xyz" if options.cube_outside == "share" else ""), backend=tensor_backend),
+            factory,
+            topology.group_of(rank, "pipe"),
+            control("pipe"),
+            Channels(factory, topology.groups("pipe"), rank),
+            tensors(DATA, "data") if replicates else None,
+            control("data") if replicates else None,
+            tensors(DATA, "data", *("xyz" if shares_samples else "")),
             topology.group_of(rank, "pipe", "x", "y", "z"),
-            own("pipe", "x", "y", "z"),
-            CubeGroups(mesh, own("y", "z"), own("x", "y", "z")),
+            control("pipe", "x", "y", "z"),
+            cube,
             gradient_groups,
         )
 
@@ -99,25 +92,6 @@ class ProcessGroups:
         if self.data is not None:
             return self.gradient_groups[partial_axes]
         return self.cube.mesh.axis(partial_axes).group
-
-
-def _channels(topology: Topology, rank: int, timeout: timedelta) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Consecutive stages are on neighbouring ranks, or on the last and the first one: no other pair sends."""
-    size, channels = topology.pipe, {}
-    pairs = sorted({(i, (i + step) % size) for i in range(size) for step in (1, -1)} - {(0, 0)})
-    for ranks in topology.groups("pipe"):
-        for sender, receiver in pairs:
-            group = dist.new_group([ranks[sender], ranks[receiver]], timeout=timeout)
-            if rank in ranks:
-                channels[sender, receiver] = group
-    return channels
-
-
-def backend_for(device: torch.device) -> str:
-    """The backends to initialize: with a GPU also gloo, since models are broadcast while they are on the CPU."""
-    if device.type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{Backend.default_device_backend_map[device.type]}"
 
 
 def broadcast_values(tensors: Iterable[torch.Tensor]) -> None:

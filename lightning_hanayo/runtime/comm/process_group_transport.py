@@ -1,4 +1,4 @@
-"""The process-group transport: sends buffers with `torch.distributed`, over gloo on the CPU and NCCL on GPUs."""
+"""The process-group transport: sends buffers with `torch.distributed`, over its channels or over gloo."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,12 +34,15 @@ class ProcessGroupTransport(Transport):
 
     NCCL runs the transfers of one communicator in the order in which they were posted. In one communicator for all
     ranks, or for both directions, receives that are posted early could block each other. So on GPUs each ordered pair
-    of ranks has a communicator of its own. Buffers on the CPU go over the control group, where tags distinguish them.
+    of ranks has a communicator of its own. Other buffers go over the control group, where tags distinguish them: all
+    where there are no channels, those on the CPU where there are some for a GPU.
 
     Args:
         ranks: the global ranks of the pipeline, in pipeline order.
         control: a gloo group over `ranks`.
-        channels: for buffers on a GPU, a group of two for each (sender, receiver), by pipeline rank.
+        channels: for buffers on `device`, a group of two for each (sender, receiver), by pipeline rank.
+        device: where the tensors of messages are.
+        on_failure: called when a transfer fails.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class ProcessGroupTransport(Transport):
 
     def _group(self, buffer: Tensor, peer: int, pair: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
         """The group for a transfer from `pair[0]` to `pair[1]`, and the peer's rank in it."""
-        if not buffer.is_cuda:
-            assert self._control is not None, "the transport is closed"
-            return self._control, peer
-        return self._channels[pair], int(peer > self.rank)
+        if self._channels and buffer.device.type == self.device.type:
+            return self._channels[pair], int(peer > self.rank)
+        assert self._control is not None, "the transport is closed"
+        return self._control, peer

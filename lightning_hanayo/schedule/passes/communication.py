@@ -69,6 +69,13 @@ def messages_per_microbatch(table: Table) -> float:
     return (1 + trains) * hops / table.num_replicas
 
 
+def message_pairs(table: Table) -> set[tuple[int, int]]:
+    """The (sender, receiver) of all messages that a batch of any size can have in the table's layout."""
+    ranks, per_replica = table.stage_ranks, table.stages_per_replica
+    hops = ((ranks[stage], ranks[stage + 1]) for stage in range(table.num_stages - 1) if (stage + 1) % per_replica)
+    return {pair for one, other in hops if one != other for pair in ((one, other), (other, one))}
+
+
 def _send_and_receive(producer: Action, consumer: Action) -> tuple[Action, Action]:
     forward = consumer.kind is Kind.F
     send = Action(producer.stage, Kind.SEND_F if forward else Kind.SEND_B, producer.microbatch)

@@ -21,9 +21,10 @@ from typing_extensions import override
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import leave_group, store_after_failure
+from lightning_hanayo.strategy.groups.nccl import backend_for, group_factory
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups, backend_for
+from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
 from lightning_hanayo.topology import Topology, resolve
 
@@ -207,7 +208,9 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         backend = backend_for(self.root_device)
         _init_dist_connection(self.environment, backend, timeout=self.options.timeout, **options)
         if self._groups is None or not joined_before:
-            self._groups = ProcessGroups.create(self.topology, self.global_rank, self.root_device, self.options)
+            factory = group_factory(self.root_device, self.options.timeout)
+            shares = self.options.cube_outside == "share"
+            self._groups = ProcessGroups.create(self.topology, self.global_rank, factory, shares_samples=shares)
 
     def disconnect_processes(self) -> None:
         """Leave the process group without waiting for other ranks."""

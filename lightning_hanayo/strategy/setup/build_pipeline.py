@@ -25,6 +25,8 @@ from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.random_streams import RandomStreams
+from lightning_hanayo.schedule import Schedule
+from lightning_hanayo.schedule.passes.communication import message_pairs
 from lightning_hanayo.strategy.batch_split import WholeSplitter
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import GradientSync, Pipeline
@@ -56,11 +58,14 @@ class RankContext:
     random_streams: RandomStreams | None
     """None: random numbers come from torch's own generators, unchanged"""
 
-    def transport(self) -> ProcessGroupTransport:
-        """A new transport among the ranks of this rank's pipeline."""
-        ranks, control, channels = self.groups.pipe_ranks, self.groups.control, self.groups.channels
+    def transport(self, table: Schedule) -> ProcessGroupTransport:
+        """A new transport for the table among the ranks of this rank's pipeline. Called by all ranks of the world."""
         return ProcessGroupTransport(
-            ranks, control=control, channels=channels, device=self.device, on_failure=self.on_failure
+            self.groups.pipe_ranks,
+            control=self.groups.control,
+            channels=self.groups.channels.connect(message_pairs(table)),
+            device=self.device,
+            on_failure=self.on_failure,
         )
 
 
@@ -83,7 +88,7 @@ def build_pipeline(
     ownership = Ownership(plan.stack, (*stage_blocks, *loss_stage), table.stage_ranks)
     ownership.check(model)
     prepared.ownership = ownership  # from now on the module is cut
-    transport = context.transport()
+    transport = context.transport(table)
     rank = transport.rank
     deferred = DeferredInit(model, context.seed) if is_deferred(model) else None
     parameters = _keep_own(model, ownership, rank)

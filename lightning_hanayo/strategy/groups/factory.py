@@ -1,0 +1,164 @@
+"""The group factory: makes one rank's process groups, a whole partition of the world at a time.
+
+    partition of 4 ranks along "data"        rank 0 gets 0, 2        made by one call on all ranks, in one order,
+    ((0, 2), (1, 3))                         rank 1 gets 1, 3        so that no rank waits for a group that others skip
+
+Two kinds: control groups carry tensors of the CPU and Python objects, always over gloo; tensor groups carry tensors of
+the run's device. On a CPU they are two groups, too: messages of the one have tags that mean others in the other.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+Partition = tuple[tuple[int, ...], ...]
+"""the groups of ranks into which the world is divided: each rank is in one of them"""
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What a tensor group is for, and how NCCL shall run it."""
+
+    name: str
+    """in messages of torch and NCCL"""
+    high_priority: bool = False
+    """whether its kernels start before those of the model that are waiting for the device"""
+    max_ctas: int | None = None
+    """on how many streaming multiprocessors its kernels run at most; None: as many as NCCL chooses"""
+
+
+CHANNEL = GroupSettings("channel", high_priority=True, max_ctas=4)
+"""A receive is posted long before its message comes. Until then its kernel spins: on few multiprocessors, so that
+matrix products keep the others. Buffers are per multiprocessor, too."""
+CUBE = GroupSettings("cube", high_priority=True)
+"""The next product waits for these collectives."""
+DATA = GroupSettings("data")
+"""Gradients are reduced while the backward goes on, which comes first."""
+
+
+class GroupFactory(ABC):
+    """Makes process groups. All ranks of the world call a method with the same arguments, in the same order.
+
+    Args:
+        device: this rank's.
+        timeout: how long a transfer may take.
+    """
+
+    is_native: bool
+    """whether tensor groups run on the device itself: they have collectives of their own, and need channels"""
+
+    def __init__(self, device: torch.device, timeout: timedelta) -> None:
+        self.device = device
+        self.timeout = timeout
+        self._tensor_groups: list[dist.ProcessGroup] = []
+        self._made: dict[tuple[Literal["control", "tensors"], Partition], dist.ProcessGroup] = {}
+
+    def control(self, partition: Partition) -> dist.ProcessGroup:
+        """This rank's control group; the one that was made before, if the partition is the same."""
+        return self._once("control", partition, lambda: self._make_control(partition))
+
+    def tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
+        """This rank's tensor group; the one that was made before, if the partition is the same.
+
+        Its ranks are connected: NCCL does that in the first collective, which blocks each rank until all are there.
+        """
+        return self._once("tensors", partition, lambda: self._make_connected(partition, settings))
+
+    def channel(self, partition: Partition) -> dist.ProcessGroup:
+        """A new tensor group of this rank for messages in one direction, shared with nobody."""
+        return self._new_tensors(partition, CHANNEL)
+
+    def abort(self) -> None:
+        """End what is under way in native groups, without other ranks, in any thread. They can't be used afterwards."""
+        for group in self._tensor_groups if self.is_native else ():
+            group._get_backend(self.device).abort()
+
+    @abstractmethod
+    def _make_control(self, partition: Partition) -> dist.ProcessGroup: ...
+
+    @abstractmethod
+    def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup: ...
+
+    def _make_connected(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
+        group = self._new_tensors(partition, settings)
+        if self.is_native:
+            group.allreduce([torch.zeros(1, device=self.device)]).wait()
+        return group
+
+    def _new_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
+        group = self._make_tensors(partition, settings)
+        self._tensor_groups.append(group)
+        return group
+
+    def _once(
+        self, kind: Literal["control", "tensors"], partition: Partition, make: Callable[[], dist.ProcessGroup]
+    ) -> dist.ProcessGroup:
+        key = kind, partition
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+class GlooGroups(GroupFactory):
+    """On CPUs: all groups are over gloo."""
+
+    is_native = False
+
+    def __init__(self, device: torch.device, timeout: timedelta) -> None:
+        super().__init__(device, timeout)
+        self._make = GroupMaker()
+
+    def _make_control(self, partition: Partition) -> dist.ProcessGroup:
+        return self._make(partition, "gloo", "control", self.timeout)
+
+    def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
+        return self._make(partition, "gloo", settings.name, self.timeout)
+
+
+class GroupMaker:
+    """Makes a partition's groups by `dist.new_group`. Made by all ranks of the world together.
+
+    A rank takes part in its own group only: with 128 pipelines that is one rendezvous instead of 128. A rank waits for
+    the members of its group, and no other. All ranks make the same partitions in the same order, so the rank that is
+    the furthest behind has nobody to wait for: it can't hang.
+
+    torch (2.10 to 2.13) names a group that only its members make after their ranks and the number of groups that this
+    process has. Where a user's groups make these numbers differ, all ranks take part in all groups, which are counted.
+    """
+
+    def __init__(self) -> None:
+        numbers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(numbers, len(distributed_c10d._world.pg_names))
+        self._members_only = len(set(numbers)) == 1
+
+    def __call__(
+        self, partition: Partition, backend: str, name: str, timeout: timedelta, options: Any = None
+    ) -> dist.ProcessGroup:
+        """Make the groups of the partition, and return this rank's."""
+        rank = dist.get_rank()
+        own: dist.ProcessGroup | None = None
+        for ranks in partition:
+            if rank in ranks or not self._members_only:
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=timeout,
+                    backend=backend,
+                    pg_options=options,
+                    use_local_synchronization=self._members_only,
+                    group_desc=f"hanayo {name}",
+                )
+                own = group if rank in ranks else own
+        assert own is not None, f"rank {rank} is in no group of {name}"
+        return own
+
+
+def covering(groups: Partition, world_size: int) -> Partition:
+    """A partition with these groups: the other ranks are groups of one."""
+    held = {rank for ranks in groups for rank in ranks}
+    return (*groups, *((rank,) for rank in range(world_size) if rank not in held))

@@ -1,0 +1,52 @@
+"""A world of torch's fake process group in one process, and a factory that makes groups in it and counts them.
+
+A fake collective copies this rank's values, a fake receive leaves its buffer as it is: results are wrong, but all
+calls are made. The groups count as native, so tensors of the CPU take the ways that those of GPUs take over NCCL.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_hanayo.strategy.groups.factory import GroupFactory, GroupSettings, Partition
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """This process is rank `rank` of a world without other processes."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class FakeGroups(GroupFactory):
+    """Makes fake groups. Needs a `fake_world`."""
+
+    is_native = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), timedelta(minutes=1))
+        self.made: list[tuple[str, Partition]] = []
+        """for each creation: what for, and the groups"""
+
+    def of(self, name: str) -> list[Partition]:
+        """What was made under this name."""
+        return [partition for made, partition in self.made if made == name]
+
+    def _make_control(self, partition: Partition) -> dist.ProcessGroup:
+        return self._make("control", partition)
+
+    def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
+        return self._make(settings.name, partition)
+
+    def _make(self, name: str, partition: Partition) -> dist.ProcessGroup:
+        self.made.append((name, partition))
+        own = next(ranks for ranks in partition if dist.get_rank() in ranks)
+        group: dist.ProcessGroup = dist.new_group(list(own), backend="fake", use_local_synchronization=True)
+        return group

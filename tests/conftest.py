@@ -49,8 +49,9 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ORDER.index(tier_of(item.nodeid)))  # a stable sort: the order within a tier stays
-    if any(tier_of(item.nodeid) == "gpu" or item.get_closest_marker("gpu") for item in items):
-        _skip_without_gpu(items)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        _skip_without_gpu(on_gpu)
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
@@ -59,8 +60,7 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
-        if tier_of(item.nodeid) == "gpu" or item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and a torch that is built for it"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -147,11 +147,15 @@ class Pool:
             raise RunFailed(failures)
         return results
 
+    def end_workers(self) -> None:
+        """End all workers; the next run starts new ones, which know nothing of a GPU yet."""
+        for worker in list(self._workers):
+            self._discard(worker)
+
     def close(self) -> None:
         """End all workers and the fork server."""
         atexit.unregister(self.close)
-        for worker in list(self._workers):
-            self._discard(worker)
+        self.end_workers()
         if self._control is not None:
             self._control.close()
         if self._fork_server is not None:

@@ -1,0 +1,88 @@
+"""NCCL in a world of one: it starts, trains, is aborted after a failure, and starts again in the same process.
+
+Several ranks on one GPU: NCCL refuses them as duplicates, by a hash of the host and the bus of the GPU. NCCL_HOSTID
+replaces the hash, so that each rank may be taken for a host, and talk to the others over sockets. NCCL doesn't promise
+that; so it is tried, and the result printed.
+"""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning import Callback
+from torch import Tensor
+
+from tests.gpu.conftest import Launch
+from tests.harness import models
+from tests.harness.devices import mean_gap, on_devices, train_on, trainer_on
+from tests.harness.models import Batch, build
+from tests.harness.pool import RunFailed
+from tests.harness.training import Layout, Outcome, make_loader, merge
+
+LIMIT_S = 10.0
+"""for a run that fails, from its beginning until the process has left the group"""
+
+
+class Failing(models.MLP):
+    """Its second step fails, while kernels are under way."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch)
+        if self.global_step:
+            raise RuntimeError("the planned fault")
+        return loss
+
+
+class Backends(Callback):
+    """The backends of the process group."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.names = str(dist.get_backend_config())
+
+
+def failed_run_and_the_next(device: str) -> tuple[str, str, float, float]:
+    """The backends; the message of a run that fails, and its seconds; those of a run after it in the same process."""
+    start, backends, message = time.monotonic(), Backends(), ""
+    try:
+        trainer = trainer_on(device, Layout(waves=2), max_steps=3, callbacks=[backends])
+        trainer.fit(build(Failing), make_loader(models.vectors((8, 8, 8))))
+    except RuntimeError as error:
+        message = str(error)
+    middle = time.monotonic()
+    train_on(device, Layout(waves=2), models.MLP, models.vectors((8, 8)))
+    return backends.names, message, middle - start, time.monotonic() - middle
+
+
+@pytest.mark.parametrize("device", on_devices([()], cpu=[()]))
+def test_a_failed_run_ends_in_time_and_another_may_follow(launch: Launch, device: str) -> None:
+    ((backends, message, failed_s, next_s),) = launch(device, 1, failed_run_and_the_next, timeout=30.0)
+    launch.say(device, f"{backends}: a failed run took {failed_s:.1f} s, the next one {next_s:.1f} s")
+    assert "the planned fault" in message
+    if device == "cuda":
+        assert "cuda:nccl" in backends
+        assert failed_s <= LIMIT_S
+
+
+def train_as_hosts(device: str, layout: Layout) -> Outcome:
+    """Train on one rank of several that share a GPU, each taken for a host of its own."""
+    os.environ |= {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_IB_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}
+    return train_on(device, layout, models.MLP, models.vectors((8, 8, 8)))
+
+
+TWO_RANKS = [Layout(2, 1, 1), Layout(2, 2, 1, "hanayo-zb")]
+
+
+@pytest.mark.parametrize(("device", "layout"), on_devices(TWO_RANKS, cpu=TWO_RANKS[:1]), ids=str)
+def test_two_ranks_share_a_gpu_if_nccl_lets_them(launch: Launch, device: str, layout: Layout) -> None:
+    (plain,) = launch(device, 1, train_on, None, models.MLP, models.vectors((8, 8, 8)))
+    try:
+        outcomes = launch(device, 2, train_as_hosts, layout, timeout=45.0)
+    except RunFailed as error:
+        if device == "cpu":
+            raise
+        pytest.skip(f"NCCL runs no two ranks on one GPU here: {str(error.first.message).strip().splitlines()[-1]}")
+    gap = mean_gap(merge(outcomes, layout), plain)
+    launch.say(device, f"{layout} over NCCL, both ranks on one GPU: mean difference of a weight {gap:g}")
+    assert gap <= 1e-4

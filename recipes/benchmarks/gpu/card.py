@@ -1,0 +1,195 @@
+"""The device that is measured: its name, its peak, its clock and its memory. A CPU stands in where there is no GPU.
+
+Card        what the parts of the benchmark use
+GpuCard     an NVIDIA GPU
+CpuCard     this machine's cores: the same program at toy sizes, in the tests
+"""
+
+import platform
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch._C._autograd import DeviceType
+from typing_extensions import override
+
+from lightning_hanayo.errors import UnsupportedError
+
+PEAKS = {
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A40": 150.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
+"""TFLOP/s of bf16 matrix products without sparsity, from NVIDIA's data sheets; the first name that fits counts"""
+_DRIVER = Path("/sys/module/nvidia/version")
+
+
+class Card(ABC):
+    """A device, on which one program runs at a time."""
+
+    device: torch.device
+    accelerator: str
+    """as the Trainer names it"""
+    compiler: str
+    """the backend with which blocks are compiled"""
+    name: str
+    peak: float | None = None
+    """TFLOP/s of bf16 matrix products; None: not in the table"""
+
+    @property
+    @abstractmethod
+    def about(self) -> str:
+        """The device and its software, in words."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do."""
+
+    @abstractmethod
+    def kernels_of(self, run: Callable[[], None]) -> int:
+        """How many kernels `run` launches."""
+
+    @abstractmethod
+    def peak_memory_of(self, run: Callable[[], None]) -> int:
+        """The most bytes of tensors that exist while `run` runs, beyond those from before."""
+
+    @abstractmethod
+    @contextmanager
+    def spinning(self, num_blocks: int, seconds: float) -> Iterator[Callable[[], bool]]:
+        """Let a kernel of `num_blocks` thread blocks spin; yields a function that says whether it still does."""
+
+    @abstractmethod
+    def seconds_of(self, run: Callable[[], None]) -> float:
+        """The time that the kernels of `run` take."""
+
+
+class CpuCard(Card):
+    """A CPU. It has no kernels to count and nothing that spins, and it doesn't say how much memory tensors take."""
+
+    def __init__(self) -> None:
+        self.device, self.accelerator, self.compiler = torch.device("cpu"), "cpu", "aot_eager"
+        self.name = platform.processor() or platform.machine()
+
+    @property
+    @override
+    def about(self) -> str:
+        return f"no GPU: {self.name}, threads: {torch.get_num_threads()}"
+
+    @override
+    def synchronize(self) -> None:
+        return None
+
+    @override
+    def kernels_of(self, run: Callable[[], None]) -> int:
+        run()
+        return 0
+
+    @override
+    def peak_memory_of(self, run: Callable[[], None]) -> int:
+        run()
+        return 0
+
+    @override
+    @contextmanager
+    def spinning(self, num_blocks: int, seconds: float) -> Iterator[Callable[[], bool]]:
+        yield lambda: True
+
+    @override
+    def seconds_of(self, run: Callable[[], None]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+
+class GpuCard(Card):
+    """The first NVIDIA GPU of this machine."""
+
+    def __init__(self) -> None:
+        self.device, self.accelerator, self.compiler = torch.device("cuda", 0), "gpu", "inductor"
+        self.name = torch.cuda.get_device_name(self.device)
+        self.peak = next((peak for part, peak in PEAKS.items() if part in self.name), None)
+
+    @property
+    @override
+    def about(self) -> str:
+        driver = _DRIVER.read_text().strip() if _DRIVER.exists() else "version not found"
+        properties = torch.cuda.get_device_properties(self.device)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
+        return f"{self.name}, {memory}; driver {driver}, CUDA {torch.version.cuda}"
+
+    @override
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    @override
+    def kernels_of(self, run: Callable[[], None]) -> int:
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            run()
+            self.synchronize()
+        return sum(
+            event.device_type == DeviceType.CUDA
+            and not event.is_user_annotation
+            and not event.name.startswith(("Memcpy", "Memset"))
+            for event in profile.events() or ()
+        )
+
+    @override
+    def peak_memory_of(self, run: Callable[[], None]) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        run()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    @override
+    @contextmanager
+    def spinning(self, num_blocks: int, seconds: float) -> Iterator[Callable[[], bool]]:
+        from recipes.benchmarks.gpu.spin import spin
+
+        ended, stream = torch.cuda.Event(), torch.cuda.Stream(self.device)
+        self.synchronize()
+        if num_blocks:
+            with torch.cuda.stream(stream):
+                spin(num_blocks, seconds)
+                ended.record()
+            time.sleep(0.002)  # its blocks are on their SMs before anything else begins
+        yield lambda: num_blocks == 0 or not ended.query()
+        self.synchronize()
+
+    @override
+    def seconds_of(self, run: Callable[[], None]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(1e-3 * start.elapsed_time(end))
+
+
+def find_card(*, toy: bool) -> Card:
+    """The GPU; at toy sizes the CPU, if there is no GPU.
+
+    Raises:
+        UnsupportedError: there is no GPU, and the sizes are those of one.
+    """
+    if torch.cuda.is_available():
+        return GpuCard()
+    if toy:
+        return CpuCard()
+    raise UnsupportedError("this benchmark needs an NVIDIA GPU, and torch finds none. --toy runs it on the CPU.")

@@ -1,0 +1,106 @@
+"""The benchmark of one GPU at toy sizes on the CPU: every part runs, and JSON, table, picture and bars are made.
+
+tiny models, one round: the program, not time
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.benchmarks.gpu.__main__ import PARTS, main
+from recipes.benchmarks.gpu.card import PEAKS, find_card
+from recipes.benchmarks.gpu.figures import BARS, Figures
+from recipes.benchmarks.gpu.fits import ALL
+from recipes.benchmarks.gpu.models import Sizes, operations
+from recipes.benchmarks.gpu.parts import FULL
+from recipes.benchmarks.gpu.parts import PARTS as RUN
+from recipes.benchmarks.gpu.report import table
+from tests.harness.pool import Pool
+
+TOY = ["--toy", "--rounds", "1"]
+PLAIN, WAVES, LAYERS = (one.label for one in ALL[:3])
+
+
+def found_in(folder: Path, pool: Pool, *arguments: str) -> tuple[dict[str, Any], str, bytes]:
+    files = {kind: folder / f"found.{kind}" for kind in ("json", "md", "png")}
+    options = ["--json", str(files["json"]), "--table", str(files["md"]), "--picture", str(files["png"])]
+    assert pool.run(1, partial(main, [*TOY, *arguments, *options])) == [0]
+    return json.loads(files["json"].read_text()), files["md"].read_text(), files["png"].read_bytes()
+
+
+def test_three_parts_run_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
+    data, page, picture = found_in(tmp_path, pool, "--eager", "--parts", "llama", "products", "memory")
+    assert data["failed"] == {} and [(case["kind"], case["tokens"]) for case in data["steps"]] == [("llama", 16)]
+    check_candidates(data["steps"][0])
+    assert len(data["memory"]) == 1 and [one["num_blocks"] for one in data["products"]] == [0, 4, 16, 32]
+    assert table(Figures.of(data)) == page and picture.startswith(b"\x89PNG")
+
+
+@pytest.mark.thorough
+def test_all_parts_run_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
+    data, page, _ = found_in(tmp_path, pool)
+    assert data["failed"] == {} and [case["kind"] for case in data["steps"] + data["host"]] == ["llama", "gpt"] * 2
+    for case in data["steps"] + data["host"]:
+        check_candidates(case)
+        refused = {label: why for label, why in case["refused"].items() if LAYERS not in label}
+        assert refused == {} and len(case["candidates"]) >= 5
+    assert "## The host's work" in page
+
+
+def check_candidates(case: dict[str, Any]) -> None:
+    plain, waves, layers = case["candidates"][:3]
+    assert [plain["label"], waves["label"], layers["label"]] == [PLAIN, WAVES, LAYERS]
+    assert plain["of_plain"]["median"] == 1.0 and waves["of_plain"]["median"] > 0
+    assert waves["loss"] == pytest.approx(plain["loss"], rel=0.01)
+    assert layers["loss"] == pytest.approx(plain["loss"], rel=0.01)
+
+
+def test_the_same_table_is_made_again_from_the_figures(pool: Pool, tmp_path: Path) -> None:
+    _, page, _ = found_in(tmp_path, pool, "--eager", "--parts", "products", "memory")
+    again = ["--again", str(tmp_path / "found.json"), "--table", str(tmp_path / "again.md")]
+    assert main(again) == 0
+    assert (tmp_path / "again.md").read_text() == page
+
+
+def test_a_bar_is_reached_missed_or_not_measured(pool: Pool, tmp_path: Path) -> None:
+    figures = Figures.of({"machine": [], "peak": None, "bar_tokens": 16, "failed": {}} | _steps(0.97))
+    (reached, *_) = figures.verdicts
+    assert reached == f"llama, 16 tokens, {WAVES}: at least 0.97 of plain: reached, 0.970"
+    assert Figures.of(figures.plain() | _steps(0.969)).verdicts[0].endswith("MISSED, 0.969")
+    assert all(line.endswith("not measured") for line in figures.verdicts[1:]) and len(BARS) == 8
+
+
+def _steps(speed: float) -> dict[str, Any]:
+    spread = {"median": speed, "least": speed, "most": speed}
+    one = {"label": WAVES, "step": spread, "cpu": 1.0, "of_plain": spread, "teraflops": 1.0, "of_peak": None}
+    candidate = one | {"kernels": 1.0, "microseconds": 1.0, "loss": 1.0}
+    case = {"kind": "llama", "width": 8, "num_blocks": 4, "tokens": 16, "samples": 1, "refused": {}}
+    return {"steps": [case | {"candidates": [candidate]}], "host": [], "memory": [], "products": []}
+
+
+def test_operations_are_those_of_the_matrices_and_of_causal_attention() -> None:
+    sizes = Sizes(width=4096, num_heads=32, feed_forward=11008, num_blocks=1)
+    weights = 4 * 4096**2 + 3 * 4096 * 11008
+    assert operations("llama", sizes, (2, 1024)) == 2048 * 6 * (weights + 1024 * 4096)
+
+
+def test_full_sizes_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if find_card(toy=True).accelerator == "cpu":
+        assert main([]) == 2
+        assert "--toy runs it on the CPU" in capsys.readouterr().err
+
+
+def test_the_command_line_names_all_parts() -> None:
+    assert tuple(RUN) == PARTS and FULL.bar_tokens in FULL.tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA A100-SXM4-40GB", 312),
+     ("NVIDIA L40S", 362), ("NVIDIA GH200 480GB", 989)],
+)  # fmt: skip
+def test_a_card_is_found_by_a_part_of_its_name(name: str, peak: float) -> None:
+    assert next(value for part, value in PEAKS.items() if part in name) == peak

@@ -29,7 +29,7 @@ class Schedule(Table):
         Args:
             path: the file to write.
             communication: also write sends, receives and gradient reductions (torch's `compute_comms` format).
-                Receives come before the sends they match, so a runtime must post them without blocking. torch's own
+                A send and its receive may hold up both ranks: no rank waits for one that waits for it. torch's own
                 runtime adds the communication itself: give it the compute actions alone.
 
         Raises:
@@ -39,7 +39,8 @@ class Schedule(Table):
 
     @classmethod
     def from_csv(cls, path: str | Path) -> "Schedule":
-        """Read and validate a table: a row per rank. An empty cell is idle. Communication cells are dropped.
+        """Read and validate a table: a row per rank. An empty cell is idle. Communication cells are dropped: where a
+        message is sent and received follows from the compute actions (`complete`).
 
         The schedule's name is the file's. A stage is on the rank in whose row its actions are. So the second replica of
         a chimera schedule is lost if no micro-batch visits it (one micro-batch).

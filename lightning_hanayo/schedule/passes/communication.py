@@ -1,63 +1,61 @@
 """The communication pass: adds sends, receives and gradient reductions to a compute-only table.
 
-Between two compute actions of a rank all communication is posted together, in one call of the transport:
+A send comes right after the action that makes its message. Its receive is posted at the same moment of a run with
+T_F = 1, T_B = 2: before what the other rank computes at that moment, so that the transfer overlaps with it.
 
-    ... 1F2 | 1SEND_F2  1RECV_F4 | 1F3 | ... 1F4
-          sent right after      posted one compute action before its consumer, or earlier
+    rank 0   0F0 0SEND_F0           0F1 0SEND_F1                              0RECV_B0  0B0 ...
+    rank 1            1RECV_F0               1RECV_F1  1F0  1B0 1SEND_B0                1F1 ...
+                                                       runs while 0F1 ends
 
-A message needs a send and a receive only between different ranks. Two ranks match their messages by order alone (NCCL),
-so a rank receives from another in the order of its sends: a receive that would come too late moves ahead.
+So the lists of all ranks are parts of one sequence, in which a send and its receive are neighbours, and so are the
+parts of a reduction. An action may wait for all that was posted before it on its rank (where a receive, first use of
+a channel, or synchronization of the device holds up the host): the earliest one that isn't done can still run. No
+table hangs, even if each message holds up both ranks (tests/schedule/passes/test_rendezvous.py). A rank receives from
+another in the order of its sends, by which NCCL matches them.
 
-A stage's reduction comes right after its last weight gradient. Twins reduce together, each rank with an action of its
-own (also where one of them had no micro-batch). So that both ranks of every pair start them in the same order, all
-reductions of a table have one order; a stage that is ready out of turn waits for those before it. The order is the
-table's own `reduction_order`, or else that in which both twins are ready:
+A message needs a send and a receive only between different ranks.
+
+A stage's reduction comes right after its last weight gradient. Twins reduce together, when both are ready, each rank
+with an action of its own (also where one of them had no micro-batch). So that both ranks of every pair start them in
+the same order, all reductions of a table have one order; a stage that is ready out of turn waits for those before it.
+The order is the table's own `reduction_order`, or else that in which both twins are ready:
 
     chimera, P = 4      rank 0   ... 7B3 | 7REDUCE_GRAD | 0B0  0B1 | 0REDUCE_GRAD        twins: 0 and 4, 3 and 7
                         rank 3   ... 3B1 | 3REDUCE_GRAD | 4B2  4B3 | 4REDUCE_GRAD
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from lightning_hanayo.schedule.action import Action, Kind
-from lightning_hanayo.schedule.dependency import last_gradients, producers, source_stage
+from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.dependency import (
+    executable_order,
+    last_gradients,
+    producers,
+    source_stage,
+    table_waits,
+)
 from lightning_hanayo.schedule.table import Table
 
+_COSTS = CostModel()
+_HOP = 0.01
+"""of a message between two ranks: less than the actions of a stage take"""
 
-def complete(table: Table, ahead: int = 1) -> tuple[tuple[Action, ...], ...]:
-    """The table's actions with communication inserted, one tuple per pipeline rank.
 
-    Args:
-        table: a valid table.
-        ahead: how many compute actions before its consumer a receive is posted at the latest.
-
-    Sends and receives must not block: a receive is posted before the send it matches can even run. So the transport
-    needs a channel of its own per ordered pair of ranks. Where a receive holds up a send (one NCCL stream for both
-    directions, or one grouped call for all messages), tables deadlock (decision 3 in docs/design/decisions.md).
-
-    Nor may reductions block: a rank starts its part when it gets there, goes on computing (its twin may wait for just
-    that before it can start its own part), and waits for the sums after its last action.
-    """
-    rank_of = table.stage_ranks
-    position = {action: position for row in table.actions for position, action in enumerate(row)}
-    send_after: dict[Action, Action] = {}
-    pairs: dict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
+def complete(table: Table) -> tuple[tuple[Action, ...], ...]:
+    """The table's actions with communication inserted, one tuple per pipeline rank; `table` is valid."""
+    rank_of, place = table.stage_ranks, _places(table)
+    cells = [[((place[action], 0), action) for action in row] for row in table.actions]
     for consumer, producer in producers(table).items():
-        pair = rank_of[producer.stage], rank_of[consumer.stage]
-        if pair[0] != pair[1]:
-            send_after[producer], receive = _send_and_receive(producer, consumer)
-            pairs[pair].append((position[producer], max(0, position[consumer] - ahead), receive))
-    receives = _in_order_of_sends(pairs)
-    reductions = _reductions(table)
-    completed: list[tuple[Action, ...]] = []
-    for rank, row in enumerate(table.actions):
-        actions: list[Action] = []
-        for number, action in enumerate(row):
-            actions += [*receives[rank, number], *reductions[rank, number], action]
-            actions += [send_after[action]] if action in send_after else []
-        completed.append((*actions, *reductions[rank, len(row)]))
-    return tuple(completed)
+        sender, receiver = rank_of[producer.stage], rank_of[consumer.stage]
+        if sender != receiver:
+            send, receive = _send_and_receive(producer, consumer)
+            cells[sender].append(((place[producer], 1), send))
+            cells[receiver].append(((place[producer], 1), receive))
+    for action, behind in _reductions(table, place):
+        cells[rank_of[action.stage]].append(((behind, 2), action))
+    return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in cells)
 
 
 def messages_per_microbatch(table: Table) -> float:
@@ -82,19 +80,21 @@ def _send_and_receive(producer: Action, consumer: Action) -> tuple[Action, Actio
     return send, Action(consumer.stage, Kind.RECV_F if forward else Kind.RECV_B, consumer.microbatch)
 
 
-def _in_order_of_sends(
-    pairs: dict[tuple[int, int], list[tuple[int, int, Action]]],
-) -> dict[tuple[int, int], list[Action]]:
-    """The receives by (rank, position before which they are posted), none after a later-sent one of the same pair."""
-    receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for (_, rank), messages in sorted(pairs.items()):
-        placed, latest = [], None
-        for _, position, receive in sorted(messages, key=lambda message: message[0], reverse=True):
-            latest = position if latest is None else min(position, latest)
-            placed.append((latest, receive))
-        for position, receive in reversed(placed):
-            receives[rank, position].append(receive)
-    return receives
+def _places(table: Table) -> dict[Action, int]:
+    """The place of each action in one sequence of all ranks' actions: by the ends of a run.
+
+    Messages take a little time in that run. Without it, actions would end at the same time where in a real run one of
+    them ends first, and with the places the other way round a transfer could not overlap with it.
+    """
+    waits, rank_of = table_waits(table), table.stage_ranks
+    free = [0.0] * table.num_ranks
+    ends: dict[Action, float] = {}
+    for action in executable_order(table.actions, waits):
+        rank = rank_of[action.stage]
+        arrivals = [ends[other] + _HOP * (rank_of[other.stage] != rank) for other in waits[action]]
+        ends[action] = free[rank] = max(free[rank], *arrivals, 0.0) + _COSTS.of(table, action)
+    in_order = sorted(ends, key=ends.__getitem__)  # among equals, what others wait for stays first
+    return {action: place for place, action in enumerate(in_order)}
 
 
 def reduction_order(table: Table) -> tuple[int, ...]:
@@ -122,14 +122,15 @@ def _twins(table: Table) -> Sequence[int]:
     return table.replica_of or range(table.num_stages)
 
 
-def _reductions(table: Table) -> dict[tuple[int, int], list[Action]]:
-    """The reductions by (rank, position before which they are started), in one order on all ranks."""
-    last = _last_gradients(table)
-    reductions: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    begun = [0] * table.num_ranks
+def _reductions(table: Table, place: Mapping[Action, int]) -> Iterator[tuple[Action, int]]:
+    """The reductions in one order, each with the place in the sequence behind which it is started, as is its twin's."""
+    last, twins, rank_of = _last_gradients(table), _twins(table), table.stage_ranks
+    begun = [-1] * table.num_ranks
     for stage in reduction_order(table):
         if stage in last:
-            rank = table.stage_ranks[stage]
-            begun[rank] = max(begun[rank], last[stage] + 1)
-            reductions[rank, begun[rank]].append(Action(stage, Kind.REDUCE_GRAD, None))
-    return reductions
+            both = {stage, twins[stage]}
+            ready = (place[table.actions[rank_of[one]][last[one]]] for one in both if last[one] >= 0)
+            behind = max(*ready, *(begun[rank_of[one]] for one in both))
+            for one in both:
+                begun[rank_of[one]] = behind
+            yield Action(stage, Kind.REDUCE_GRAD, None), behind

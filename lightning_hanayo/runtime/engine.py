@@ -73,12 +73,12 @@ class Engine:
     def _compute(self, step: Compute, batch: Batch) -> None:
         action, source, clock = step.action, step.input_key, self.trace.clock
         assert action.microbatch is not None
-        reached = clock()
+        reached = start = clock.mark()
         received = None
         if source is not None:
             received = self._messages.pop(source).detached() if step.is_local else self.channel.wait_receive(source)
             self.channel.wait_sends(step.completed_sends)
-        start = clock()
+            start = clock.mark()
         if self.streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
             self.streams.begin_action(action.microbatch, action.kind)
         made = self._actions[action.stage, action.kind](batch, action.microbatch, received)

@@ -173,7 +173,8 @@ class Session:
         self.cube = prepared.cube
         if self.topology.replica_size > 1:
             prepared.attach(module, self.topology, self._options, self._groups)
-        streams, example = self._random_streams(trainer, plan.layout, seed), user_hooks.example_run(module)
+        streams = self._random_streams(trainer, plan.layout, seed)
+        example = user_hooks.example_run(module, self.device) if self._options.balance == "time" else None
         self._pipeline = build_pipeline(module, plan, prepared, self._rank_context(seed, streams), example)
         self._loss_weight = for_model(self._options.loss_weight, module, self._options.batch_dim)
         self._loss_watch = self._watch_losses(module)

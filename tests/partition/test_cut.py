@@ -1,4 +1,4 @@
-"""The cut has the lowest possible maximum cost of a stage; measuring block times leaves the model unchanged.
+"""The cut has the lowest possible maximum cost of a stage.
 
 costs 1 1 1 1 1, last stage + 1:   | 1 1 1 | 1 1 +1 |
 """
@@ -6,15 +6,11 @@ costs 1 1 1 1 1, last stage + 1:   | 1 1 1 | 1 1 +1 |
 from itertools import combinations, pairwise
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as some
-from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.partition import cut as module
-from lightning_hanayo.partition.cut import cut, measure_block_times
-from lightning_hanayo.partition.stack import find_stack
+from lightning_hanayo.partition.cut import cut
 
 
 def cost(costs: list[int], stages: list[range], last: int) -> int:
@@ -54,42 +50,3 @@ def test_fewer_blocks_than_stages_are_refused() -> None:
 def test_costs_outside_the_stack_count_for_the_first_and_last_stage() -> None:
     assert cut([1.0] * 8, 2, last=4.0) == [range(6), range(6, 8)]
     assert cut([1.0] * 8, 2, first=4.0) == [range(2), range(2, 8)]
-
-
-class FakeClock:
-    now = 0.0
-
-
-class Slow(nn.Module):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds, self.norm = seconds, nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        FakeClock.now += self.seconds
-        return nn.functional.dropout(self.norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.blocks = nn.ModuleList(Slow(seconds) for seconds in (1.0, 4.0, 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        FakeClock.now += 3.0
-        x = self.norm(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_seconds_are_measured_and_the_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_clock", lambda: FakeClock.now)
-    model = Model()
-    before, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    stack = find_stack(model)
-    assert measure_block_times(model, stack, lambda: model(torch.randn(4, 3))) == ([1.0, 4.0, 2.0], 3.0)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    assert torch.equal(torch.get_rng_state(), random)
-    assert not any(block._forward_hooks or block._forward_pre_hooks for block in stack.blocks)

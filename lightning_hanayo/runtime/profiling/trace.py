@@ -4,14 +4,16 @@ rank 0   batch 50 | posts receives | batch 51 | waits for them: received long ag
 rank 1   batch 50 | sends          | batch 51 |             |reached start end| of each action, in the table's order
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_hanayo.clock import Clock, HostClock
 from lightning_hanayo.runtime.comm.transport import Transport, Work
 from lightning_hanayo.schedule import Action, Schedule
 
@@ -21,11 +23,15 @@ _TAG = (1 << 31) - 1
 
 @dataclass(slots=True)
 class Event:
-    """One action on this rank. Times are seconds of `time.perf_counter`, which processes on one machine share."""
+    """One action on this rank. Times are seconds of `time.perf_counter`, which processes on one machine share.
+
+    On a GPU they are those of the device: it reaches an action, waits for its message, and ends it, while the host is
+    ahead of it.
+    """
 
     action: Action
     reached: float
-    """when the engine got to the action, and began to wait for its message"""
+    """when the rank got to the action, and began to wait for its message"""
     start: float
     """when its message was received"""
     end: float
@@ -35,26 +41,54 @@ BatchTrace = Sequence[Sequence[Event]]
 """One batch's events, one list for each pipeline rank."""
 
 
+class RecordedBatch:
+    """The actions of one batch, and a clock's marks: reached, start and end of each of them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._actions: list[Action] = []
+        self._marks: list[Any] = []
+
+    def add(self, action: Action, reached: Any, start: Any, end: Any) -> None:
+        """Record an action by its marks."""
+        self._actions.append(action)
+        self._marks += (reached, start, end)
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """When the actions ran. Waits until the device has run them: call it a batch later."""
+        times = iter(self._clock.seconds(self._marks))
+        self._marks = []
+        return [Event(action, *three) for action, *three in zip(self._actions, times, times, times, strict=True)]
+
+
 class Trace:
-    """The events of the last `keep` training batches, oldest first."""
+    """The last `keep` training batches, oldest first. Marks are made while a batch runs, and read when it is asked for.
 
-    clock = staticmethod(time.perf_counter)
+    `clock` is that of the device that runs the batches.
+    """
 
-    def __init__(self, keep: int = 16) -> None:
-        self.batches: deque[list[Event]] = deque(maxlen=keep)
-        self._current: list[Event] = []
+    def __init__(self, clock: Clock | None = None, keep: int = 16) -> None:
+        self.clock = HostClock() if clock is None else clock
+        self.recorded: deque[RecordedBatch] = deque(maxlen=keep)
+        self._current = RecordedBatch(self.clock)
+
+    @property
+    def batches(self) -> list[list[Event]]:
+        """The events of all batches that are kept. Waits until the device has run the last one."""
+        return [batch.events for batch in self.recorded]
 
     def begin(self) -> None:
         """Start a batch."""
-        self._current = []
+        self._current = RecordedBatch(self.clock)
 
-    def add(self, action: Action, reached: float, start: float) -> None:
-        """Record an action that ends now."""
-        self._current.append(Event(action, reached, start, self.clock()))
+    def add(self, action: Action, reached: Any, start: Any) -> None:
+        """Record an action that ends now, by the clock's marks."""
+        self._current.add(action, reached, start, self.clock.mark())
 
     def end(self) -> None:
         """Keep the batch."""
-        self.batches.append(self._current)
+        self.recorded.append(self._current)
 
 
 @dataclass

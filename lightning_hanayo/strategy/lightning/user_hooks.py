@@ -1,10 +1,11 @@
 """Which hooks the user's module, callbacks and precision plugin define: what is unused needn't be prepared for."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,14 +24,20 @@ def defines_configure_model(module: "pl.LightningModule") -> bool:
     return is_overridden("configure_model", module)
 
 
-def example_run(module: "pl.LightningModule") -> Callable[[], object] | None:
-    """Returns a function that runs `forward` on the module's `example_input_array`; None without one."""
-    example = module.example_input_array
-    if example is None:
+def example_run(module: "pl.LightningModule", device: torch.device) -> Callable[[], object] | None:
+    """Returns a function that runs `forward` on the module's `example_input_array`, on `device`; None without one."""
+    if module.example_input_array is None:
         return None
-    if isinstance(example, dict):
-        return partial(module, **example)
-    return partial(module, *(example if isinstance(example, (tuple, list)) else [example]))
+    precision = module.trainer.precision_plugin
+    example = precision.convert_input(move_data_to_device(module.example_input_array, device))
+    is_named = isinstance(example, dict)
+    arguments = () if is_named else example if isinstance(example, (tuple, list)) else (example,)
+
+    def run() -> None:
+        with precision.forward_context():
+            module(*arguments, **(example if is_named else {}))
+
+    return run
 
 
 def overrides(module: "pl.LightningModule", hook: str) -> bool:

@@ -77,7 +77,7 @@ def _fold(times: tuple[float, ...]) -> tuple[float, ...]:
 
 def gather_traces(pipeline: Pipeline) -> list[BatchTrace]:
     """The recorded batches of all ranks of a pipeline on its rank 0; nothing elsewhere. Called by all its ranks."""
-    own = list(pipeline.engine.trace.batches)
+    own = pipeline.engine.trace.batches
     ranks = gather(pipeline.relay.transport, [pack(events) for events in own])
     if ranks is None:
         return []

@@ -103,7 +103,7 @@ class WaveReport(Callback):
             self._figures.start(logged_step(trainer))
 
     def _log(self, trainer: "pl.Trainer") -> None:
-        """Log the figures of the last batch that was chosen, if they have not been logged yet."""
+        """Log the figures of a batch that was chosen, once they are known."""
         read = self._figures.read() if self._figures is not None else None
         if read is not None and trainer.is_global_zero:
             step, figures = read
@@ -121,7 +121,8 @@ class WaveReport(Callback):
         strategy = _strategy(trainer)
         if strategy is None:
             return
-        self._log(trainer)
+        for _ in range(2):  # the last batch's figures come after two more
+            self._log(trainer)
         self._figures = None
         measured = MeasuredBatches.of(strategy.pipeline) if strategy.data_rank == 0 else None
         if measured is None or not trainer.is_global_zero:

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hanayo.clock import clock_for
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import stored_tensors
-from lightning_hanayo.partition.cut import cut, measure_block_times
+from lightning_hanayo.partition.block_times import measure_block_times
+from lightning_hanayo.partition.cut import cut
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
@@ -83,7 +85,7 @@ def build_pipeline(
     """
     layout, cube = plan.layout, prepared.cube
     table = layout.table(layout.num_microbatches)
-    stage_blocks = _known_cut(prepared, layout) or _cut_stack(model, plan, context.options, example)
+    stage_blocks = _known_cut(prepared, layout) or _cut_stack(model, plan, context, example)
     loss_stage = [range(0)] if table.loss_stage else []
     ownership = Ownership(plan.stack, (*stage_blocks, *loss_stage), table.stage_ranks)
     ownership.check(model)
@@ -115,7 +117,13 @@ def build_pipeline(
         guard=context.guard,
     )
     gradients = _gradient_sync(model, ownership, rank, context.groups, cube, full_parameters)
-    engine = Engine(stages, PointToPointChannel(transport), gradients.stages.start, Trace(), streams=streams)
+    engine = Engine(
+        stages,
+        PointToPointChannel(transport),
+        gradients.stages.start,
+        Trace(clock_for(context.device)),
+        streams=streams,
+    )
     splitter = WholeSplitter(context.options.batch_rule) if cube is None else cube.splitter
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
     return Pipeline(
@@ -208,28 +216,28 @@ def _known_cut(prepared: PreparedModel, layout: Layout) -> list[range] | None:
 
 
 def _cut_stack(
-    model: nn.Module, plan: ModelPlan, options: Options, example: Callable[[], object] | None
+    model: nn.Module, plan: ModelPlan, context: RankContext, example: Callable[[], object] | None
 ) -> list[range]:
     """The blocks of each stage, the same on all ranks."""
-    layout, stack = plan.layout, plan.stack
+    layout, stack, options = plan.layout, plan.stack, context.options
     if options.balance == "parameters":
         sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
         return _cut_with_outside(sizes, layout, num_parameters_outside(model, stack))
     if options.balance != "time":
         return cut([float(cost) for cost in options.balance], layout.num_stages)
-    times, outside = _measured_times(model, stack, example)
+    times, outside = _measured_times(model, stack, example, context.device)
     return _cut_with_outside(times, layout, outside)
 
 
 def _measured_times(
-    model: nn.Module, stack: Stack, example: Callable[[], object] | None
+    model: nn.Module, stack: Stack, example: Callable[[], object] | None, device: torch.device
 ) -> tuple[Sequence[float], float]:
     """Seconds of each block, and of everything outside the stack, as rank 0 measured them."""
     if is_deferred(model):
         raise HanayoError("balance='time' runs the model once, but it was built on the meta device; use 'parameters'")
     if example is None:
         raise HanayoError("balance='time' runs the model once on `example_input_array`; the LightningModule has none")
-    times, outside = measure_block_times(model, stack, example)
+    times, outside = measure_block_times(model, stack, example, device)
     measured = torch.tensor([*times, outside], dtype=torch.float64)
     if dist.is_initialized():
         dist.broadcast(measured, src=0)

@@ -14,7 +14,7 @@ and before `local_shard`, all ranks compute the same, so gradients are equal and
 The argument `size` is the true length of the dimension: parts of unequal length were padded to one length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,27 +25,46 @@ from torch.nn.functional import pad
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
 
 
-def start_all_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Pending:
+def start_all_gather(x: Tensor, axis: MeshAxis, dim: int, size: int | None = None) -> Pending[Tensor]:
     """Start to gather the parts of dimension `dim` along `axis`."""
     if axis.size == 1:
         return Pending.done(x)
-    pending, dim = axis.all_gather(x), dim % x.dim()
+    pending = axis.all_gather(x)
     return Pending(None, lambda: _joined(pending.wait(), dim, size))
 
 
-def start_reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
+def start_all_gather_each(
+    tensors: Sequence[Tensor], axis: MeshAxis, dim: int, sizes: Sequence[int | None]
+) -> Pending[list[Tensor]]:
+    """The same for several tensors in one collective."""
+    if axis.size == 1:
+        return Pending.done(list(tensors))
+    wholes = [x.new_empty(axis.size, *x.shape) for x in tensors]
+    work = axis.gather_into(wholes, tensors)
+    return Pending(work, lambda: [_joined(whole, dim, size) for whole, size in zip(wholes, sizes, strict=True)])
+
+
+def start_reduce_scatter(x: Tensor, axis: MeshAxis, dim: int) -> Pending[Tensor]:
     """Start to sum over `axis`. Each rank gets its part of dimension `dim`, which is padded to equal parts."""
     if axis.size == 1:
         return Pending.done(x)
     return axis.reduce_scatter(split_dim(x, axis.size, dim))
 
 
+def start_reduce_scatter_each(tensors: Sequence[Tensor], axis: MeshAxis, dim: int) -> Pending[list[Tensor]]:
+    """The same for several tensors in one collective."""
+    if axis.size == 1:
+        return Pending.done(list(tensors))
+    return axis.reduce_scatter_each([split_dim(x, axis.size, dim) for x in tensors])
+
+
 def split_dim(x: Tensor, count: int, dim: int) -> Tensor:
     """[.., count * n, ..] to [count, .., n, ..], contiguous; padded with zeros where `count` doesn't divide."""
     dim %= x.dim()
     x = padded(x, dim, -(-x.shape[dim] // count) * count)
-    parts: Tensor = x.unflatten(dim, (count, -1)).movedim(dim, 0).contiguous()
-    return parts
+    shape = x.shape
+    parts = x.view(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
+    return parts.movedim(dim, 0).contiguous()
 
 
 def padded(x: Tensor, dim: int, size: int) -> Tensor:
@@ -56,13 +75,14 @@ def padded(x: Tensor, dim: int, size: int) -> Tensor:
 
 def _joined(parts: Tensor, dim: int, size: int | None) -> Tensor:
     """[count, .., n, ..] to [.., count * n, ..], or to the first `size` of it."""
-    whole: Tensor = parts.movedim(0, dim).flatten(dim, dim + 1)
+    dim %= parts.dim() - 1
+    whole = parts.movedim(0, dim).flatten(dim, dim + 1)
     if size is not None and size < whole.shape[dim]:
         whole = whole.narrow(dim, 0, size)
     return whole
 
 
-Start = Callable[[Tensor], Pending]
+Start = Callable[[Tensor], Pending[Tensor]]
 """starts a collective"""
 
 
@@ -117,5 +137,5 @@ def all_reduce(x: Tensor, axis: MeshAxis) -> Tensor:
     return _run(x, axis, lambda x: axis.all_reduce(x.clone(memory_format=contiguous)), lambda dy: Pending.done(dy))
 
 
-def _own_part(x: Tensor, axis: MeshAxis, dim: int) -> Pending:
+def _own_part(x: Tensor, axis: MeshAxis, dim: int) -> Pending[Tensor]:
     return Pending.done(split_dim(x, axis.size, dim)[axis.rank].clone())

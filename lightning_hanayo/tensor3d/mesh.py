@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, NoReturn, Protocol
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ AXIS_NAMES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
 """the axes that a collective runs along: one alone, or several taken as one"""
 
 
+_SUM = dist.ReduceScatterOptions()
+
+
 class Waitable(Protocol):
     """A transfer under way."""
 
@@ -34,31 +37,36 @@ class Waitable(Protocol):
         """Block until the transfer has ended."""
 
 
-@dataclass
-class Pending:
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
     """A collective under way. Do not touch its operands before `wait()` returns."""
 
-    work: "Waitable | None"
-    finish: Callable[[], Tensor]
+    __slots__ = ("_finish", "_work")
+
+    def __init__(self, work: "Waitable | None", finish: Callable[[], T]) -> None:
+        self._work = work
+        self._finish = finish
 
     @staticmethod
-    def done(result: Tensor) -> "Pending":
+    def done(result: T) -> "Pending[T]":
         """Returns one that needs no communication."""
         return Pending(None, lambda: result)
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         """Block until the collective has ended, and return its result."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        return self.finish()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._finish()
 
 
 @dataclass
 class Transfers:
-    """Several point-to-point transfers under way, which are waited for as one."""
+    """Several transfers under way, which are waited for as one."""
 
-    works: list[dist.Work]
+    works: Sequence[Waitable]
 
     def wait(self) -> None:
         """Block until all of them have ended."""
@@ -100,29 +108,50 @@ class MeshAxis:
         lost: Any = _LostGroup(reason) if self.size > 1 else None
         self.group = self._native = lost
 
-    def all_gather(self, tensor: Tensor) -> Pending:
+    def all_gather(self, tensor: Tensor) -> Pending[Tensor]:
         """[...] on each rank to [size, ...] on all of them."""
         if self.size == 1:
             return Pending.done(tensor.unsqueeze(0))
-        whole, own = tensor.new_empty(self.size, *tensor.shape), tensor.contiguous()
-        if self._native is not None:
-            return Pending(self._native._allgather_base(whole.view(-1), own.view(-1)), lambda: whole)
-        return Pending(self._send_and_receive([own] * self.size, whole), lambda: whole)
+        whole = tensor.new_empty(self.size, *tensor.shape)
+        return Pending(self.gather_into([whole], [tensor]), lambda: whole)
 
-    def reduce_scatter(self, parts: Tensor) -> Pending:
-        """[size, ...] on each rank to [...]: this rank's part of the sum over all ranks.
+    def gather_into(self, wholes: Sequence[Tensor], tensors: Sequence[Tensor]) -> Waitable:
+        """Start to gather each of `tensors` into one of `wholes`, contiguous and `size` times as large: one collective.
+
+        The size must be larger than 1.
+        """
+        own = [tensor.contiguous() for tensor in tensors]
+        if self._native is None:
+            pairs = zip(wholes, own, strict=True)
+            return Transfers(
+                [self._send_and_receive([one] * self.size, whole.view(self.size, *one.shape)) for whole, one in pairs]
+            )
+        if len(own) == 1:
+            return self._native._allgather_base(wholes[0], own[0])
+        return self._native.allgather_into_tensor_coalesced(list(wholes), own)
+
+    def reduce_scatter(self, parts: Tensor) -> Pending[Tensor]:
+        """[size, ...] on each rank to [...]: this rank's part of the sum over all ranks."""
+        pending = self.reduce_scatter_each([parts])
+        return Pending(None, lambda: pending.wait()[0])
+
+    def reduce_scatter_each(self, parts: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        """The same for several tensors in one collective.
 
         gloo's own reduce-scatter sends everything twice, so over gloo an all-to-all brings each rank the parts to sum.
         """
         if self.size == 1:
-            return Pending.done(parts.squeeze(0))
-        if self._native is not None:
-            own, options = parts.new_empty(parts.shape[1:]), dist.ReduceScatterOptions()
-            return Pending(self._native._reduce_scatter_base(own.view(-1), parts.reshape(-1), options), lambda: own)
-        pending = self.all_to_all(parts)
-        return Pending(None, lambda: pending.wait().sum(0))
+            return Pending.done([one.squeeze(0) for one in parts])
+        if self._native is None:
+            pending = [self.all_to_all(one) for one in parts]
+            return Pending(None, lambda: [one.wait().sum(0) for one in pending])
+        whole = [one.contiguous().flatten(0, 1) for one in parts]
+        own = [one.new_empty(one.shape[1:]) for one in parts]
+        if len(own) == 1:
+            return Pending(self._native._reduce_scatter_base(own[0], whole[0], _SUM), lambda: own)
+        return Pending(self._native.reduce_scatter_tensor_coalesced(own, whole, _SUM), lambda: own)
 
-    def all_to_all(self, parts: Tensor) -> Pending:
+    def all_to_all(self, parts: Tensor) -> Pending[Tensor]:
         """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
         if self.size == 1:
             return Pending.done(parts)
@@ -148,13 +177,13 @@ class MeshAxis:
         works += [self.group.send([out[peer]], peer, 0) for peer in targets]
         return Transfers(works)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         """The sum over all ranks. `tensor` is overwritten."""
         if self.group is None:
             return Pending.done(tensor)
         return Pending(self.group.allreduce([tensor]), lambda: tensor)
 
-    def all_reduce_max(self, tensor: Tensor) -> Pending:
+    def all_reduce_max(self, tensor: Tensor) -> Pending[Tensor]:
         """The elementwise maximum over all ranks. `tensor` is overwritten."""
         if self.group is None:
             return Pending.done(tensor)

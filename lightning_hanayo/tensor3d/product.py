@@ -13,10 +13,13 @@ rank multiplies, each of the three reduce-scatters ends with it. Source: arXiv 2
     num_pieces = 2        X  |--gather 0--|--gather 1--|                                cut along a dimension that no
                           product         |  0   |     |  1   |                         collective touches (the batch):
                           Y                      |--sum 0-----|--sum 1-----|            communication overlaps compute
+
+Several layers that read one input are one product, with their weights as the rows of one matrix: each of the three
+all-gathers and of the three reduce-scatters is one collective for all of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -25,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
-from lightning_hanayo.tensor3d.collectives import start_all_gather, start_reduce_scatter
+from lightning_hanayo.tensor3d.collectives import start_all_gather, start_all_gather_each, start_reduce_scatter_each
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
 from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
 
@@ -41,75 +44,16 @@ class BoundCollective:
     dim: int
     size: int | None = None
 
-    def start_all_gather(self, x: Tensor) -> Pending:
-        """Start to gather the parts."""
-        return start_all_gather(x, self.axis, self.dim, self.size)
-
-    def start_reduce_scatter(self, x: Tensor) -> Pending:
-        """Start to sum; each rank gets its part."""
-        return start_reduce_scatter(x, self.axis, self.dim)
-
-
-class SavedInput:
-    """A product's input as it is saved for the backward: gathered, in pieces, or shards that `collective` gathers."""
-
-    def __init__(self, saved: Sequence[Tensor], collective: BoundCollective | None) -> None:
-        self.saved = saved
-        self.collective = collective
-        self._pending: list[Pending] | None = None
-
-    def start(self) -> None:
-        """Start to gather, before `get` needs the result."""
-        if self._pending is None and self.collective is not None:
-            self._pending = [self.collective.start_all_gather(shard) for shard in self.saved]
-
-    def get(self) -> list[Tensor]:
-        """Returns the gathered input, in pieces."""
-        self.start()
-        pending, self._pending = self._pending, None
-        return list(self.saved) if pending is None else [one.wait() for one in pending]
-
-
-class SharedSavedInput(SavedInput):
-    """A shard of an input that several products read: gathered once, and once again for the backward of all of them."""
-
-    def __init__(self, shard: Tensor, collective: BoundCollective) -> None:
-        super().__init__([shard], collective)
-        self._num_uses = 0
-        self._num_left = 0
-        self._gathered: list[Tensor] | None = None
-
-    def use(self) -> "SharedSavedInput":
-        """Called by each product's forward."""
-        self._num_uses += 1
-        return self
-
-    def start(self) -> None:
-        """Start to gather, unless the backward of another product already has."""
-        if self._gathered is None:
-            super().start()
-
-    def get(self) -> list[Tensor]:
-        """Called by each product's backward. The gathered input is freed after the last one."""
-        if self._gathered is None:
-            self._gathered, self._num_left = super().get(), self._num_uses
-        gathered, self._num_left = self._gathered, self._num_left - 1
-        if self._num_left == 0:
-            self._gathered = None
-        return gathered
-
 
 @dataclass(frozen=True)
 class ProductArgs:
     """What one product needs besides its input.
 
     Args:
-        weight: W.
+        weight: W, of one layer or of several.
         all_gather: of the input; None: it is gathered already.
-        reduce_scatter: of the output; None: it is no partial sum.
+        reduce_scatter: of the outputs; None: they are no partial sums.
         keep: what is saved for the backward.
-        shared_input: what is saved of an input that several products read.
-        prefetch: weights that are gathered while this product computes.
         num_pieces: in how many pieces the product runs, at most.
     """
 
@@ -117,18 +61,18 @@ class ProductArgs:
     all_gather: BoundCollective | None
     reduce_scatter: BoundCollective | None
     keep: Keep = "gathered"
-    shared_input: SharedSavedInput | None = None
-    prefetch: Sequence[ShardedWeight] = ()
     num_pieces: int = 1
 
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+    def split(self, x: Tensor) -> Sequence[Tensor]:
         """Cut `x` along a dimension before the last one that no collective touches; whole if there is none."""
+        if self.num_pieces == 1:
+            return (x,)
         touched = self._touched_dims(x)
         free = [dim for dim in range(x.dim() - 1) if dim not in touched]
-        return x.chunk(self.num_pieces, free[0]) if self.num_pieces > 1 and free else (x,)
+        return x.chunk(self.num_pieces, free[0]) if free else (x,)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Join what `split` has cut: the pieces of an output or of a gradient."""
+        """Join what `split` has cut: the pieces of an input, an output or a gradient."""
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat(list(pieces), min(set(range(pieces[0].dim() - 1)) - self._touched_dims(pieces[0])))
@@ -137,13 +81,19 @@ class ProductArgs:
         return {one.dim % x.dim() for one in (self.all_gather, self.reduce_scatter) if one is not None}
 
 
-def product(x: Tensor, args: ProductArgs) -> Tensor:
+def product(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight] = ()) -> Tensor:
     """X [..., K/z] to Y [..., N/y], both this rank's shards. Called by all ranks of the mesh, in the same order.
 
-    Under autocast X and W are cast before they are sent, and the output has the cast dtype.
+    Under autocast X and W are cast before they are sent, and the output has the cast dtype. While it computes, the
+    weights of `prefetch` are gathered.
     """
-    y: Tensor = _Product.apply(as_autocast(x), args.weight.parameter, args)
-    return y
+    return products(x, args, prefetch)[1]
+
+
+def products(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight] = ()) -> tuple[Tensor, ...]:
+    """X to the gathered X, and to Y of each part of the weight."""
+    outputs: tuple[Tensor, ...] = _Product.apply(as_autocast(x), args, prefetch, *args.weight.parameters)
+    return outputs
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -161,68 +111,202 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+@dataclass(frozen=True)
+class ForwardResult:
+    """What a product's forward leaves: X in pieces, the matrices, and the outputs, which without padding have `sizes`.
+
+    The sizes are those of the dimension that is summed.
+    """
+
+    gathered: list[Tensor]
+    matrices: list[Tensor]
+    outputs: list[Tensor]
+    sizes: list[int | None]
+
+
+def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight]) -> ForwardResult:
+    """Compute the outputs, one for each part of the weight."""
+    weight, scatter = args.weight, args.reduce_scatter
+    pending_matrices = weight.start_all_gather(x.dtype)
+    pending_inputs = [_all_gather(args.all_gather, piece) for piece in args.split(x)]
+    matrices = pending_matrices.wait()
+    for following in prefetch:
+        following.prefetch(x.dtype)
+    gathered, pending_outputs = [], []
+    for pending in pending_inputs:
+        gathered.append(pending.wait())
+        ys = weight.split([multiply(gathered[-1], matrix) for matrix in matrices], -1)
+        pending_outputs.append(_reduce_scatter(scatter, ys))
+    sizes = [None if scatter is None else y.shape[scatter.dim] for y in ys]
+    return ForwardResult(gathered, matrices, _joined(args, [pending.wait() for pending in pending_outputs]), sizes)
+
+
+class SavedInput:
+    """A product's input as it is saved for the backward: gathered, in pieces, or shards that `collective` gathers."""
+
+    def __init__(self, saved: Sequence[Tensor], collective: BoundCollective | None) -> None:
+        self._saved = saved
+        self._collective = collective
+        self._pending: list[Pending[Tensor]] | None = None
+
+    def start(self) -> None:
+        """Start to gather, before `get` needs the result."""
+        if self._pending is None and self._collective is not None:
+            self._pending = [_all_gather(self._collective, shard) for shard in self._saved]
+
+    def get(self) -> list[Tensor]:
+        """Returns the gathered input, in pieces."""
+        self.start()
+        pending, self._pending = self._pending, None
+        return list(self._saved) if pending is None else [one.wait() for one in pending]
+
+
+class BackwardRun:
+    """The backward of a product, of one forward.
+
+    Args:
+        args: the forward's.
+        x: its input.
+        matrices: of the weight; `None` gathers them again.
+        dtype: of the input, in which they are gathered.
+    """
+
+    def __init__(self, args: ProductArgs, x: SavedInput, matrices: list[Tensor] | None, dtype: torch.dtype) -> None:
+        self.args = args
+        self._x = x
+        self._matrices = matrices
+        self._dtype = dtype
+
+    def run(
+        self, gradients: Sequence[Tensor], sizes: Sequence[int | None], of_x: Tensor | None, *, needs_x: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Returns the input's gradient, and that of each parameter; None where it is left for later.
+
+        Args:
+            gradients: of the outputs.
+            sizes: the forward's.
+            of_x: the gradient of what else was computed from the gathered input, if anything was.
+            needs_x: whether the input's gradient is wanted.
+        """
+        args, weight = self.args, self.args.weight
+        pieces = zip(*map(args.split, gradients), strict=True)
+        pending_gradients = [_all_gather_each(args.reduce_scatter, piece, sizes) for piece in pieces]
+        matrices = self._start_matrices() if needs_x else Pending.done([])
+        parameters = weight.parameters
+        needs_weight = any(parameter.requires_grad for parameter in parameters)
+        is_watched = [_is_watched(parameter) for parameter in parameters]
+        is_deferred = weight.queue is not None and weight.queue.is_open and not any(is_watched)
+        if needs_weight and not is_deferred:
+            self._x.start()
+        added = [None] * len(pending_gradients) if of_x is None else args.split(of_x)
+        gathered, pending_outputs = [], []
+        for pending, addend in zip(pending_gradients, added, strict=True):
+            gathered.append(weight.join(pending.wait()))
+            if needs_x:
+                dx = _input_gradients(gathered[-1], matrices.wait(), addend)
+                pending_outputs.append(_reduce_scatter(args.all_gather, [dx]))
+        of_weights: list[Tensor | None] = [None] * len(parameters)
+        if needs_weight:
+            of_weights = self._weight_gradients(gathered, is_watched, is_deferred=is_deferred)
+        return _joined(args, [one.wait() for one in pending_outputs])[0] if needs_x else None, of_weights
+
+    def _start_matrices(self) -> Pending[list[Tensor]]:
+        if self._matrices is not None:
+            return Pending.done(self._matrices)
+        return Pending(None, cache(self.args.weight.start_all_gather(self._dtype).wait))
+
+    def _weight_gradients(
+        self, gathered: list[list[Tensor]], is_watched: list[bool], *, is_deferred: bool
+    ) -> list[Tensor | None]:
+        """Leave the products to the stage's queue, or compute them now and sum them until the backward ends."""
+        weight, parameters = self.args.weight, self.args.weight.parameters
+        if is_deferred:
+            assert weight.queue is not None
+            deferred = _Deferred(gathered, self._x, weight)
+            for i, parameter in enumerate(parameters):
+                if parameter.requires_grad:
+                    weight.queue.put(parameter, deferred.part(i))
+            return [None] * len(parameters)
+        computed = _compute(gathered, self._x, weight)
+        if not any(is_watched):
+            weight.pending_gradients.add(parameters, computed)
+            return [None] * len(parameters)
+        return [g if p.requires_grad else None for g, p in zip(computed.wait(), parameters, strict=True)]
+
+
+class _Deferred:
+    """The gradients of a product's weights, computed together when the first of them is asked for."""
+
+    def __init__(self, gradients: list[list[Tensor]], x: SavedInput, weight: ShardedWeight) -> None:
+        self._operands: tuple[list[list[Tensor]], SavedInput, ShardedWeight] | None = (gradients, x, weight)
+        self._computed: Pending[list[Tensor]] | None = None
+
+    def part(self, i: int) -> Any:
+        """Returns the computation of the i-th parameter's gradient."""
+        return lambda: self._start(i)
+
+    def _start(self, i: int) -> Pending[Tensor]:
+        if self._operands is not None:
+            computed, self._operands = _compute(*self._operands), None
+            self._computed = Pending(None, cache(computed.wait))
+        assert self._computed is not None
+        return Pending(None, lambda computed=self._computed: computed.wait()[i])  # type: ignore[misc]
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, args: ProductArgs) -> Tensor:
-        pending_weight = args.weight.start_all_gather(x.dtype)
-        pending_inputs = [_all_gather(args.all_gather, piece) for piece in args.split(x)]
-        matrix = pending_weight.wait()
-        for following in args.prefetch:
-            following.prefetch(x.dtype)
-        gathered, pending_outputs = [], []
-        for pending in pending_inputs:
-            gathered.append(pending.wait())
-            y = multiply(gathered[-1], matrix)
-            pending_outputs.append(_reduce_scatter(args.reduce_scatter, y))
-        ctx.args, ctx.shared_input, ctx.dtype = args, None, x.dtype
-        ctx.size = None if args.reduce_scatter is None else y.shape[args.reduce_scatter.dim]
+    def forward(
+        ctx: Any, x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ran = run_forward(x, args, prefetch)
+        ctx.set_materialize_grads(False)
+        ctx.args, ctx.dtype, ctx.sizes, ctx.shapes = args, x.dtype, ran.sizes, [y.shape for y in ran.outputs]
+        ctx.num_matrices = len(ran.matrices) if args.keep == "gathered" else 0
         if args.keep == "gathered":
-            ctx.save_for_backward(matrix, *gathered)
-        elif args.shared_input is not None:
-            ctx.shared_input = args.shared_input.use()
+            ctx.save_for_backward(*ran.matrices, *ran.gathered)
         else:
             ctx.save_for_backward(x)
-        return args.join([pending.wait() for pending in pending_outputs])
+        # Views would not be allowed to change in place.
+        return args.join(ran.gathered), *(y.data if y._is_view() else y for y in ran.outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        args: ProductArgs = ctx.args
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        of_output = None if args.reduce_scatter is None else replace(args.reduce_scatter, size=ctx.size)
-        pending_gradients = [_all_gather(of_output, piece) for piece in args.split(gradient)]
-        x, matrix = _saved(ctx, needs_x)
-        queue = args.weight.queue
-        is_deferred = queue is not None and queue.is_open and not _is_watched(args.weight.parameter)
-        if needs_weight and not is_deferred:
-            x.start()
-        gathered, pending_outputs = [], []
-        for pending in pending_gradients:
-            gathered.append(pending.wait())
-            if needs_x:
-                pending_outputs.append(_reduce_scatter(args.all_gather, input_gradient(gathered[-1], matrix.wait())))
-        dw = _weight_gradient(args, gathered, x, is_deferred=is_deferred) if needs_weight else None
-        return args.join([pending.wait() for pending in pending_outputs]) if needs_x else None, dw, None
+    def backward(ctx: Any, of_x: Tensor | None, *of_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        args, saved, count = ctx.args, ctx.saved_tensors, ctx.num_matrices
+        if args.keep == "gathered":
+            run = BackwardRun(args, SavedInput(saved[count:], None), list(saved[:count]), ctx.dtype)
+        else:
+            run = BackwardRun(args, SavedInput(args.split(saved[0]), args.all_gather), None, ctx.dtype)
+        gradients = [
+            saved[0].new_zeros(shape) if one is None else one for one, shape in zip(of_outputs, ctx.shapes, strict=True)
+        ]
+        dx, of_weights = run.run(gradients, ctx.sizes, of_x, needs_x=ctx.needs_input_grad[0])
+        return dx, None, None, *of_weights
 
 
-def _all_gather(collective: BoundCollective | None, x: Tensor) -> Pending:
-    return Pending.done(x) if collective is None else collective.start_all_gather(x)
+def _all_gather(collective: BoundCollective | None, x: Tensor) -> Pending[Tensor]:
+    if collective is None:
+        return Pending.done(x)
+    return start_all_gather(x, collective.axis, collective.dim, collective.size)
 
 
-def _reduce_scatter(collective: BoundCollective | None, x: Tensor) -> Pending:
-    return Pending.done(x) if collective is None else collective.start_reduce_scatter(x)
+def _all_gather_each(
+    collective: BoundCollective | None, tensors: Sequence[Tensor], sizes: Sequence[int | None]
+) -> Pending[list[Tensor]]:
+    if collective is None:
+        return Pending.done(list(tensors))
+    return start_all_gather_each(tensors, collective.axis, collective.dim, sizes)
 
 
-def _saved(ctx: Any, needs_matrix: bool) -> tuple[SavedInput, Pending]:
-    """Returns the input, and the weight, whose all-gather is under way if it is needed."""
-    args: ProductArgs = ctx.args
-    if args.keep == "gathered":
-        matrix, *gathered = ctx.saved_tensors
-        return SavedInput(gathered, None), Pending.done(matrix)
-    x = ctx.shared_input or SavedInput(args.split(ctx.saved_tensors[0]), args.all_gather)
-    if not needs_matrix:
-        return x, Pending.done(args.weight.parameter)
-    return x, Pending(None, cache(args.weight.start_all_gather(ctx.dtype).wait))
+def _reduce_scatter(collective: BoundCollective | None, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
+    if collective is None:
+        return Pending.done(list(tensors))
+    return start_reduce_scatter_each(tensors, collective.axis, collective.dim)
+
+
+def _joined(args: ProductArgs, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The pieces of several tensors, joined."""
+    return list(pieces[0]) if len(pieces) == 1 else [args.join(one) for one in zip(*pieces, strict=True)]
 
 
 def _is_watched(parameter: Tensor) -> bool:
@@ -230,28 +314,20 @@ def _is_watched(parameter: Tensor) -> bool:
     return not parameter.is_leaf or has_gradient_hooks(parameter) or not torch.autograd._is_checkpoint_valid()
 
 
-def _weight_gradient(args: ProductArgs, gradient: list[Tensor], x: SavedInput, *, is_deferred: bool) -> Tensor | None:
-    """Leave the product to the stage's queue, or compute it now and sum it until the backward ends."""
-    weight = args.weight
-    is_shared = isinstance(x, SharedSavedInput)
-    if len(gradient) > 1 and is_shared:
-        gradient = [args.join(gradient)]
-    if is_deferred:
-        assert weight.queue is not None
-        operands = gradient if is_shared else [*gradient, *x.saved]
-        weight.queue.put(weight.parameter, lambda *dy: _compute(dy[: len(gradient)], x, weight), *operands)
-        return None
-    computed = _compute(gradient, x, weight)
-    if _is_watched(weight.parameter):
-        return computed.wait()
-    weight.pending_gradients.add(weight.parameter, computed)
-    return None
-
-
-def _compute(gradient: Sequence[Tensor], x: SavedInput, weight: ShardedWeight) -> Pending:
-    total: Tensor | None = None
-    for dy, part in zip(gradient, x.get(), strict=True):
-        dw = weight_gradient(dy, part)
-        total = dw if total is None else total.add_(dw)
+def _input_gradients(gradients: Sequence[Tensor], matrices: Sequence[Tensor], addend: Tensor | None) -> Tensor:
+    """The sum of the products of each gradient with its matrix."""
+    total = addend
+    for gradient, matrix in zip(gradients, matrices, strict=True):
+        dx = input_gradient(gradient, matrix)
+        total = dx if total is None else dx.add_(total)
     assert total is not None
+    return total
+
+
+def _compute(gradients: Sequence[Sequence[Tensor]], x: SavedInput, weight: ShardedWeight) -> Pending[list[Tensor]]:
+    """The gradients of the matrices, summed over pieces and over ranks."""
+    total: list[Tensor] = []
+    for of_matrices, part in zip(gradients, x.get(), strict=True):
+        dws = [weight_gradient(dy, part) for dy in of_matrices]
+        total = [old.add_(dw) for old, dw in zip(total, dws, strict=True)] if total else dws
     return weight.start_reduce_scatter(total)

@@ -6,7 +6,9 @@ gathered    [N/y, K/z]        what one rank multiplies with
 Parts that don't divide are padded with zeros before the collective. What is stored has no padding.
 """
 
-from copy import copy
+from collections.abc import Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,56 +25,106 @@ _MAX_PENDING = 2
 """gradients under way: each holds the memory of the whole gradient until its sum has arrived"""
 
 
-class ShardedWeight:
-    """The weight of one layer: its module's parameter `name`, or those `rows` of it that hold this weight.
+@dataclass(eq=False)
+class StoredWeight:
+    """This rank's shard of one weight: its module's parameter `name`, or those `rows` of it that hold this weight.
 
     Args:
-        module: has this rank's shard.
-        axis: the ranks that gather the weight.
+        module: has the shard.
         shape: of the gathered weight, [N/y, K/z], rounded up.
+        transposed: whether the parameter is [K/z, N/(y x)].
+        name: the parameter's.
+        rows: of the parameter; None: all.
+    """
+
+    module: nn.Module
+    shape: tuple[int, int]
+    transposed: bool = False
+    name: str = "weight"
+    rows: slice | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter, as the module has it now."""
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        return parameter
+
+    def to_send(self, dtype: torch.dtype, num_ranks: int) -> Tensor:
+        """The shard as [rows, K/z], with as many rows as the shard of each of `num_ranks` has."""
+        stored = self.parameter.detach()
+        stored = stored if self.rows is None else stored[self.rows]
+        stored = stored.t() if self.transposed else stored
+        if stored.dtype is not dtype:
+            stored = stored.to(dtype)
+        rows, columns = -(-self.shape[0] // num_ranks), self.shape[1]
+        if stored.shape == (rows, columns):
+            return stored
+        return pad(stored, (0, columns - stored.shape[1], 0, rows - stored.shape[0]))
+
+    def as_stored(self, gradient: Tensor) -> Tensor:
+        """This rank's rows of a gradient as the parameter is stored: without padding, in its dtype and strides."""
+        stored = self.parameter
+        if self.transposed:
+            gradient = gradient.t()
+        if gradient.shape != stored.shape:
+            gradient = gradient[: stored.shape[0], : stored.shape[1]]
+        if gradient.dtype is not stored.dtype:
+            gradient = gradient.to(stored.dtype)
+        return gradient.contiguous() if gradient.numel() else torch.empty_like(stored)
+
+
+class ShardedWeight:
+    """The weight of one layer, or the weights of several layers that read one input: one collective for all.
+
+    gathered    [x, N/(y x)] for each part, one after the other: one matrix for one product with all of them
+                a matrix for each part, where nothing is gathered, or parts are padded
+
+    Args:
+        parts: what this rank has of each.
+        axis: the ranks that gather the weight.
         pending_gradients: takes gradients whose reduce-scatter is under way while a backward runs.
         queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.
-        transposed: whether the parameter is [K/z, N/(y x)].
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        parts: Sequence[StoredWeight],
         axis: MeshAxis,
-        shape: tuple[int, int],
         pending_gradients: "PendingGradients",
         queue: WeightGradients | None = None,
-        *,
-        transposed: bool = False,
-        name: str = "weight",
-        rows: slice | None = None,
     ) -> None:
-        self._module = module
-        self._name = name
-        self._rows = rows
+        self.parts = list(parts)
         self._axis = axis
-        self._shape = shape
-        self._transposed = transposed
-        self._prefetched: tuple[tuple[int, torch.dtype], Pending] | None = None
+        self._prefetched: tuple[_Key, Pending[list[Tensor]]] | None = None
         self.pending_gradients = pending_gradients
         self.queue = queue
+        self.sizes = [part.shape[0] for part in parts]
+        """the out-features of each part, once it is gathered"""
+        self.is_one_matrix = len(parts) == 1 or (axis.size > 1 and not any(size % axis.size for size in self.sizes))
+        """whether the gathered parts are the rows of one matrix"""
 
     def __deepcopy__(self, memo: Any) -> "ShardedWeight":
-        twin = copy(self)
-        twin._module = memo.get(id(self._module), self._module)  # the copy of the module, which is being made
+        twin = memo[id(self)] = copy(self)
+        twin.parts = deepcopy(self.parts, memo)  # of the modules' copies
         twin._prefetched = None
         return twin
 
     @property
-    def parameter(self) -> nn.Parameter:
-        """The shard, as the module has it now."""
-        parameter = self._module._parameters[self._name]
-        assert parameter is not None
-        return parameter
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that hold the parts, each once."""
+        if len(self.parts) == 1:
+            return [self.parts[0].parameter]
+        return list(dict.fromkeys(part.parameter for part in self.parts))
 
-    def start_all_gather(self, dtype: torch.dtype) -> Pending:
-        """Start to gather the weight in `dtype`, or take the prefetched one. Called by all ranks of x."""
-        if self._prefetched is not None and self._prefetched[0] == (self.parameter._version, dtype):
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the matrices are gathered from several ranks, so that they have memory of their own."""
+        return self._axis.size > 1
+
+    def start_all_gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
+        """Start to gather the matrices in `dtype`, or take the prefetched ones. Called by all ranks of x."""
+        if self._prefetched is not None and self._prefetched[0] == self._key(dtype):
             (_, pending), self._prefetched = self._prefetched, None
             return pending
         self.drop_prefetched()
@@ -81,7 +133,7 @@ class ShardedWeight:
     def prefetch(self, dtype: torch.dtype) -> None:
         """Start to gather the weight for its next product, while another layer computes."""
         if self._prefetched is None and self._axis.size > 1:
-            self._prefetched = (self.parameter._version, dtype), self._start(dtype)
+            self._prefetched = self._key(dtype), self._start(dtype)
 
     def drop_prefetched(self) -> None:
         """Free a prefetched weight, once its collective has ended."""
@@ -89,30 +141,52 @@ class ShardedWeight:
         if prefetched is not None:
             prefetched[1].wait()
 
-    def start_reduce_scatter(self, gradient: Tensor) -> Pending:
-        """Start to sum [N/y, K/z], which is partial over x. The result is this parameter's gradient."""
-        if missing := -self._shape[0] % self._axis.size:
-            gradient = pad(gradient, (0, 0, 0, missing))
-        pending = self._axis.reduce_scatter(gradient.unflatten(0, (self._axis.size, -1)))
+    def split(self, ys: Sequence[Tensor], dim: int) -> list[Tensor]:
+        """What belongs to each part, of one tensor for each matrix."""
+        return list(ys[0].split(self.sizes, dim) if len(ys) < len(self.parts) else ys)
+
+    def join(self, ys: Sequence[Tensor]) -> list[Tensor]:
+        """One tensor for each matrix, of one for each part: their last dimensions are joined."""
+        return [torch.cat(list(ys), -1)] if self.is_one_matrix and len(ys) > 1 else list(ys)
+
+    def start_reduce_scatter(self, gradients: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        """Start to sum the gradients of the matrices, partial over x. Gives the gradient of each parameter."""
+        parts, size = self.split(gradients, 0), self._axis.size
+        if size == 1:
+            return Pending.done(self._as_stored(parts))
+        parts = [pad(one, (0, 0, 0, -len(one) % size)) if len(one) % size else one for one in parts]
+        pending = self._axis.reduce_scatter_each([one.view(size, -1, one.shape[1]) for one in parts])
         return Pending(None, lambda: self._as_stored(pending.wait()))
 
-    def _start(self, dtype: torch.dtype) -> Pending:
-        stored = self.parameter.detach() if self._rows is None else self.parameter.detach()[self._rows]
-        rows = (stored.t() if self._transposed else stored).to(dtype)
-        per_rank = -(-self._shape[0] // self._axis.size)
-        missing = 0, self._shape[1] - rows.shape[1], 0, per_rank - rows.shape[0]
-        pending = self._axis.all_gather(pad(rows, missing) if any(missing) else rows)
-        return Pending(None, lambda: pending.wait().flatten(0, 1)[: self._shape[0]])
+    def _key(self, dtype: torch.dtype) -> "_Key":
+        return tuple(part.parameter._version for part in self.parts), dtype
 
-    def _as_stored(self, gradient: Tensor) -> Tensor:
-        stored = self.parameter
-        gradient = gradient.t() if self._transposed else gradient
-        if self._rows is not None:
-            whole = torch.zeros_like(stored)
-            whole[self._rows] = gradient[:, : stored.shape[1]]
-            return whole
-        own = gradient[: stored.shape[0], : stored.shape[1]].to(stored.dtype)
-        return own.contiguous() if own.numel() else torch.empty_like(stored)  # with the strides that autograd expects
+    def _start(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
+        size = self._axis.size
+        own = [part.to_send(dtype, size) for part in self.parts]
+        if size == 1:
+            return Pending.done(own)
+        rows = [size * len(one) for one in own]
+        whole = own[0].new_empty(sum(rows), own[0].shape[1])
+        gathered = [whole] if len(own) == 1 else list(whole.split(rows))
+        work = self._axis.gather_into(gathered, own)
+        if sum(rows) == sum(self.sizes):
+            return Pending(work, lambda: [whole])
+        return Pending(work, lambda: [one[:n] for one, n in zip(gathered, self.sizes, strict=True)])
+
+    def _as_stored(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Of each parameter: one of which parts hold some rows each is put together."""
+        stored: dict[Tensor, Tensor] = {}
+        for part, gradient in zip(self.parts, gradients, strict=True):
+            if part.rows is None:
+                stored[part.parameter] = part.as_stored(gradient)
+                continue
+            whole = stored.setdefault(part.parameter, torch.zeros_like(part.parameter))
+            whole[part.rows] = gradient[:, : whole.shape[1]]
+        return list(stored.values())
+
+
+_Key = tuple[tuple[int, ...], torch.dtype]
 
 
 class PrefetchOrder:
@@ -164,16 +238,16 @@ class PendingGradients:
     """Weight gradients whose reduce-scatter over x is under way, while the backward goes on."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Tensor, Pending]] = []
+        self._pending: list[tuple[Sequence[Tensor], Pending[list[Tensor]]]] = []
         self._has_callback = False
 
-    def add(self, parameter: Tensor, gradient: Pending) -> None:
-        """Called inside a backward. At its end the gradient has been added to `parameter.grad`."""
+    def add(self, parameters: Sequence[Tensor], gradients: Pending[list[Tensor]]) -> None:
+        """Called inside a backward. At its end the gradients have been added to the `grad` of those that train."""
         if not self._has_callback:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
             self._has_callback = True
-        self._pending.append((parameter, gradient))
+        self._pending.append((parameters, gradients))
         while len(self._pending) > _MAX_PENDING:
             self._finish_first()
 
@@ -189,9 +263,11 @@ class PendingGradients:
         self._has_callback = False
 
     def _finish_first(self) -> None:
-        parameter, pending = self._pending.pop(0)
-        gradient = pending.wait()
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
+        parameters, pending = self._pending.pop(0)
+        for parameter, gradient in zip(parameters, pending.wait(), strict=True):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)

@@ -1,14 +1,14 @@
 """Makes a mesh of all ranks of a test, and counts the bytes that its collectives move."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis, Pending
+from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis, Pending, Waitable
 
 Sizes = tuple[int, int, int]
 
@@ -24,22 +24,22 @@ class CountingAxis(MeshAxis):
         if self.size > 1:
             CountingAxis.received[kind] += nbytes
 
-    def all_gather(self, tensor: Tensor) -> Pending:
-        self._count("gather", tensor.nbytes * (self.size - 1))
-        return super().all_gather(tensor)
+    def gather_into(self, wholes: Sequence[Tensor], tensors: Sequence[Tensor]) -> Waitable:
+        self._count("gather", sum(tensor.nbytes for tensor in tensors) * (self.size - 1))
+        return super().gather_into(wholes, tensors)
 
-    def reduce_scatter(self, parts: Tensor) -> Pending:
-        self._count("scatter", parts.nbytes // self.size * (self.size - 1))
+    def reduce_scatter_each(self, parts: Sequence[Tensor]) -> Pending[list[Tensor]]:
+        self._count("scatter", sum(one.nbytes for one in parts) // self.size * (self.size - 1))
         before = CountingAxis.received["exchange"]
-        pending = super().reduce_scatter(parts)
+        pending = super().reduce_scatter_each(parts)
         CountingAxis.received["exchange"] = before  # gloo's reduce-scatter is an all-to-all
         return pending
 
-    def all_to_all(self, parts: Tensor) -> Pending:
+    def all_to_all(self, parts: Tensor) -> Pending[Tensor]:
         self._count("exchange", parts.nbytes // self.size * (self.size - 1))
         return super().all_to_all(parts)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         self._count("reduce", 2 * tensor.nbytes // self.size * (self.size - 1))
         return super().all_reduce(tensor)
 

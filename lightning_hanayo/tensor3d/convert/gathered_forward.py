@@ -26,7 +26,8 @@ _ATTRIBUTE = "_gathered_forward"
 class GatheredForward:
     """What happens before and after a module's own forward.
 
-    `shared_input` gathers the argument `input`, which may be given at position `index`. None: linear layers gather it.
+    `shared_input` gathers the argument `input`, which may be given at position `index`, and multiplies it. None: linear
+    layers gather it.
     `dropout` is the attribute with the probability of what the forward drops. None: it drops nothing itself.
     """
 

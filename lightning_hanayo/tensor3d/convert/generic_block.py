@@ -24,9 +24,8 @@ from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners, reaso
 from lightning_hanayo.tensor3d.convert.report import NOT_CONVERTED, ReportRow, describe
 from lightning_hanayo.tensor3d.convert.whole_parameters import give_whole_parameters, whole_on_use
 from lightning_hanayo.tensor3d.layers.dropout import parallelize_dropout
-from lightning_hanayo.tensor3d.layers.linear import LinearSharding, ShardedLinear, features
+from lightning_hanayo.tensor3d.layers.linear import LinearSharding, ShardedLinear, features, multiply_sharded
 from lightning_hanayo.tensor3d.parallel_style import EXCHANGED_TOKENS, ParallelStyle
-from lightning_hanayo.tensor3d.product import ProductArgs, product
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
@@ -119,8 +118,7 @@ class _GatheredWeight(_CalledByUserCode):
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.weight is not None
         self.context.call_order.check(self.number)
-        prefetch = self.context.prefetch_order.record(self.weight)
-        y = product(x, ProductArgs(self.weight, None, None, self.context.keep, prefetch=prefetch))
+        y = multiply_sharded(x, self.weight, self.context, None, None)[1]
         return y if bias is None else y + bias.to(y.dtype)
 
 

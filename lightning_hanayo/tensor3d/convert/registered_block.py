@@ -168,7 +168,7 @@ class RegisteredBlock:
 
 
 def _parallelize_group(module: Any, group: ProjectionGroup, context: StageContext, style: ParallelStyle) -> None:
-    shared_input = SharedInput(context, style.all_gather) if group.input is not None else None
+    shared_input = SharedInput(context, style) if group.input is not None else None
     ranks = context.mesh.size("yz")
     for path in group.column_parallel:
         layer = module.get_submodule(path)

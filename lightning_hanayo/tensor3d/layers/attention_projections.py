@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.linear_modules import as_autocast
-from lightning_hanayo.tensor3d.layers.linear import SharedInput, linear3d
+from lightning_hanayo.tensor3d.layers.linear import multiply_sharded
 from lightning_hanayo.tensor3d.parallel_style import ParallelStyle
-from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
+from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight, StoredWeight
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, fused_order
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
@@ -44,41 +43,49 @@ class AttentionProjections:
                 name: Shard((DimShard(out, style.out_axes), DimShard(in_, style.in_axes)))
                 for name, out, in_ in zip(SEPARATE, self.outs, self.ins, strict=True)
             } | {"in_proj_bias": bias}
-        self.weights = self._weights(module)
+        self._stored = self._stored_weights(module)
+        self._weights: dict[tuple[int, ...], ShardedWeight] = {}
 
     def _fused(self, axes: str) -> DimShard:
         """How the out-features of q, k and v are sharded over `axes`: each rank gets its part of all three."""
         return DimShard(sum(self.outs), axes, fused_order(self.outs, self.context.mesh.size(axes)))
 
-    def _weights(self, module: nn.Module) -> list[ShardedWeight]:
+    def _stored_weights(self, module: nn.Module) -> list[StoredWeight]:
         weights, start, size = [], 0, self.context.mesh.size
         for name, out, in_ in zip(SEPARATE, self.outs, self.ins, strict=True):
             stop = start + out // size(self.style.out_axes)
-            is_fused = "in_proj_weight" in self.shards
-            where = {"name": "in_proj_weight", "rows": slice(start, stop)} if is_fused else {"name": name}
             shape = out // size(self.style.all_gather.axis), in_ // size(self.style.in_axes)
-            weights.append(self.context.weight(module, shape, **where))
+            if "in_proj_weight" in self.shards:
+                weights.append(StoredWeight(module, shape, name="in_proj_weight", rows=slice(start, stop)))
+            else:
+                weights.append(StoredWeight(module, shape, name=name))
             start = stop
         return weights
+
+    def _weight_of(self, which: tuple[int, ...]) -> ShardedWeight:
+        """The weight of those projections that read one tensor."""
+        weight = self._weights.get(which)
+        if weight is None:
+            weight = self._weights[which] = self.context.weight(*(self._stored[i] for i in which))
+        return weight
 
     def project(self, inputs: Sequence[Tensor], bias: Tensor | None) -> list[Tensor]:
         """Query, key and value to this rank's heads of q, k and v. A tensor that is several of them is gathered once.
 
         Only the query is of the run's sequence length. Another key, as a decoder's memory, isn't padded.
         """
-        biases = (None,) * 3 if bias is None else bias.split(self.bias_sizes)
-        gathered: list[tuple[Tensor, SharedInput, Tensor]] = []
-        outs = []
-        for i, (x, weight, own_bias) in enumerate(zip(inputs, self.weights, biases, strict=True)):
-            found = next(((shared, whole) for seen, shared, whole in gathered if seen is x), None)
-            if found is None:
-                along = self.style.all_gather if i == 0 else replace(self.style.all_gather, is_sequence=False)
-                shared = SharedInput(self.context, along)
-                found = shared, shared.all_gather(as_autocast(x))
-                gathered.append((x, *found))
-            y = linear3d(found[1], weight, self.context, self.style, found[0])
-            outs.append(y if own_bias is None else y + own_bias.to(y.dtype))
-        return outs
+        readers: dict[int, list[int]] = {}
+        for i, x in enumerate(inputs):
+            readers.setdefault(id(x), []).append(i)
+        outs: dict[int, Tensor] = {}
+        for which in readers.values():
+            along = self.style.all_gather if which[0] == 0 else replace(self.style.all_gather, is_sequence=False)
+            x, weight = inputs[which[0]], self._weight_of(tuple(which))
+            _, *ys = multiply_sharded(x, weight, self.context, along, self.style.reduce_scatter)
+            outs |= dict(zip(which, ys, strict=True))
+        if bias is None:
+            return [outs[i] for i in range(3)]
+        return [outs[i] + own.to(outs[i].dtype) for i, own in enumerate(bias.split(self.bias_sizes))]
 
     def mask(self, attn_mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """Combines both masks to one that is added to the scores, [batch or 1, heads or 1, seq or 1, S]."""

@@ -21,6 +21,7 @@ from lightning_hanayo.tensor3d.collectives import reduce_scatter
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
 from lightning_hanayo.tensor3d.layers.linear import Linear3D, LinearSharding
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
+from lightning_hanayo.tensor3d.sharded_weight import StoredWeight
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
@@ -34,7 +35,8 @@ class _TableShard:
         mesh = context.mesh
         self.num_rows = -(-module.num_embeddings // mesh.size(style.all_gather.axis))
         self.first = self.num_rows * mesh.index(style.all_gather.axis)
-        self.weight = context.weight(module, (self.num_rows, module.embedding_dim // mesh.size(style.in_axes)))
+        shape = self.num_rows, module.embedding_dim // mesh.size(style.in_axes)
+        self.weight = context.weight(StoredWeight(module, shape))
 
     def rows_of(self, ids: Tensor, ignored: int | None = None) -> Tensor:
         """Returns the row of each id; `num_rows` for ids that another rank holds, and for the id `ignored`."""
@@ -93,7 +95,7 @@ class _Lookup(torch.autograd.Function):
         pending = shard.weight.start_all_gather(table.dtype)
         torch._assert_async(((ids >= 0) & (ids < module.num_embeddings)).all(), "an id is outside of the table")
         rows = shard.rows_of(ids)
-        found = nn.functional.embedding(rows.clamp_max(shard.num_rows - 1), pending.wait())
+        found = nn.functional.embedding(rows.clamp_max(shard.num_rows - 1), pending.wait()[0])
         ctx.module = module
         ctx.save_for_backward(ids)
         return found.masked_fill_((rows == shard.num_rows).unsqueeze(-1), 0)
@@ -104,7 +106,7 @@ class _Lookup(torch.autograd.Function):
         shard, last = ctx.module.table, ctx.module.table.num_rows
         rows = shard.rows_of(ctx.saved_tensors[0], ignored=ctx.module.padding_idx)
         whole = torch.ops.aten.embedding_dense_backward(gradient.contiguous(), rows, last + 1, last, False)
-        return shard.weight.start_reduce_scatter(whole[:last]).wait(), None, None
+        return shard.weight.start_reduce_scatter([whole[:last]]).wait()[0], None, None
 
 
 def parallelize_embedding(module: nn.Embedding, context: StageContext, style: ParallelStyle = SEQUENCE) -> None:

@@ -60,7 +60,7 @@ class FeedForward3D(nn.Module):
 
 
 class SwiGLU3D(nn.Module):
-    """down(silu(gate(x)) * up(x)), where x is gathered once for both. Source: Shazeer, arXiv 2002.05202.
+    """down(silu(gate(x)) * up(x)), where gate and up are one product. Source: Shazeer, arXiv 2002.05202.
 
     Example:
         >>> SwiGLU3D(4096, 11008, context=context)
@@ -85,7 +85,7 @@ class SwiGLU3D(nn.Module):
         **factory: Any,
     ) -> None:
         super().__init__()
-        self._shared_input = SharedInput(context, style.all_gather)
+        self._shared_input = SharedInput(context, style)
         shared: dict[str, Any] = {"context": context, "style": style, "shared_input": self._shared_input, **factory}
         self.gate = Linear3D(features, inner_features, bias, **shared)
         self.up = Linear3D(features, inner_features, bias, **shared)

@@ -1,6 +1,8 @@
 """The 3-D parallel linear layer, in place of `nn.Linear` and of Hugging Face's `Conv1D`.
 
-Several layers that read one input gather it once:    x [batch/x, seq/y, K/z]  -->  [batch/x, seq, K/z]  -->  q, k, v
+Several layers that read one input gather it once, and are one product:
+
+x [batch/x, seq/y, K/z]  -->  [batch/x, seq, K/z] times (Wq, Wk, Wv)^T  -->  q, k, v [batch/x, seq, N/(y z)]
 """
 
 import math
@@ -13,55 +15,62 @@ from torch import Tensor, nn
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialParameter, PartialValues
-from lightning_hanayo.tensor3d.collectives import all_gather
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, AxisCollective, ParallelStyle
-from lightning_hanayo.tensor3d.product import ProductArgs, SharedSavedInput, product
-from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
+from lightning_hanayo.tensor3d.product import products
+from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight, StoredWeight
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 
 class SharedInput:
-    """The input of several linear layers of one module, gathered once by `collective`, a style's `all_gather`."""
+    """The input of several linear layers of one module: gathered once, and multiplied with all their weights at once.
 
-    def __init__(self, context: StageContext, collective: AxisCollective) -> None:
+    The module's forward begins with `all_gather`. Each layer then finds its output ready, unless it is called with
+    another input, or a second time.
+    """
+
+    def __init__(self, context: StageContext, style: ParallelStyle) -> None:
         self._context = context
-        self._collective = collective
-        self._last: tuple[Tensor, SharedSavedInput] | None = None
+        self._style = style
+        self._parts: list[StoredWeight] = []
+        self._weight: ShardedWeight | None = None
+        self._last: tuple[Tensor, dict[int, Tensor]] | None = None
+
+    def add(self, part: StoredWeight) -> int:
+        """Returns the number of a layer with this weight."""
+        self._parts.append(part)
+        self._weight = self._context.weight(*self._parts)
+        return len(self._parts) - 1
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[.., n, ..] to the whole, without what pads its parts."""
-        collective = self._context.bind(self._collective)
-        gathered = all_gather(x, collective.axis, collective.dim, collective.size)
-        self._last = None
-        if self._context.keep == "shards" and gathered is not x:
-            self._last = gathered, SharedSavedInput(x.detach(), collective)
+        assert self._weight is not None
+        gathered, *outputs = multiply_sharded(
+            x, self._weight, self._context, self._style.all_gather, self._style.reduce_scatter
+        )
+        self._last = gathered, dict(enumerate(outputs))
         return gathered
 
-    def saved(self, x: Tensor) -> SharedSavedInput | None:
-        """Returns what the backward gathers `x` from again, if `x` is the tensor that was gathered last."""
-        return self._last[1] if self._last is not None and self._last[0] is x else None
+    def output(self, x: Tensor, number: int) -> Tensor | None:
+        """Returns the product of `x` with a layer's weight, if `x` is what was gathered last. Returned once only."""
+        return self._last[1].pop(number, None) if self._last is not None and self._last[0] is x else None
 
     def clear(self) -> None:
         """The module's forward has ended: keep nothing alive for it."""
         self._last = None
 
 
-def linear3d(
-    x: Tensor, weight: ShardedWeight, context: StageContext, style: ParallelStyle, shared_input: SharedInput | None
-) -> Tensor:
-    """x W^T, where `shared_input` has gathered x already, or the product gathers it if None."""
-    args = ProductArgs(
-        weight,
-        context.bind(style.all_gather) if shared_input is None else None,
-        context.bind(style.reduce_scatter),
-        context.keep,
-        shared_input.saved(x) if shared_input is not None else None,
-        context.prefetch_order.record(weight),
-        context.num_pieces,
-    )
-    return product(x, args)
+def multiply_sharded(
+    x: Tensor,
+    weight: ShardedWeight,
+    context: StageContext,
+    all_gather: AxisCollective | None,
+    reduce_scatter: AxisCollective | None,
+) -> tuple[Tensor, ...]:
+    """Returns the gathered x (x itself if `all_gather` is None), and x W^T for each part of the weight."""
+    args = context.product_args(weight, all_gather, reduce_scatter)
+    return products(x, args, context.prefetch_order.record(weight))
 
 
 class LinearSharding:
@@ -87,6 +96,7 @@ class LinearSharding:
         self.context = context
         self.style = style
         self.shared_input = shared_input
+        self._number_in_input = 0
         self.weight: ShardedWeight | None = None
         (out, in_), mesh = sizes, context.mesh
         self.gathered_shape = -(-out // mesh.size(style.all_gather.axis)), -(-in_ // mesh.size(style.in_axes))
@@ -104,7 +114,10 @@ class LinearSharding:
         module.sharding = self  # type: ignore[assignment]
         matrix = Shard(self.matrix.dims[::-1]) if transposed else self.matrix
         shard_parameters(module, {"weight": matrix, "bias": self.vector}, self.context.mesh)
-        self.weight = self.context.weight(module, self.gathered_shape, axis=self.weight_axis, transposed=transposed)
+        part = StoredWeight(module, self.gathered_shape, transposed)
+        self.weight = self.context.weight(part, axis=self.weight_axis)
+        if self.shared_input is not None:
+            self._number_in_input = self.shared_input.add(part)
 
     def parameter(self, module: "ShardedLinear", name: str) -> Tensor | None:
         """The parameter, as code outside the layer gets it."""
@@ -112,9 +125,15 @@ class LinearSharding:
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The forward of the layer that this is attached to."""
-        assert self.weight is not None
-        y = linear3d(x, self.weight, self.context, self.style, self.shared_input)
+        y = None if self.shared_input is None else self.shared_input.output(x, self._number_in_input)
+        if y is None:
+            y = self._multiply(x)
         return y if bias is None else y + bias.to(y.dtype)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        along = self.style.all_gather if self.shared_input is None else None
+        return multiply_sharded(x, self.weight, self.context, along, self.style.reduce_scatter)[1]
 
 
 class ShardedLinear(ShardedModule):

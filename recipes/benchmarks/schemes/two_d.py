@@ -86,7 +86,7 @@ class _Summa(torch.autograd.Function):
         return _sum(dx), _sum(dw), None, None
 
 
-def _sum(parts: list[Pending]) -> Tensor:
+def _sum(parts: list[Pending[Tensor]]) -> Tensor:
     total = parts[0].wait()
     for part in parts[1:]:
         total.add_(part.wait())

@@ -46,14 +46,14 @@ class Wire(MeshAxis):
         )
 
     @override
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         if self.size == 1:
             return super().all_reduce(tensor)
         number = self._log.start(2 * tensor.numel() * (self.size - 1) / self.size)
         works = [] if self.group is None else [self.group.allreduce([tensor])]
         return Pending(_LoggedTransfers(Transfers(works), self._log, number), lambda: tensor)
 
-    def shift(self, own: Tensor, step: int) -> Pending:
+    def shift(self, own: Tensor, step: int) -> Pending[Tensor]:
         """Receive from the rank `step` further on, and send `own` to the one `step` back. Called by all ranks."""
         if step % self.size == 0:
             return Pending(None, lambda: own)

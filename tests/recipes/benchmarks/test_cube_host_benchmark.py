@@ -16,5 +16,5 @@ def test_every_block_has_times_and_counts(pool: Pool, tmp_path: Path) -> None:
     assert list(blocks)[:3] == ["plain", "DTensor", "cube (2, 2, 2)"]
     assert all(block["step"]["median"] > 0 for block in blocks.values())
     assert [blocks[name]["collectives"] for name in ("plain", "DTensor")] == [[0, 0], [8, 8]]
-    assert blocks["cube (2, 2, 2)"]["collectives"] == [20, 20]
+    assert blocks["cube (2, 2, 2)"]["collectives"] == [14, 14]
     assert "| cube (2, 2, 2) |" in table.read_text()

@@ -4,12 +4,13 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group, _get_default_store
 
 from lightning_hanayo.errors import HanayoError, PeerFailed
 
@@ -46,15 +47,25 @@ _left: dict[tuple[str, int], tuple[Store, int]] = {}
 a failure. The process group belongs to the whole process, and so does this."""
 
 
-def leave_group(address: tuple[str, int]) -> None:
+def leave_group(address: tuple[str, int], *, aborts: bool) -> None:
     """After a failure: leave the process group without waiting for other ranks.
 
     The store stays: rank 0 serves it to the others, and the next group of these processes meets there, too.
+
+    Args:
+        address: of the rendezvous.
+        aborts: whether groups are over NCCL. It would wait for its kernels, of which some wait for other ranks.
     """
     if dist.is_initialized():
         store, count = _left.get(address, (_get_default_store(), 0))
         _left.clear()
         _left[address] = store, count + 1
+        (_abort_process_group if aborts else dist.destroy_process_group)()
+
+
+def leave_at_exit() -> None:
+    """When the process ends and nothing has failed: torch warns of NCCL groups that are still there."""
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -65,10 +76,17 @@ def store_after_failure(address: tuple[str, int]) -> Store | None:
 
 
 class Failures:
-    """One rank's view of failures. Made after the process group; keeps the store open, so that others can read it."""
+    """One rank's view of failures. Made after the process group; keeps the store open, so that others can read it.
 
-    def __init__(self, rank: int) -> None:
+    Args:
+        rank: this process's.
+        abort: called in a thread when another rank has failed: ends this rank's waiting for a GPU, whose kernels wait
+            for that rank. gloo needs nothing: it ends transfers when a connection is closed.
+    """
+
+    def __init__(self, rank: int, abort: Callable[[], object]) -> None:
         self.rank = rank
+        self._abort: Callable[[], object] | None = abort
         self.store = _get_default_store()  # the one rendezvous all ranks have; torch offers it under no public name
         self.run = self.store.add(f"{_RUNS}/{rank}", 1)
         self.position = (0, 0, 0, 0)
@@ -132,6 +150,7 @@ class Failures:
         self.position = _ENDED
         self._over.set()
         self._watch.join()
+        self._abort = None  # it holds the process groups
 
     def _publish_position(self) -> None:
         if self.position != self._published:
@@ -148,7 +167,11 @@ class Failures:
             first = _read(self.store.get(_KEY))
         except RuntimeError:  # the store ended with rank 0; its peers notice the closed connection
             return
-        if first.rank != self.rank and not self._over.wait(GRACE):
+        if first.rank == self.rank or self._over.is_set():
+            return
+        if self._abort is not None:
+            self._abort()
+        if not self._over.wait(GRACE):
             late = f"rank {self.rank} did not end within {GRACE:g} s after rank {first.rank} failed; ending it"
             print(late, file=sys.stderr)
             os._exit(first.code)

@@ -70,7 +70,7 @@ class Session:
     ) -> None:
         self.topology = topology
         self.device = device
-        self.failures = Failures(rank)
+        self.failures = Failures(rank, groups.factory.abort)
         self.attributes = TemporaryAttributes()
         self.guard = ParameterGuard(device)
         self.pipe_relay = self._relay(groups.pipe_ranks, groups)

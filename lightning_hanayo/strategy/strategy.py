@@ -414,6 +414,7 @@ class HanayoStrategy(MeshParallelStrategy):
 
     def _abandon(self) -> None:
         """Leave the run after a failure. A script that catches the error may start the next one."""
+        self.abort_transfers()  # first: all else may wait for the device
         if self._session is not None:
             self._session.abandon()
         if self.lightning_module is not None:

@@ -1,4 +1,4 @@
-"""A world of torch's fake process group in one process, and a factory that makes groups in it and counts them.
+"""Groups that stand in for those of GPUs: torch's fake process group in one process, or gloo in several.
 
 A fake collective copies this rank's values, a fake receive leaves its buffer as it is: results are wrong, but all
 calls are made. The groups count as native, so tensors of the CPU take the ways that those of GPUs take over NCCL.
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_hanayo.strategy.groups.factory import GroupFactory, GroupSettings, Partition
+from lightning_hanayo.strategy.groups.factory import GlooGroups, GroupFactory, GroupSettings, Partition
+from lightning_hanayo.strategy.lightning import parallel_strategy
 
 
 @contextmanager
@@ -25,8 +26,25 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class ChannelsOverGloo(GlooGroups):
+    """Groups over gloo that count as native: messages go over channels, which are connected and aborted as on GPUs."""
+
+    is_native = True
+
+
+@contextmanager
+def channels_over_gloo() -> Iterator[None]:
+    """Trainers that start in it send their messages over channels."""
+    factory = parallel_strategy.group_factory
+    parallel_strategy.group_factory = ChannelsOverGloo
+    try:
+        yield
+    finally:
+        parallel_strategy.group_factory = factory
+
+
 class FakeGroups(GroupFactory):
-    """Makes fake groups. Needs a `fake_world`."""
+    """Makes fake groups, and records them. Needs a `fake_world`."""
 
     is_native = True
 

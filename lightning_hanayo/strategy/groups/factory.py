@@ -7,8 +7,10 @@ Two kinds: control groups carry tensors of the CPU and Python objects, always ov
 the run's device. On a CPU they are two groups, too: messages of the one have tags that mean others in the other.
 """
 
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from typing_extensions import override
 
 Partition = tuple[tuple[int, ...], ...]
 """the groups of ranks into which the world is divided: each rank is in one of them"""
@@ -40,6 +43,10 @@ CUBE = GroupSettings("cube", high_priority=True)
 """The next product waits for these collectives."""
 DATA = GroupSettings("data")
 """Gradients are reduced while the backward goes on, which comes first."""
+
+
+ABORT_WITHIN = 10.0
+"""seconds after which a rank that has failed goes on, whether or not its groups have ended"""
 
 
 class GroupFactory(ABC):
@@ -75,9 +82,20 @@ class GroupFactory(ABC):
         return self._new_tensors(partition, CHANNEL)
 
     def abort(self) -> None:
-        """End what is under way in native groups, without other ranks, in any thread. They can't be used afterwards."""
-        for group in self._tensor_groups if self.is_native else ():
-            group._get_backend(self.device).abort()
+        """After a failure: end what is under way in native groups, which can't be used afterwards. From any thread.
+
+        All at once: to abort one communicator may wait for the device, where kernels of the others wait for messages
+        that never come (https://github.com/pytorch/pytorch/issues/119797).
+        """
+        threads = [threading.Thread(target=group.abort, daemon=True) for group in self._native_groups()]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + ABORT_WITHIN
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _native_groups(self) -> Sequence[dist.ProcessGroup]:
+        return self._tensor_groups if self.is_native else ()
 
     @abstractmethod
     def _make_control(self, partition: Partition) -> dist.ProcessGroup: ...
@@ -114,9 +132,11 @@ class GlooGroups(GroupFactory):
         super().__init__(device, timeout)
         self._make = GroupMaker()
 
+    @override
     def _make_control(self, partition: Partition) -> dist.ProcessGroup:
         return self._make(partition, "gloo", "control", self.timeout)
 
+    @override
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
         return self._make(partition, "gloo", settings.name, self.timeout)
 

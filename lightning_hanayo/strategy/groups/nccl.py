@@ -8,12 +8,14 @@ world (cpu:gloo, cuda:nccl, bound to this rank's device)
 torch's `split_group` splits all backends of the parent, so the parent is a group over NCCL alone.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Backend
+from typing_extensions import override
 
 from lightning_hanayo.strategy.groups.factory import (
     DATA,
@@ -52,6 +54,11 @@ class NativeGroups(GroupFactory):
         self._make = GroupMaker()
         self._parent = self._make_parent() if _can_split(device) else None
 
+    @override
+    def _native_groups(self) -> Sequence[dist.ProcessGroup]:
+        world = dist.group.WORLD  # has a communicator, too: barriers and decisions of all ranks use it
+        return self._tensor_groups if world is None else [world, *self._tensor_groups]
+
     def _make_parent(self) -> dist.ProcessGroup:
         parent: dist.ProcessGroup = dist.new_group(
             backend=self._backend,
@@ -62,9 +69,11 @@ class NativeGroups(GroupFactory):
         self._tensor_groups.append(parent)
         return parent
 
+    @override
     def _make_control(self, partition: Partition) -> dist.ProcessGroup:
         return self._make(partition, "gloo", "control", self.timeout)
 
+    @override
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
         options = nccl_options(settings) if self._backend == _NCCL else None
         group: dist.ProcessGroup | None

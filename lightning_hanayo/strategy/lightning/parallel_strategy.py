@@ -1,5 +1,6 @@
 """The strategy's base class: ranks, launcher, process group, collectives and precision plugin, as Lightning asks."""
 
+import atexit
 import sys
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
-from lightning_hanayo.strategy.failure import leave_group, store_after_failure
+from lightning_hanayo.strategy.failure import leave_at_exit, leave_group, store_after_failure
 from lightning_hanayo.strategy.groups.nccl import backend_for, group_factory
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.options import Options
@@ -211,11 +212,19 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             factory = group_factory(self.root_device, self.options.timeout)
             shares = self.options.cube_outside == "share"
             self._groups = ProcessGroups.create(self.topology, self.global_rank, factory, shares_samples=shares)
+            if factory.is_native and not joined_before:
+                atexit.register(leave_at_exit)
+
+    def abort_transfers(self) -> None:
+        """After a failure: end what this rank's device waits for."""
+        if self._groups is not None:
+            self._groups.factory.abort()
 
     def disconnect_processes(self) -> None:
-        """Leave the process group without waiting for other ranks."""
+        """After a failure: leave the process group without waiting for other ranks."""
+        aborts = self._groups is not None and self._groups.factory.is_native
         self._groups = None
-        leave_group(self._address)
+        leave_group(self._address, aborts=aborts)
 
     @property
     def _address(self) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """The loopback transport: all ranks are threads of one process. It copies buffers, as a real transport does."""
 
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -58,6 +59,10 @@ class LoopbackTransport(Transport):
         self.rank = rank
         self.num_ranks = hub.num_ranks
         self.device = torch.device("cpu")
+
+    def running(self) -> AbstractContextManager[None]:
+        """What the rank's thread runs in."""
+        return nullcontext()
 
     @override
     def close(self) -> None:

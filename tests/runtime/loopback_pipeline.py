@@ -48,7 +48,7 @@ def run_in_threads(functions: Sequence[Callable[[], None]]) -> None:
 class LoopbackPipeline:
     """Runs `schedule` over the blocks of a model that all ranks share."""
 
-    def __init__(self, blocks: Sequence[nn.Module], schedule: Schedule) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], schedule: Schedule, hub: Hub | None = None) -> None:
         self.schedule = with_loss_stage(schedule)
         self.blocks = list(blocks)
         num_stages = self.schedule.num_stages - self.schedule.loss_stage
@@ -60,7 +60,8 @@ class LoopbackPipeline:
         self.reduced: list[int] = []
         self.user = UserStep(self.blocks, len(self.runs[0]), "blocks")
         stages = self._stages()
-        self.transports = Hub(self.schedule.num_ranks, timeout=real_seconds(30)).transports()
+        hub = hub or Hub(self.schedule.num_ranks, timeout=real_seconds(30))
+        self.transports = hub.transports()
         self.engines = [
             Engine(
                 {stage: stages[stage] for stage in self.schedule.stages_of(rank)},
@@ -93,7 +94,7 @@ class LoopbackPipeline:
         batch = Batch(signature, step=step, loss_weights=weights)
 
         def run(rank: int, engine: Engine) -> None:
-            with context():
+            with context(), self.transports[rank].running():
                 engine.begin_batch()
                 engine.run(Program.from_schedule(schedule, rank), batch)
                 engine.end_batch()

@@ -10,6 +10,7 @@ rank used and another did not gets the sum on both. A parameter that no rank use
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -93,8 +94,10 @@ def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> _Buc
             counts[i].zero_()  # on the device: copying a list of numbers there would wait
     taken: set[int] = set()
     sums = [_summand(parameter, taken) for parameter in parameters]
-    together = [total for total in sums if not _is_reduced_alone(total)]
-    works = [group.allreduce([total]) for total in sums if _is_reduced_alone(total)]
+    # NCCL reduces any number of tensors in place in one launch.
+    large = LARGE if dist.get_backend(group) == "gloo" else inf
+    together = [total for total in sums if total.nbytes < large]
+    works = [group.allreduce([total]) for total in sums if total.nbytes >= large]
     return _Bucket(parameters, sums, counts, [*works, group.allreduce_coalesced([counts, *together])])
 
 
@@ -111,8 +114,3 @@ def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
         gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
     taken.add(memory)
     return gradient
-
-
-def _is_reduced_alone(total: Tensor) -> bool:
-    """Whether it gets its own all-reduce. NCCL reduces any number of tensors in place in one launch."""
-    return total.nbytes >= LARGE and not total.is_cuda

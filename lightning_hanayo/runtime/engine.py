@@ -51,8 +51,7 @@ class Engine:
             if isinstance(step, Compute):
                 self._compute(step, batch)
             elif isinstance(step, Communicate):
-                sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
-                self.channel.start_transfers(sends, step.receives)
+                self._communicate(step)
             elif batch.reduce_gradients:
                 self._copy_waiting_gradients()
                 self.reduce_gradients(step.stage)
@@ -63,6 +62,10 @@ class Engine:
         """Called after the programs of each batch."""
         for stage in self.stages.values():
             stage.end_batch()
+
+    def _communicate(self, step: Communicate) -> None:
+        sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
+        self.channel.start_transfers(sends, step.receives)
 
     def _copy_waiting_gradients(self) -> None:
         """Copy gradients that wait here for their stage: one may also be a parameter's (`x + p`), reduced in place."""

@@ -1,4 +1,4 @@
-"""The boundary of a stage's autograd graph: where it begins, its backward, and which nodes and leaves it reaches."""
+"""The boundary of a stage's autograd graph: where it begins and ends, its backward, and what it reaches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from lightning_hanayo.runtime.comm.message import Message
 
@@ -70,7 +70,20 @@ def alias(leaf: Tensor) -> Tensor:
     return _unsafe_view(leaf, leaf.shape)  # type: ignore[no-any-return]
 
 
-def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False) -> None:
+def edges_of(outputs: Iterable[Tensor]) -> list[GradientEdge]:
+    """Where the gradients of `outputs`, which all require one, enter the graph. They keep the graph, not the outputs.
+
+    A view has a node of its own, which saves sizes only. `get_gradient_edge` takes the node of the output itself: of an
+    `autograd.Function` torch 2.10's edge doesn't own the graph.
+    """
+    with torch.enable_grad():
+        nodes = [output.view_as(output).grad_fn for output in outputs]
+    return [GradientEdge(node, 0) for node in nodes if node is not None]
+
+
+def run_backward(
+    outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
+) -> None:
     """Run autograd's backward from the `outputs` that have a gradient."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
     if not pairs:
@@ -105,12 +118,19 @@ def nodes_of(tensors: Iterable[Tensor]) -> set[Node]:
     return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
 
 
-def reachable(roots: Iterable[Tensor], stop: Iterable[Node] = ()) -> tuple[set[Node], set[Tensor]]:
+def reachable(roots: Iterable[Tensor | GradientEdge], stop: Iterable[Node] = ()) -> tuple[set[Node], set[Tensor]]:
     """The nodes and the leaves that the graph of `roots` reaches without passing through `stop`."""
     seen: set[Node] = set(stop)
     nodes: set[Node] = set()
-    leaves: set[Tensor] = {t for t in roots if t.requires_grad and t.grad_fn is None}
-    waiting = [t.grad_fn for t in roots if t.grad_fn is not None]
+    leaves: set[Tensor] = set()
+    waiting: list[Node] = []
+    for root in roots:
+        if isinstance(root, GradientEdge):
+            waiting.append(root.node)
+        elif root.grad_fn is not None:
+            waiting.append(root.grad_fn)
+        elif root.requires_grad:
+            leaves.add(root)
     while waiting:
         node = waiting.pop()
         if node in seen:

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_number
+from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_number, edges_of
 from lightning_hanayo.runtime.capture.around_stack.cache_argument import cache_for
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
 from lightning_hanayo.runtime.capture.forward_patch import randomness_of, run_block, run_original
@@ -69,8 +70,8 @@ class BlockTracer:
         """autograd's sequence number at the last suspension: older nodes in the loss's graph belong to earlier code"""
         self.delivered: tuple[Any, ...] = ()
         """what the carriers have given to the step"""
-        self.sent: list[Tensor] = []
-        """the tensors with a gradient that the stack has got from the step"""
+        self.sent: list[GradientEdge] = []
+        """where the gradients of the tensors enter that the stack has got from the step"""
         self.received: list[Any] = []
         """what the step has got from the stack: trees"""
         self._carriers = carriers
@@ -97,14 +98,20 @@ class BlockTracer:
         """Whether the step has called no block yet, or the whole stack."""
         return self.num_called in (0, len(self._index_of))
 
-    @property
-    def message(self) -> Message:
-        """The recorded calls, the output of the blocks before them, and what is carried. Valid during a suspension."""
+    def take_message(self) -> Message:
+        """The recorded calls, the output of the blocks before them, and what is carried.
+
+        Called once during each suspension: the tensors are kept here no longer, so that they go when they are sent.
+        """
         recorded = tuple(self._call_of_block)
         output = NO_OUTPUT if recorded else self._flattener.flatten(self._output, "the output of a block")
         carried = self._flattener.flatten(self._trees, "what the step stores")
         tensors = tuple(self._flattener.tensors)
-        return StageInput(output, tuple(self._calls), recorded, tensors, carried=carried).message
+        message = StageInput(output, tuple(self._calls), recorded, tensors, carried=carried).message
+        self.sent += edges_of(message.differentiable)
+        self._forget_calls()
+        self._output, self._trees = None, ()
+        return message
 
     def on_call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a block's call by user code; return its output, a proxy, or the output of the stack.
@@ -141,7 +148,6 @@ class BlockTracer:
             self._record(index, args, kwargs)
             if index == 0:
                 self._output = self._suspend()
-                self._forget_calls()
             output = proxies_like(self._output, self._first_number + index)
         if self.num_called < len(self._index_of):
             return output

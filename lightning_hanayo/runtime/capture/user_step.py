@@ -115,7 +115,7 @@ class UserStep:
             raise UnsupportedError(
                 f"{found}, where a pass {'with' if expected else 'without'} gradients is expected{SAME_PASSES}"
             )
-        return _message(self._under_way[microbatch][1])
+        return self._under_way[microbatch][1].take_message()
 
     def check_ended(self, batch: Batch, microbatch: int) -> None:
         """Check that the step has made all of its passes.
@@ -187,7 +187,7 @@ class UserStep:
         self._enter(batch, None)
         self._dry_runs[microbatch] = self._start(batch, batch.dry_run_step, microbatch, NO_CARRIERS)
         self.carriers.undo()
-        return _message(self._dry_runs[microbatch][1])
+        return self._dry_runs[microbatch][1].take_message()
 
     def finish_dry_run(self, batch: Batch, microbatch: int, output: Any) -> Message:
         """Like `run_to_last_block`; then unwind the dry run."""
@@ -252,7 +252,7 @@ class UserStep:
         with self._user_code(batch):
             call.resume(first_output)
         self._check_suspended(call, tracer)
-        return _message(tracer)
+        return tracer.take_message()
 
     def _check_suspended(self, call: SuspendedCall, tracer: BlockTracer) -> None:
         if call.done:
@@ -270,13 +270,6 @@ class UserStep:
                 f"the step ended after {tracer.num_called} of the {len(self.blocks)} blocks of {self.name}; "
                 f"a pipeline runs whole passes through the stack, at least one for each micro-batch."
             )
-
-
-def _message(tracer: BlockTracer) -> Message:
-    """What a suspended step sends."""
-    message = tracer.message
-    tracer.sent += message.differentiable
-    return message
 
 
 def _run_step(function: StepFunction, microbatch: int) -> Any:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from lightning_hanayo.runtime.autograd import graph_boundary
@@ -88,13 +89,14 @@ class MiddleStage(Stage):
         self.hooks.before_forward(stage_input.sequence_length)
         made = stage_input.run(self.blocks, self.carriers).message
         if torch.is_grad_enabled():
-            self._under_way[microbatch].append((inputs, made.differentiable, stage_input.sequence_length))
+            outputs = graph_boundary.edges_of(made.differentiable)
+            self._under_way[microbatch].append((inputs, outputs, stage_input.sequence_length))
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
         assert received is not None
-        under_way: tuple[DetachedInputs, list[Tensor], int] = self._under_way[microbatch].pop()
+        under_way: tuple[DetachedInputs, list[GradientEdge], int] = self._under_way[microbatch].pop()
         inputs, outputs, sequence_length = under_way
         self.hooks.before_backward(sequence_length)
         graph_boundary.run_backward(outputs, unpack_gradients(received))

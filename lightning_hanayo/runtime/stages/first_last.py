@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
@@ -46,13 +46,13 @@ class FirstStage(Stage):
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
         made = self.user.begin_pass(batch, microbatch)
         if torch.is_grad_enabled():
-            self._under_way[microbatch].append(made.differentiable)
+            self._under_way[microbatch].append(graph_boundary.edges_of(made.differentiable))
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
-        outputs: list[Tensor] = self._under_way[microbatch].pop()
+        outputs: list[GradientEdge] = self._under_way[microbatch].pop()
         gradients, keeps = unpack_gradients(received), self._has_earlier_pass(microbatch)
         self.tied.first_stage_backward(
             microbatch, lambda: graph_boundary.run_backward(outputs, gradients, retain_graph=keeps)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from typing_extensions import override
 
 from lightning_hanayo.runtime.autograd import graph_boundary
@@ -51,13 +52,13 @@ class TensorParallelFirstStage(FirstStage):
         others = replace(others, sequence_length=length).after([first.output], 0, trees)
         made = others.run(self.blocks[1:], self.carriers).message
         if torch.is_grad_enabled():
-            self._under_way[microbatch].append((calls.cut, made.differentiable, length))
+            self._under_way[microbatch].append((calls.cut, graph_boundary.edges_of(made.differentiable), length))
         return made
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
-        under_way: tuple[GraphCut, list[Tensor], int] = self._under_way[microbatch].pop()
+        under_way: tuple[GraphCut, list[GradientEdge], int] = self._under_way[microbatch].pop()
         cut, outputs, sequence_length = under_way
         self.hooks.before_backward(sequence_length)
         graph_boundary.run_backward(outputs, unpack_gradients(received))

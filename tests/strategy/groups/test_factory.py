@@ -69,6 +69,7 @@ def two_partitions(extra: bool) -> tuple[list[int], float, bool]:
     total = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(total, group=column)
     made_once = factory.control(rows) is row and factory.tensors(rows, DATA) is not row
+    dist.barrier()  # a rank that ended now would close connections that others are still making
     return dist.get_process_group_ranks(row), float(total), made_once
 
 

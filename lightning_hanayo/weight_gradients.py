@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -39,3 +40,8 @@ class WeightGradients(Protocol):
 
     def put(self, parameter: "Tensor", compute: ComputeGradient, *operands: "Tensor") -> None:
         """Keep a computation whose result is to be added to `parameter.grad`. The operands must have no graph."""
+
+
+def gradient_dtype(parameter: "Tensor") -> "torch.dtype":
+    """The dtype of its `.grad`: its own, unless gradients in bf16 or fp16 are added up in fp32."""
+    return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype

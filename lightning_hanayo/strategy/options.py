@@ -40,6 +40,7 @@ class Options:
     split_batch: SplitFunction | None
     whole: Sequence[str]
     init_from: str | Path | Mapping[str, str | Path] | None
+    master_weights: Literal["fp32"] | None
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches"):
@@ -56,6 +57,8 @@ class Options:
         if self.cube_pieces < 1:
             raise HanayoError(f"cube_pieces={self.cube_pieces}: expected a whole number from 1 on")
         self._choice("cube_memory", ("gathered", "shards"))
+        if self.master_weights is not None:
+            self._choice("master_weights", ("fp32",))
         sizes: tuple[Any, ...] = (self.cube,) * 3 if isinstance(self.cube, int) else tuple(self.cube)
         if len(sizes) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
             raise HanayoError(f"cube={self.cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")

@@ -1,7 +1,7 @@
 """One run of the Trainer on one rank: connections to other ranks, the pipeline, and what is changed for the run."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partition import after_run
@@ -58,6 +59,7 @@ from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.user_code.merge_collected import warn_of_parts
 from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
+from lightning_hanayo.strategy.whole_model.master_weights import MasterWeights
 from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
 from lightning_hanayo.topology import Topology
 
@@ -95,6 +97,7 @@ class Session:
         self.collectives = connect_collectives(self.guard, groups, self.failures, topology.world_size, cube_size=shared)
         self._raw = raw_collectives.Run(self.collectives, topology.pipe, prod(topology.cube))
         self.cube: Cube | None = None
+        self._master_weights: MasterWeights | None = None
         self._is_open = True
         self._released: list[nn.Parameter] = []
         """what was guarded after the run before this one"""
@@ -203,6 +206,14 @@ class Session:
         self._released = []
         return PreparedModel()
 
+    def use_master_weights(self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]) -> None:
+        """Let the optimizers update fp32 copies of the parameters. Called by all ranks, once the model is set up."""
+        self._master_weights = MasterWeights(module.parameters(), optimizers)
+
+    def master_values(self) -> AbstractContextManager[None]:
+        """Inside it, parameters have the values that the optimizer updates."""
+        return nullcontext() if self._master_weights is None else self._master_weights.in_use()
+
     @contextmanager
     def agreeing_on_gradients(self, hook: str) -> Iterator[None]:
         """Inside it, a hook may remove gradients: on all ranks that hold shards of them, and then on all or none."""
@@ -235,7 +246,7 @@ class Session:
         self._is_open = False
         self.failures.stop()
         self.attributes.restore()
-        self._stop_norms()
+        self._stop_whole_model()
         for relay in self._relays:
             relay.finish()
         if self._pipeline is not None:
@@ -253,7 +264,7 @@ class Session:
         self.collectives.forget()
         self.failures.stop()
         self.attributes.restore()
-        self._stop_norms()
+        self._stop_whole_model()
         if self._pipeline is not None:
             self._pipeline.abandon()
             restore_forwards(self._pipeline)
@@ -267,7 +278,10 @@ class Session:
         if self.cube is not None:
             self.cube.close()
 
-    def _stop_norms(self) -> None:
+    def _stop_whole_model(self) -> None:
+        if self._master_weights is not None:
+            self._master_weights.close()
+            self._master_weights = None
         raw_collectives.stop(self._raw)
         if self._norms is not None:
             norm_functions.stop(self._norms)

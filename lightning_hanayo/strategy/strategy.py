@@ -104,6 +104,9 @@ class HanayoStrategy(MeshParallelStrategy):
             `save_pretrained` of transformers writes it. The model's first values come from there; each rank reads only
             its own. Build the model in `configure_model`: it has no values until they are read. A dictionary gives
             folders by the names of the modules that they are for.
+        master_weights: "fp32": parameters in bf16 or fp16 (`precision="bf16-true"`) get fp32 gradients, in which
+            micro-batches and ranks are added up, and fp32 master weights, which the optimizer updates and checkpoints
+            hold: with Adam 18 bytes per parameter instead of 8. None: all have the parameters' dtype, as in a Trainer.
 
     Raises:
         HanayoError: a bad value, or sizes that don't multiply to the number of processes; before any of them starts.
@@ -135,6 +138,7 @@ class HanayoStrategy(MeshParallelStrategy):
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         whole: Sequence[str] = (),
         init_from: str | Path | Mapping[str, str | Path] | None = None,
+        master_weights: Literal["fp32"] | None = None,
     ) -> None:
         arguments = locals() | {"costs": costs_from(costs)}
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
@@ -208,13 +212,16 @@ class HanayoStrategy(MeshParallelStrategy):
         self.setup_precision_plugin()
         if fits:
             move_optimizers(self.optimizers, self.root_device)
+            if self.options.master_weights is not None:
+                self.session.use_master_weights(self.module, self.optimizers)
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether setup gives the model its first values, which a checkpoint replaces. Asked before and after it."""
         is_empty = self.lightning_module is not None and is_deferred(self.lightning_module)
-        return self._restores_late or is_empty or self.options.init_from is not None
+        options = self.options
+        return self._restores_late or is_empty or options.init_from is not None or options.master_weights is not None
 
     @contextmanager
     @override
@@ -367,7 +374,7 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module, session = self.module, self._session
-        with self._unguarded():
+        with self._unguarded(), self._master_values():
             self._prepared_module.check(module)
             if session is None or not session.has_pipeline or self.data_rank > 0:  # one pipeline writes the checkpoint
                 return module.state_dict()
@@ -387,14 +394,19 @@ class HanayoStrategy(MeshParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.options.init_from is not None:
             rank_zero_info("The checkpoint's values replace those of init_from.")
-        with self._unguarded():
+        with self._unguarded(), self._master_values():
             load_module_state(self.module, checkpoint["state_dict"], self._prepared_module.cube, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer_state(optimizer, state, self._prepared_module.cube)
+        with self._master_values():  # torch casts states to the parameters' dtype
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                load_optimizer_state(optimizer, state, self._prepared_module.cube)
         move_optimizers(self.optimizers, self.root_device)
+
+    def _master_values(self) -> AbstractContextManager[None]:
+        """Inside it, parameters have the values that the optimizer updates."""
+        return nullcontext() if self._session is None else self._session.master_values()
 
     # end
 

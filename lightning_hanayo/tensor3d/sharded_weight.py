@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
-from lightning_hanayo.weight_gradients import WeightGradients
+from lightning_hanayo.weight_gradients import WeightGradients, gradient_dtype
 
 _MAX_PREFETCHED = 2
 """weights that are gathered before their products need them"""
@@ -62,16 +62,22 @@ class StoredWeight:
             return stored
         return pad(stored, (0, columns - stored.shape[1], 0, rows - stored.shape[0]))
 
+    def to_add_up(self, gradient: Tensor) -> Tensor:
+        """A gradient in the dtype in which ranks add it up: its own, unless `.grad` is in fp32 for a weight in bf16."""
+        dtype = gradient_dtype(self.parameter)
+        return gradient if dtype is self.parameter.dtype else gradient.to(dtype)
+
     def as_stored(self, gradient: Tensor) -> Tensor:
-        """This rank's rows of a gradient as the parameter is stored: without padding, in its dtype and strides."""
+        """This rank's rows of a gradient as the parameter's `.grad`: without padding, in its dtype and strides."""
         stored = self.parameter
         if self.transposed:
             gradient = gradient.t()
         if gradient.shape != stored.shape:
             gradient = gradient[: stored.shape[0], : stored.shape[1]]
-        if gradient.dtype is not stored.dtype:
-            gradient = gradient.to(stored.dtype)
-        return gradient.contiguous() if gradient.numel() else torch.empty_like(stored)
+        dtype = gradient_dtype(stored)
+        if gradient.dtype is not dtype:
+            gradient = gradient.to(dtype)
+        return gradient.contiguous() if gradient.numel() else torch.empty_like(stored, dtype=dtype)
 
 
 class ShardedWeight:
@@ -154,6 +160,7 @@ class ShardedWeight:
         parts, size = self.split(gradients, 0), self._axis.size
         if size == 1:
             return Pending.done(self._as_stored(parts))
+        parts = [own.to_add_up(one) for own, one in zip(self.parts, parts, strict=True)]
         parts = [pad(one, (0, 0, 0, -len(one) % size)) if len(one) % size else one for one in parts]
         pending = self._axis.reduce_scatter_each([one.view(size, -1, one.shape[1]) for one in parts])
         return Pending(None, lambda: self._as_stored(pending.wait()))
@@ -181,7 +188,8 @@ class ShardedWeight:
             if part.rows is None:
                 stored[part.parameter] = part.as_stored(gradient)
                 continue
-            whole = stored.setdefault(part.parameter, torch.zeros_like(part.parameter))
+            dtype = gradient_dtype(part.parameter)
+            whole = stored.setdefault(part.parameter, torch.zeros_like(part.parameter, dtype=dtype))
             whole[part.rows] = gradient[:, : whole.shape[1]]
         return list(stored.values())
 

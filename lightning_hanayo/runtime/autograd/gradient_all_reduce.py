@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hanayo.weight_gradients import gradient_dtype
+
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]
 
 LARGE = 2**18
@@ -65,8 +67,8 @@ class GradientAllReduce:
         Called by all data ranks, for their stages in the same order.
         """
         for group, trained in self._groups[stage].items():
-            ordered = sorted((p for p in trained if p.requires_grad), key=lambda p: str(p.dtype))
-            for _, parameters in groupby(ordered, key=lambda p: p.dtype):
+            ordered = sorted((p for p in trained if p.requires_grad), key=lambda p: str(gradient_dtype(p)))
+            for _, parameters in groupby(ordered, key=gradient_dtype):
                 self._under_way.append(_start(list(parameters), group))
 
     def finish(self) -> None:
@@ -88,7 +90,7 @@ class GradientAllReduce:
 
 
 def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> _Bucket:
-    counts = parameters[0].new_ones(len(parameters))
+    counts = parameters[0].new_ones(len(parameters), dtype=gradient_dtype(parameters[0]))
     for i, parameter in enumerate(parameters):
         if parameter.grad is None:
             counts[i].zero_()  # on the device: copying a list of numbers there would wait
@@ -108,9 +110,9 @@ def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
     """
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros_like(parameter)
+        return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     memory = gradient.untyped_storage().data_ptr()
     if gradient.stride() != parameter.stride() or memory in taken:
-        gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        gradient = parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
     taken.add(memory)
     return gradient

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_hanayo.weight_gradients import ComputeGradient, PendingGradient
+from lightning_hanayo.weight_gradients import ComputeGradient, PendingGradient, gradient_dtype
 
 _Computations = list[tuple[ComputeGradient, tuple[Tensor, ...]]]
 _Gradients = list[Tensor | PendingGradient]
@@ -70,14 +70,20 @@ class WeightGradientQueue:
 
 
 def accumulate(parameter: Tensor, gradients: _Gradients) -> None:
-    """Add the sum of `gradients` to `parameter.grad`, in the parameter's dtype. Sums in the gradients' own dtype."""
+    """Add the sum of `gradients` to `parameter.grad`, in its dtype. The sum is in the gradients' own dtype.
+
+    Only where `.grad` has another dtype than the parameter, each gradient is cast before the sum, as autograd does it.
+    """
+    dtype = gradient_dtype(parameter)
     total: Tensor | None = None
     for gradient in gradients:
         gradient = gradient if isinstance(gradient, Tensor) else gradient.wait()
+        if dtype is not parameter.dtype:
+            gradient = gradient.to(dtype)
         total = gradient if total is None else total + gradient
     assert total is not None
-    if total.dtype is not parameter.dtype:
-        total = total.to(parameter.dtype)
+    if total.dtype is not dtype:
+        total = total.to(dtype)
     if (before := parameter.grad) is None:
         parameter.grad = total
     else:

@@ -21,6 +21,7 @@ from lightning_hanayo.partition.ownership import Placeholder
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.strategy.process_groups import ProcessGroups
 from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.weight_gradients import gradient_dtype
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class FullParameters:
     def _new_leaf(self, parameter: nn.Parameter, whole: Tensor, *, is_everywhere: bool) -> Tensor:
         self._leaves[parameter] = _Leaf(parameter, whole, is_everywhere)
         if parameter.requires_grad and torch.is_grad_enabled():
+            whole.grad_dtype = gradient_dtype(parameter)
             whole.requires_grad_().register_hook(partial(self._check_is_new, self._names[parameter], self._batch))
         return whole
 
@@ -182,7 +184,9 @@ class FullParameters:
         owner = self._owners[self._names[leaf.parameter]]
         if self._pipe_rank not in (0, owner):
             return
-        gradient = leaf.whole.grad if leaf.whole.grad is not None else torch.zeros_like(leaf.whole)
+        gradient = leaf.whole.grad
+        if gradient is None:
+            gradient = torch.zeros_like(leaf.whole, dtype=gradient_dtype(leaf.parameter))
         if self._pipe_rank == 0:
             gradient = self._sum_over_cube(gradient.contiguous())
         if owner != 0:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialValues, plain_alias
 from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.weight_gradients import gradient_dtype
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class GradientNorms:
     ) -> Mapping[Tensor, Tensor]:
         """The norm of each parameter that has a gradient on some rank, other ranks' placeholders included."""
         norms = self.each(gradients, norm_type, foreach=foreach)
-        return {self._parameters[i]: norm.to(self._device, self._parameters[i].dtype) for i, norm in norms}
+        return {self._parameters[i]: norm.to(self._device, gradient_dtype(self._parameters[i])) for i, norm in norms}
 
     def each(
         self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None
@@ -149,7 +150,7 @@ class GradientNorms:
         found = sorted(present.nonzero().flatten().tolist(), key=lambda i: (places[i], i))
         if not found:
             return []
-        dtype = reduce(torch.promote_types, {self._parameters[i].dtype for i in found})
+        dtype = reduce(torch.promote_types, {gradient_dtype(self._parameters[i]) for i in found})
         return [(i, norms[i].to(dtype)) for i in found for _ in range(round(counts[i]))]
 
     def _by_memory(self) -> dict[tuple[int, int], int]:

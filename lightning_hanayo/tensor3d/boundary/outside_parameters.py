@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_hanayo.tensor3d.collectives import padded, split_dim
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard
+from lightning_hanayo.weight_gradients import gradient_dtype
 
 BUCKET_BYTES = 2**25
 """how much of whole parameters one collective takes together; a larger parameter has one of its own"""
@@ -112,7 +113,7 @@ class OutsideParameters:
         for parameter in bucket:
             gradient = gradients.pop(parameter)
             if gradient is None:
-                gradient = parameter.new_zeros(self.shards[parameter].shape)
+                gradient = parameter.new_zeros(self.shards[parameter].shape, dtype=gradient_dtype(parameter))
             rows.append(split_dim(gradient, size, 0).flatten(1))
             del gradient
         counts, joined = [row.shape[1] for row in rows], _joined(rows, 1)

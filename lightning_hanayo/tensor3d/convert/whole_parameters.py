@@ -36,6 +36,7 @@ from lightning_hanayo.tensor3d.layers.linear import ShardedLinear
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.sharding import Shard, all_gather_whole, reduce_scatter_whole
 from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.weight_gradients import gradient_dtype
 
 _ORIGINAL = "_forward_with_parts"
 _ALIASES = ("data", "detach")
@@ -233,10 +234,10 @@ def _alias(part: Any, parameter: nn.Parameter | None, source: "_Source | None") 
 class _GatherWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, shard: Shard, mesh: Mesh) -> Tensor:
-        ctx.shard, ctx.mesh = shard, mesh
+        ctx.shard, ctx.mesh, ctx.dtype = shard, mesh, gradient_dtype(part)
         return all_gather_whole(part, shard, mesh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scatter_whole(gradient, ctx.shard, ctx.mesh), None, None
+        return reduce_scatter_whole(gradient.to(ctx.dtype), ctx.shard, ctx.mesh), None, None

@@ -123,7 +123,7 @@ def check_scaled(pool: Pool, layout: Layout, *how: Any) -> None:
         assert (ours.weights[name] - expected).abs().max() <= 3e-3, name
 
 
-@pytest.mark.parametrize("layout", covered(SCALED, by=FEW), ids=str)
+@pytest.mark.parametrize("layout", covered(SCALED, by=FEW[:1]), ids=str)
 def test_an_infinity_on_one_rank_skips_the_step_on_all(pool: Pool, layout: Layout) -> None:
     check_scaled(pool, layout, Descent, None, 1)
 
@@ -135,7 +135,7 @@ WAYS: list[Any] = [(Descent, 0.1, 1), (Descent, None, 3), (FusedDescent, None, 1
     ("model", "clip", "accumulate", "layout"),
     covered(
         [(model, clip, n, layout) for model, clip, n in WAYS for layout in FEW],
-        by=[(*way, layout) for way, layout in zip(WAYS, FEW, strict=True)],
+        by=[(*WAYS[1], FEW[1]), (*WAYS[2], FEW[2])],
     ),
     ids=str,
 )

@@ -1,0 +1,122 @@
+"""fp32 gradients, and fp32 master weights for the optimizer, of parameters in bf16 or fp16.
+
+    forward, backward     p.data  bf16          p.grad  fp32: each micro-batch's gradient is cast, then added
+    reductions, clipping                        p.grad  fp32
+    optimizer.step()      p.data  fp32 master   p.grad  fp32: any optimizer finds fp32 parameters, and makes fp32 states
+    afterwards            p.data  bf16, rounded from the master
+
+The `Parameter` objects stay, so optimizers, param groups, schedulers and checkpoints need know nothing of it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hanayo.errors import HanayoError, UnsupportedError
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class MasterWeights:
+    """The master weights of one rank, for one run.
+
+    Args:
+        parameters: all of the module's, other ranks' placeholders included.
+        optimizers: whose parameters of this rank get master weights.
+
+    Raises:
+        HanayoError: no parameter is in bf16 or fp16.
+        UnsupportedError: an optimizer whose step can't be made to use them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        self._low = [parameter for parameter in parameters if parameter.dtype in _LOW]
+        self._optimizers = list(optimizers)
+        self._masters: dict[nn.Parameter, Tensor] = {}
+        self._replaced: dict[nn.Parameter, Tensor] = {}
+        if not self._low:
+            raise HanayoError(
+                "master_weights='fp32' is for parameters in bf16 or fp16, but the module has none. Set "
+                "Trainer(precision='bf16-true'), or leave it out: with 'bf16-mixed' the parameters are in fp32 already."
+            )
+        for parameter in self._low:
+            parameter.grad, parameter.grad_dtype = None, torch.float32
+        self._hooks = [handle for optimizer in self._optimizers for handle in self._attach(optimizer)]
+        with self.in_use():
+            pass  # makes them now, so that a lack of memory shows before the first batch
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside it, the parameters have the master weights' values, and what is written into them is kept."""
+        self._put_in()
+        try:
+            yield
+        finally:
+            self._take_out()
+
+    def close(self) -> None:
+        """The run has ended: gradients have their parameters' dtype again."""
+        self._take_out()
+        for handle in self._hooks:
+            handle.remove()
+        for parameter in self._low:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        self._masters.clear()
+
+    def _attach(self, optimizer: Optimizer) -> list[Any]:
+        """Let the optimizer's steps use the master weights. States that it has made already become fp32."""
+        if isinstance(optimizer, LBFGS) or not isinstance(optimizer, Optimizer):
+            raise UnsupportedError(
+                f"master_weights='fp32' can't be used with {type(optimizer).__name__}, which runs the closure several "
+                f"times in a step, or isn't a torch.optim.Optimizer. Use AdamW, say, or leave the option out."
+            )
+        for state in optimizer.state.values():
+            state.update({name: _wide(value) for name, value in state.items()})
+        return [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: self._take_out()),
+        ]
+
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the closure first, as it runs forward and backward, for which the parameters have to be in bf16."""
+        optimizer, *positional = args
+        closure: Callable[[], Any] | None = positional[0] if positional else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+            positional, kwargs = [lambda: result, *positional[1:]], {k: v for k, v in kwargs.items() if k != "closure"}
+        self._put_in()
+        return (optimizer, *positional), kwargs
+
+    def _put_in(self) -> None:
+        for parameter in self._own():
+            self._replaced[parameter] = parameter.data
+            parameter.data = self._take_master(parameter)
+
+    def _take_master(self, parameter: nn.Parameter) -> Tensor:
+        """Where a value was changed since it was rounded, such as by a hook, the new value is the master weight."""
+        low, master = parameter.data, self._masters.pop(parameter, None)
+        return low.float() if master is None else torch.where(master.to(low.dtype) == low, master, low)
+
+    def _take_out(self) -> None:
+        """Round the master weights into the memory that the parameters had, which layers may know."""
+        for parameter, low in self._replaced.items():
+            self._masters[parameter] = parameter.data
+            parameter.data = low.copy_(parameter.data)
+        self._replaced.clear()
+
+    def _own(self) -> Iterator[nn.Parameter]:
+        """The optimizers' parameters that this rank holds; param groups may have been added."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from (p for p in group["params"] if p.dtype in _LOW and not p.is_meta)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value

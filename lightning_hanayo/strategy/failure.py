@@ -47,20 +47,18 @@ _left: dict[tuple[str, int], tuple[Store, int]] = {}
 a failure. The process group belongs to the whole process, and so does this."""
 
 
-def leave_group(address: tuple[str, int], *, aborts: bool) -> None:
+def leave_group(address: tuple[str, int]) -> None:
     """After a failure: leave the process group without waiting for other ranks.
 
-    The store stays: rank 0 serves it to the others, and the next group of these processes meets there, too.
-
-    Args:
-        address: of the rendezvous.
-        aborts: whether groups are over NCCL. It would wait for its kernels, of which some wait for other ranks.
+    The store stays: rank 0 serves it to the others, and the next group of these processes meets there, too. NCCL
+    would wait for its kernels, of which some wait for other ranks, so all but gloo is aborted.
     """
     if dist.is_initialized():
         store, count = _left.get(address, (_get_default_store(), 0))
         _left.clear()
         _left[address] = store, count + 1
-        (_abort_process_group if aborts else dist.destroy_process_group)()
+        leave = dist.destroy_process_group if dist.get_backend() == "gloo" else _abort_process_group
+        leave()
 
 
 def leave_at_exit() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -64,6 +65,7 @@ class GroupFactory(ABC):
         self.device = device
         self.timeout = timeout
         self._tensor_groups: list[dist.ProcessGroup] = []
+        self._aborting, self._is_aborted = threading.Lock(), False
         self._made: dict[tuple[Literal["control", "tensors"], Partition], dist.ProcessGroup] = {}
 
     def control(self, partition: Partition) -> dist.ProcessGroup:
@@ -87,12 +89,16 @@ class GroupFactory(ABC):
         All at once: to abort one communicator may wait for the device, where kernels of the others wait for messages
         that never come (https://github.com/pytorch/pytorch/issues/119797).
         """
-        threads = [threading.Thread(target=group.abort, daemon=True) for group in self._native_groups()]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + ABORT_WITHIN
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._aborting:
+            if self._is_aborted:
+                return
+            self._is_aborted = True
+            threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in self._native_groups()]
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + ABORT_WITHIN
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _native_groups(self) -> Sequence[dist.ProcessGroup]:
         return self._tensor_groups if self.is_native else ()
@@ -121,6 +127,11 @@ class GroupFactory(ABC):
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # it took longer than a transfer may; the first error is shown, not its consequences
+        group.abort()
 
 
 class GlooGroups(GroupFactory):

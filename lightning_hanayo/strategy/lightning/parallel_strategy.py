@@ -222,9 +222,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
     def disconnect_processes(self) -> None:
         """After a failure: leave the process group without waiting for other ranks."""
-        aborts = self._groups is not None and self._groups.factory.is_native
         self._groups = None
-        leave_group(self._address, aborts=aborts)
+        leave_group(self._address)
 
     @property
     def _address(self) -> tuple[str, int]:

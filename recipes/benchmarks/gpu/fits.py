@@ -5,12 +5,12 @@ fit's thread     set-up    batch, step, batch, step, ...  waits in its data load
 """
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -86,6 +86,7 @@ class SteppedFit:
         self.loss = float("nan")
         """of the last step, once the fit has ended"""
         self._supply = _Supply(case, candidate, card, num_steps)
+        self._losses: deque[Tensor] = deque(maxlen=self._supply.pieces_per_step)
         self._error: Exception | None = None
         arguments = (case, candidate, card)
         self._thread = threading.Thread(target=self._fit, args=arguments, name=f"fit: {candidate.label}", daemon=True)
@@ -112,9 +113,10 @@ class SteppedFit:
     def _fit(self, case: Case, candidate: Candidate, card: Card) -> None:
         try:
             model = build(case.kind, case.sizes, case.sequence, card.device)
-            trainer = _trainer(candidate, card, _prepare(model, candidate, card))
+            callbacks = [_Losses(self._losses), *_prepare(model, candidate, card)]
+            trainer = _trainer(candidate, card, callbacks)
             trainer.fit(model, DataLoader(self._supply, batch_size=None))
-            self.loss = torch.stack(model.losses[-self._supply.pieces_per_step :]).mean().item()
+            self.loss = float(sum(self._losses))
         except Exception as error:
             if not self._supply.is_abandoned:
                 self._error = error
@@ -151,6 +153,17 @@ def _split(batch: Tensor | dict[str, Tensor], samples: int) -> list[Any]:
         return list(batch.split(samples))
     names, columns = batch.keys(), (tensor.split(samples) for tensor in batch.values())
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+class _Losses(Callback):
+    """Keeps the last losses. The plain Trainer has divided each by the number of micro-batches, so their sum counts."""
+
+    def __init__(self, losses: deque[Tensor]) -> None:
+        self._losses = losses
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._losses.append(outputs["loss"])
 
 
 class _StageRuns(Callback):

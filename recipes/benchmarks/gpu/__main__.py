@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("gpu", __doc__, picture="draw speeds, the host's work and the products")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
-    parser.add_argument("--rounds", type=whole, default=7, metavar="N", help="the median is shown (default 7)")
+    parser.add_argument("--rounds", type=whole, default=5, metavar="N", help="the median is shown (default 5)")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, which also run on a CPU: for trying it out")
     parser.add_argument("--eager", action="store_true", help="leave out compiled blocks, which take minutes to compile")
     parser.add_argument("--again", type=Path, metavar="FILE.json", help="measure nothing: format the figures in it")

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
@@ -142,12 +143,7 @@ class GpuCard(Card):
         with torch.profiler.profile(activities=activities) as profile:
             run()
             self.synchronize()
-        return sum(
-            event.device_type == DeviceType.CUDA
-            and not event.is_user_annotation
-            and not event.name.startswith(("Memcpy", "Memset"))
-            for event in profile.events() or ()
-        )
+        return sum(map(is_kernel, profile.events() or ()))
 
     @override
     def peak_memory_of(self, run: Callable[[], None]) -> int:
@@ -180,6 +176,12 @@ class GpuCard(Card):
         end.record()
         end.synchronize()
         return float(1e-3 * start.elapsed_time(end))
+
+
+def is_kernel(event: Any) -> bool:
+    """Whether an event of torch's profiler is a kernel: not a copy, and not a range that a program has named."""
+    on_device = event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    return on_device and not event.name.startswith(("Memcpy", "Memset"))
 
 
 def find_card(*, toy: bool) -> Card:

@@ -4,6 +4,7 @@ round 0     plain  plain  plain | strategy  strategy  strategy | 3-D  3-D  3-D  
 round 1     strategy ...        | 3-D ...                      | plain ...
 """
 
+import gc
 import logging
 import math
 import time
@@ -29,7 +30,7 @@ Say = Callable[[str], None]
 class Rounds:
     """How often steps are timed."""
 
-    rounds: int = 7
+    rounds: int = 5
     steps: int = 3
     """of one candidate in a row, timed together"""
 
@@ -121,6 +122,7 @@ def measure(case: Case, card: Card, rounds: Rounds, say: Say) -> CaseFigures:
     finally:
         for one in running.values():
             one.fit.close()
+        gc.collect()  # a Trainer and its module hold each other, and with them the device's memory
     found = {label: one for label, one in running.items() if label not in refused}
     figures = CaseFigures(case.kind, case.sizes.width, case.sizes.num_blocks, case.tokens, case.samples,
                           tuple(_figures(case, card, label, found) for label in found), refused)  # fmt: skip

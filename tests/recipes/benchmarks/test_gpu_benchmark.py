@@ -6,10 +6,14 @@ tiny models, one round: the program, not time
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch._C._autograd import DeviceType
 
+from recipes.benchmarks.gpu import card
 from recipes.benchmarks.gpu.__main__ import PARTS, main
 from recipes.benchmarks.gpu.card import PEAKS, find_card
 from recipes.benchmarks.gpu.figures import BARS, Figures
@@ -85,6 +89,46 @@ def test_operations_are_those_of_the_matrices_and_of_causal_attention() -> None:
     sizes = Sizes(width=4096, num_heads=32, feed_forward=11008, num_blocks=1)
     weights = 4 * 4096**2 + 3 * 4096 * 11008
     assert operations("llama", sizes, (2, 1024)) == 2048 * 6 * (weights + 1024 * 4096)
+
+
+def test_a_gpu_is_described_with_its_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    properties = SimpleNamespace(total_memory=80 * 2**30, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(card, "_DRIVER", tmp_path / "version")
+    (tmp_path / "version").write_text("580.95.05\n")
+    gpu = card.find_card(toy=False)
+    assert gpu.about.startswith("NVIDIA H100 80GB HBM3, 80 GiB, 132 SMs; driver 580.95.05, CUDA ")
+    assert (gpu.peak, gpu.accelerator, gpu.compiler) == (989, "gpu", "inductor")
+
+
+def test_memory_at_the_peak_is_counted_from_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, calls = object.__new__(card.GpuCard), []
+    gpu.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 350)
+    assert gpu.peak_memory_of(lambda: calls.append("run")) == 250
+    assert calls == ["wait", "reset", "run"]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "is_annotation", "counts"),
+    [
+        ("ampere_bf16_s16816gemm", DeviceType.CUDA, False, True),
+        ("Memcpy DtoD (Device -> Device)", DeviceType.CUDA, False, False),
+        ("Memset (Device)", DeviceType.CUDA, False, False),
+        ("Optimizer.step#SGD.step", DeviceType.CUDA, True, False),
+        ("cudaLaunchKernel", DeviceType.CPU, False, False),
+    ],
+)
+def test_kernels_are_counted_without_copies_and_ranges(
+    name: str, device: DeviceType, is_annotation: bool, counts: bool
+) -> None:
+    event = SimpleNamespace(name=name, device_type=device, is_user_annotation=is_annotation)
+    assert card.is_kernel(event) is counts
 
 
 def test_full_sizes_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

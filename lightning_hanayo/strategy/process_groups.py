@@ -66,8 +66,9 @@ class ProcessGroups:
         is_cube = prod(topology.cube) > 1
         cube, gradient_groups = None, {}
         if is_cube:
-            mesh = Mesh.of(topology.cube, rank % prod(topology.cube), lambda axes: tensors(CUBE, *axes))
-            cube = CubeGroups(mesh, control("y", "z"), control("x", "y", "z"))
+            whole, place = control("x", "y", "z"), rank % prod(topology.cube)
+            mesh = Mesh.of(topology.cube, place, lambda axes: tensors(CUBE, *axes), control=whole)
+            cube = CubeGroups(mesh, control("y", "z"), whole)
             if replicates:
                 partial = [axes for axes in PARTIAL_AXES if mesh.size(axes) > 1]
                 gradient_groups = {axes: tensors(DATA, "data", *axes) for axes in partial}

@@ -35,12 +35,14 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     """
     pipeline, loss_scale = session.pipeline, precision.loss_scale(trainer)
     continues, stopping = progress.continues_accumulation(trainer), trainer.should_stop
-    separate = continues and user_hooks.may_scale_backward(trainer)
+    scales = user_hooks.may_scale_backward(trainer)
+    separate = continues and scales
     deferred = DeferredGradients(
         pipeline.parameters,
         accumulates=continues,
         keeps_old=user_hooks.reads_old_gradients(trainer),
         separate=separate,
+        scales=scales,
         finish=pipeline.reduce_gradients if separate and steps else None,
         unguarded=session.guard.off,
     )

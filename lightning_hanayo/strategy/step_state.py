@@ -180,12 +180,11 @@ class StepState:
         if self._mesh is None or not self._compared:
             return
         buffers = dict(self._buffers())
-        device = next((buffer.device for buffer in buffers.values() if buffer is not None), torch.device("cpu"))
-        sums = [float(_checksum(buffers[name])) if name in names else 0.0 for name in self._compared]
-        own = torch.tensor(sums, dtype=torch.float64, device=device)
-        largest, negated_smallest = self._mesh.axis("xyz").all_reduce_max(torch.cat([own, -own])).wait().chunk(2)
-        for name, differs in zip(self._compared, (largest != -negated_smallest).tolist(), strict=True):
-            if differs:
+        own = [_checksum(buffers[name]) if name in names else 0 for name in self._compared]
+        largest = self._mesh.largest([*own, *(-one for one in own)])
+        negated_smallest = largest[len(own) :]
+        for name, highest, negated_lowest in zip(self._compared, largest, negated_smallest, strict=False):
+            if highest != -negated_lowest:
                 raise UnsupportedError(
                     f"{name} is a buffer that the training step changes, and each rank of the cube runs it on its own "
                     f"samples, so that the ranks' values differ now. Set HanayoStrategy(cube_outside='replicate'), "

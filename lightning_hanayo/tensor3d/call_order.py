@@ -6,21 +6,20 @@ rank 1    experts[0]   experts[1]   ...          n is the layer's number: in the
 Without the check they would wait for each other, or gather parts of two weights as if they were one.
 """
 
-import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.tensor3d.mesh import MeshAxis
+from lightning_hanayo.tensor3d.mesh import Mesh
 
 END = 0
 """the number in place of a layer's where a stage's blocks end"""
 
 
 class CallOrder:
-    """Of the layers of one stage that user code calls. `axis` has all ranks of the mesh."""
+    """Of the layers of one stage that user code calls, on the ranks of a mesh."""
 
-    def __init__(self, axis: MeshAxis) -> None:
-        self._axis = axis
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._layers: list[nn.Module] = []
 
     def add(self, layer: nn.Module) -> int:
@@ -39,13 +38,10 @@ class CallOrder:
         Raises:
             UnsupportedError: another rank calls another layer.
         """
-        if self._axis.size == 1:
-            return count
-        sent = torch.tensor([number, -number, count], device=self._parameter(1).device)
-        highest, lowest, largest = self._axis.all_reduce_max(sent).wait().tolist()
+        highest, lowest, largest = self._mesh.largest([number, -number, count])
         if highest != -lowest:
             raise UnsupportedError(self._message(number, highest if highest != number else -lowest))
-        return int(largest)
+        return largest
 
     def _message(self, own: int, other: int) -> str:
         layer = self._name(own if own != END else other)

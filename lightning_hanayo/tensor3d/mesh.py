@@ -215,21 +215,39 @@ class Mesh:
         sizes: the number of ranks along x, y and z.
         coordinates: this rank's, along x, y and z.
         axes: by name, one for each of `AXIS_NAMES`.
+        control: all ranks, for tensors in host memory (gloo); None for one rank.
     """
 
-    def __init__(self, sizes: MeshSizes, coordinates: tuple[int, int, int], axes: Mapping[str, MeshAxis]) -> None:
+    def __init__(
+        self,
+        sizes: MeshSizes,
+        coordinates: tuple[int, int, int],
+        axes: Mapping[str, MeshAxis],
+        control: dist.ProcessGroup | None = None,
+    ) -> None:
         self.sizes = sizes
         self.coordinates = coordinates
         self._axes = dict(axes)
+        self._control: Any = control
 
     @staticmethod
-    def of(sizes: MeshSizes, rank: int, make_group: MakeGroup, axis: type[MeshAxis] = MeshAxis) -> "Mesh":
-        """Returns the mesh as its rank `rank` sees it. All ranks call it, and make their groups in the same order."""
+    def of(
+        sizes: MeshSizes,
+        rank: int,
+        make_group: MakeGroup,
+        axis: type[MeshAxis] = MeshAxis,
+        control: dist.ProcessGroup | None = None,
+    ) -> "Mesh":
+        """Returns the mesh as its rank `rank` sees it. All ranks call it, and make their groups in the same order.
+
+        Without a `control` group the one of all axes takes its place: then it must carry tensors in host memory.
+        """
         x, y, z = Topology(cube=sizes).coordinates(rank)[2:]
-        mesh = Mesh(sizes, (x, y, z), {})
+        mesh = Mesh(sizes, (x, y, z), {}, control)
         for names in AXIS_NAMES:
             group = make_group(names) if mesh.size(names) > 1 else None
             mesh._axes[names] = axis(group, mesh.size(names), mesh.index(names))
+        mesh._control = mesh._control or mesh._axes["xyz"].group
         return mesh
 
     @staticmethod
@@ -253,7 +271,8 @@ class Mesh:
             group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in topology.groups(*names)])
             return group
 
-        return Mesh.of(sizes, rank, make, axis)
+        control = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
+        return Mesh.of(sizes, rank, make, axis, control)
 
     @staticmethod
     def single() -> "Mesh":
@@ -275,10 +294,21 @@ class Mesh:
         """Returns the axis `names`, as "y", or several taken as one, as "yz", of which the last one runs fastest."""
         return self._axes[names]
 
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the largest of each number over all ranks, which call this. Waits for hosts, not for devices."""
+        if self.num_ranks == 1:
+            return list(numbers)
+        table = torch.tensor(numbers, dtype=torch.int64)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._control.allreduce([table], options).wait()
+        return table.tolist()
+
     def disconnect(self, reason: str) -> None:
         """Drop the process groups of all axes; every use of them is an error with this reason."""
         for axis in self._axes.values():
             axis.disconnect(reason)
+        self._control = _LostGroup(reason) if self.num_ranks > 1 else None
 
     def size(self, names: str) -> int:
         """Returns how many ranks there are along `names`, in any order; 1 for none."""

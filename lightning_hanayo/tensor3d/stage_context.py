@@ -49,7 +49,7 @@ class StageContext:
         self.sequence_length = sequence_length
         self.pending_gradients = PendingGradients()
         self.prefetch_order = PrefetchOrder()
-        self.call_order = CallOrder(mesh.axis("xyz"))
+        self.call_order = CallOrder(mesh)
 
     def __deepcopy__(self, memo: Any) -> "StageContext":
         return self  # copies of a layer share it, and process groups can't be copied

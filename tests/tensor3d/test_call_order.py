@@ -18,7 +18,7 @@ def calls() -> tuple[int, str]:
     """What the ranks agree on in the first column, and the error in the second one."""
     with process_group():
         mesh = make_mesh((1, 2, 1))
-        order, rank = CallOrder(mesh.axis("xyz")), mesh.index("y")
+        order, rank = CallOrder(mesh), mesh.index("y")
         first, second = order.add(nn.Linear(2, 2)), order.add(nn.Linear(2, 2))
         largest = order.check(first, 3 + rank)
         with pytest.raises(UnsupportedError) as raised:
@@ -34,5 +34,5 @@ def test_ranks_that_call_different_layers_get_an_error(pool: Pool) -> None:
 
 
 def test_a_single_rank_asks_nobody() -> None:
-    order = CallOrder(Mesh.single().axis("xyz"))
+    order = CallOrder(Mesh.single())
     assert order.check(order.add(nn.Linear(2, 2)), 5) == 5

@@ -29,6 +29,8 @@ class DeferredGradients:
         accumulates: whether the batch adds to the existing gradients, as all but the first accumulated batch do.
         keeps_old: whether existing gradients that the batch does not add to are put back; otherwise they are freed.
         separate: whether the batch keeps its gradients separate from those that it adds to.
+        scales: whether Lightning's backward may send another factor than expected; otherwise a device isn't asked, as
+            a product with all gradients would read and write them once more.
         finish: called when all gradients are in `.grad`.
         unguarded: entered while gradients are put into `.grad`, also where user code has called backward.
     """
@@ -40,12 +42,14 @@ class DeferredGradients:
         accumulates: bool,
         keeps_old: bool = True,
         separate: bool = False,
+        scales: bool = True,
         finish: Callable[[], None] | None = None,
         unguarded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._parameters = list(parameters)
         self._continues = accumulates
         self._separate = accumulates and separate
+        self._scales = scales
         self._finish = finish
         self._unguarded = unguarded
         self._old = [parameter.grad if accumulates or keeps_old else None for parameter in self._parameters]
@@ -75,7 +79,7 @@ class DeferredGradients:
             _check(factor)
         else:
             new = [gradient for gradient in self._new if gradient is not None]
-            if new and (factor.device.type != "cpu" or factor != 1.0):
+            if new and (self._scales if factor.device.type != "cpu" else factor != 1.0):
                 torch._foreach_mul_(new, factor)
         with self._unguarded():
             self._set(self._sums() if self._separate else self._new)

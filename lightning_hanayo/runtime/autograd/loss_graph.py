@@ -11,8 +11,8 @@ or of compiled code, shows nothing.
 
 import math
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -87,6 +87,17 @@ def read_loss(loss: Tensor, stop: Collection[Node], num_samples: int | None, *, 
     products = filter(reader.compares_samples, sorted(reader.nodes(loss.grad_fn), key=_age) if couplings else ())
     pairs = tuple(_summaries_of_factors(node) for node in products)
     return LossGraph(tuple(reader.terms), tuple(reader.couplings), tuple(reader.factors), pairs)
+
+
+def in_host_memory(graphs: Sequence[LossGraph]) -> list[LossGraph]:
+    """The same with numbers in place of counts on a device, of which all are copied at once."""
+    tensors = [term.count for graph in graphs for term in graph.terms if isinstance(term.count, Tensor)]
+    numbers = iter(torch.stack([one.double().reshape(()) for one in tensors]).tolist() if tensors else ())
+
+    def read(term: LossTerm) -> LossTerm:
+        return replace(term, count=next(numbers)) if isinstance(term.count, Tensor) else term
+
+    return [replace(graph, terms=tuple(map(read, graph.terms))) for graph in graphs]
 
 
 class _Reader:

@@ -9,6 +9,7 @@ Torch's own object collectives pickle a tensor together with the index of its de
 sender's GPU, after a copy for each tensor.
 """
 
+import base64
 import io
 import pickle
 from collections.abc import Sequence
@@ -65,6 +66,16 @@ def from_bytes(data: Any, device: torch.device | None = None) -> Any:
     """
     pickled, packed = pickle.loads(data)
     return _Unpickler(io.BytesIO(pickled), packed, device).load()
+
+
+def to_text(value: Any) -> str:
+    """Return `value` as text, for a relay."""
+    return base64.b64encode(to_bytes(value)).decode()
+
+
+def from_text(text: str, device: torch.device | None = None) -> Any:
+    """Return what `to_text` was given; `device` as in `from_bytes`."""
+    return from_bytes(base64.b64decode(text), device)
 
 
 class _Pickler(pickle.Pickler):

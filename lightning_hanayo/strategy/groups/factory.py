@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
+from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
+
 Partition = tuple[tuple[int, ...], ...]
 """the groups of ranks into which the world is divided: each rank is in one of them"""
 
@@ -164,8 +166,9 @@ class GroupMaker:
     """
 
     def __init__(self) -> None:
-        numbers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(numbers, len(distributed_c10d._world.pg_names))
+        world = dist.group.WORLD
+        assert world is not None
+        numbers = all_gather_objects(world, len(distributed_c10d._world.pg_names))
         self._members_only = len(set(numbers)) == 1
 
     def __call__(

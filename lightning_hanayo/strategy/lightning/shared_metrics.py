@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import NotAvailableError
-from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.runtime.comm.object_collectives import from_text, to_text
+from lightning_hanayo.runtime.comm.relay import MessageKind, Relay
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 
@@ -34,17 +34,26 @@ class SharedMetrics(_LoggerConnector):
     def share(self) -> None:
         """Give all ranks of the pipeline rank 0's metrics. Called by all of them."""
         names = ("_callback_metrics", "_logged_metrics")
-        own = {name: {k: _to_json(v) for k, v in getattr(self, name).items()} for name in names}
-        for name, metrics in self.relay.broadcast("metrics", own).items():
-            if self.relay.transport.rank > 0:
-                getattr(self, name).update({k: _from_json(v, self.relay.transport.device) for k, v in metrics.items()})
+        received = self._broadcast("metrics", {name: getattr(self, name) for name in names} if self._is_first else None)
+        for name, metrics in received.items() if not self._is_first else ():
+            getattr(self, name).update(metrics)
 
     def share_step(self, loss: Tensor) -> Tensor:
         """Share what the step has logged; return its loss, rank 0's on every rank."""
         self.share_current()
-        is_first = self.relay.transport.rank == 0
-        value = self.relay.broadcast("loss", _to_json(loss) if is_first else None)
-        return loss if is_first else _from_json(value, self.relay.transport.device)
+        shared: Tensor = self._broadcast("loss", loss if self._is_first else None)
+        return shared
+
+    @property
+    def _is_first(self) -> bool:
+        return self.relay.transport.rank == 0
+
+    def _broadcast(self, kind: MessageKind, value: Any) -> Any:
+        """The first rank's value, on each rank's own device: one copy to the host, for all tensors in it."""
+        if self.relay.transport.num_ranks == 1:
+            return value
+        text = self.relay.broadcast(kind, to_text(value) if self._is_first else None)
+        return value if self._is_first else from_text(text, self.relay.transport.device)
 
     def share_current(self) -> None:
         """Share what can be read at this moment, within a batch or at the end of an epoch."""
@@ -131,12 +140,3 @@ def _on_train_epoch_end(module: "pl.LightningModule", instance_hook: Callable[[]
     connector = module.trainer._logger_connector
     if isinstance(connector, SharedMetrics):
         connector.share_current()
-
-
-def _to_json(value: Any) -> list[Any]:
-    return [value.tolist(), str(value.dtype).removeprefix("torch.")] if isinstance(value, Tensor) else [value, ""]
-
-
-def _from_json(plain: list[Any], device: torch.device) -> Any:
-    value, dtype = plain
-    return torch.tensor(value, dtype=getattr(torch, dtype), device=device) if dtype else value

@@ -4,7 +4,8 @@
     loss_weight="samples"     1/4     1/4     1/4     1/4    a warning: Set HanayoStrategy(loss_weight='tokens')
     loss_weight="tokens"      12/28   9/28    4/28    3/28   right
 
-A loss that is no mean over samples, such as one with in-batch negatives, is known from its graph, too.
+A loss that is no mean over samples, such as one with in-batch negatives, is known from its graph, too. On a GPU the
+counts are there, and to read them the host waits for the batch: so only the first batches are compared, and some later.
 """
 
 import warnings
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.runtime.autograd.loss_graph import LossGraph, LossTerm, read_loss
+from lightning_hanayo.runtime.autograd.loss_graph import LossGraph, LossTerm, in_host_memory, read_loss
 from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight, LossWeighting, for_model
 from lightning_hanayo.strategy.losses.sample_mixing import noting_mixed_samples
@@ -25,6 +26,8 @@ from lightning_hanayo.strategy.losses.sample_mixing import noting_mixed_samples
 _NAMED: tuple[LossWeight, ...] = ("samples", "tokens", "shifted_tokens", "sum")
 _TOLERANCE = 1e-5
 """class weights are added in fp32"""
+_ALWAYS, _EVERY = 16, 64
+"""the first batches are all compared, then every so many"""
 _COUNT_ALL_LABELS = "lambda micro_batch: int((micro_batch['labels'] != -100).sum())"
 
 
@@ -49,18 +52,20 @@ class LossWatch:
         self._shares_samples = shares_samples
         self._is_on = True
         self._is_first = True
+        self._num_batches = 0
         self._noted: dict[int, LossGraph] = {}
         self._mixing: dict[str, None] = {}
 
     def training(self, sizes: Sequence[int]) -> AbstractContextManager[None]:
         """To be open while a batch trains. `sizes`: the samples of this rank's micro-batches."""
+        self._num_batches += 1
         if self._is_first and (len(sizes) > 1 or self._shares_samples):
             return noting_mixed_samples(sizes, self._batch_dim, self._mixing)
         return nullcontext()
 
     def note(self, sizes: Sequence[int], microbatch: int, loss: Tensor, stop: Collection[Node]) -> None:
         """Read a micro-batch's loss before its backward. `sizes`: the samples of this rank's micro-batches."""
-        if self._is_on and loss.numel() == 1:
+        if self._is_on and self._is_due and loss.numel() == 1:
             self._noted[microbatch] = read_loss(loss, stop, sizes[microbatch], couplings=self._is_first)
 
     def noted(self, microbatch: int) -> LossGraph | None:
@@ -81,7 +86,7 @@ class LossWatch:
         counted = [i for i, piece in enumerate(pieces) if piece is not None and losses[i] is not None and weights[i]]
         if not self._is_on or len(counted) < 2:
             return
-        graphs = [graph for i in counted if (graph := losses[i]) is not None]
+        graphs = in_host_memory([graph for i in counted if (graph := losses[i]) is not None])
         self._is_first = False
         couplings = dict.fromkeys(coupling for graph in graphs for coupling in graph.couplings) | self._mixing
         couplings |= dict.fromkeys(_products(graphs))
@@ -92,6 +97,11 @@ class LossWatch:
             self._is_on = False
             if self._warns:
                 warnings.warn(message, stacklevel=2)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether this batch is compared. The same on all ranks of a cube."""
+        return self._num_batches <= _ALWAYS or self._num_batches % _EVERY == 0
 
     def _coupled(self, couplings: Collection[str], num_pieces: int) -> str:
         if not couplings:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from lightning_hanayo.runtime.comm.object_collectives import to_text
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy.user_code.collected import Collections
 from lightning_hanayo.strategy.user_code.merge_collected import name_of
-from lightning_hanayo.strategy.user_code.stand_ins import BATCH_BUDGET, EPOCH_BUDGET, Packer, from_text, to_text
+from lightning_hanayo.strategy.user_code.stand_ins import BATCH_BUDGET, EPOCH_BUDGET, Packer, from_packed
 
 
 class HandOver:
@@ -66,6 +67,6 @@ class HandOver:
             left = {path: (start, packer.pack(name_of(path), value)) for path, (start, value) in changed.items()}
             self._relay.broadcast("values", to_text((left, {name: packer.pack(name, v) for name, v in values.items()})))
             return values
-        left, received = from_text(self._relay.broadcast("values"), self._device)
+        left, received = from_packed(self._relay.broadcast("values"), self._device)
         self._collections.give(left)
         return dict(received)

@@ -7,7 +7,6 @@ Numbers, strings and small tensors are sent. Of large tensors the shape is: what
 either, and may be logged, as the metrics of all ranks are those of rank 0.
 """
 
-import base64
 import pickle
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.missing_values import MissingValues, Owner, without_values
 from lightning_hanayo.runtime.batches.containers import children, with_children
 from lightning_hanayo.runtime.capture.proxy import Valueless, user_line
-from lightning_hanayo.runtime.comm.object_collectives import from_bytes, to_bytes
+from lightning_hanayo.runtime.comm.object_collectives import from_text
 
 WAY_OUT = (
     "Log it with self.log, which takes it as it is, compute it in the step and return the number, or read it under "
@@ -67,13 +66,8 @@ class _Shape:
     """the pipeline rank that has the values"""
 
 
-def to_text(packed: Any) -> str:
-    """What a `Packer` has made, as text."""
-    return base64.b64encode(to_bytes(packed)).decode()
-
-
-def from_text(text: str, device: torch.device) -> Any:
-    """The values, and stand-ins for those that weren't sent."""
+def from_packed(text: str, device: torch.device) -> Any:
+    """The values of what a `Packer` has made, received as text, and stand-ins for those that weren't sent."""
 
     def unpack(value: Any) -> Any:
         if isinstance(value, _Shape):
@@ -82,7 +76,7 @@ def from_text(text: str, device: torch.device) -> Any:
         inside = children(value)
         return value if not inside else with_children(value, {key: unpack(item) for key, item in inside.items()})
 
-    return unpack(from_bytes(base64.b64decode(text), device))
+    return unpack(from_text(text, device))
 
 
 class Packer:

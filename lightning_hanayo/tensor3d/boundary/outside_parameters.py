@@ -102,10 +102,8 @@ class OutsideParameters:
         """Returns those with a gradient on any rank. A parameter that no rank used gets no gradient."""
         if not self.parameters or not torch.is_grad_enabled():
             return set()
-        device = self.parameters[0].device
-        flags = torch.tensor([float(p.grad is not None) for p in self.parameters], device=device)
-        counts = self._axis.all_reduce(flags).wait().tolist()
-        return {parameter for parameter, count in zip(self.parameters, counts, strict=True) if count}
+        used = self._mesh.largest([p.grad is not None for p in self.parameters])
+        return {parameter for parameter, is_used in zip(self.parameters, used, strict=True) if is_used}
 
     def _sums(self, bucket: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None]) -> Iterator[Tensor]:
         """Yields this rank's shards of the sums over the cube. Takes the whole gradients out of `gradients`."""

@@ -9,6 +9,7 @@ One all-to-all over the (y, z) plane each way. Shares of different sizes are pad
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ class ReplicatedReshard(Reshard):
         axis, samples = self._samples(shares)
         largest = max(map(len, samples))
         order = [i for own in samples for i in (*own, *own[:1] * (largest - len(own)))]
-        parts = local_shard(x.index_select(dim, torch.tensor(order, device=x.device)), axis, dim)
+        parts = local_shard(_rows(x, dim, order), axis, dim)
         return parts.narrow(dim, 0, len(samples[axis.rank]))
 
     def _samples_out(self, x: Tensor, shares: Sequence[Share], dim: int) -> Tensor:
@@ -153,7 +154,7 @@ class ReplicatedReshard(Reshard):
             for i, sample in enumerate(own):
                 position.setdefault(sample, rank * largest + i)  # the first one isn't a padding sample
         together = all_gather_replicated(padded(x, dim, largest), axis, dim)
-        return together.index_select(dim, torch.tensor([position[i] for i in sorted(position)], device=x.device))
+        return _rows(together, dim, [position[i] for i in sorted(position)])
 
     def _samples(self, shares: Sequence[Share]) -> tuple[MeshAxis, list[tuple[int, ...]]]:
         """Returns the axis that the blocks' samples are sharded along, and those of each rank on it."""
@@ -163,6 +164,17 @@ class ReplicatedReshard(Reshard):
         rows = [shares[i : i + per_x] for i in range(0, len(shares), per_x)]
         real = [tuple(i for s in row if not s.is_padding for i in range(s.start, s.stop)) for row in rows]
         return self.mesh.axis("x"), [own or (0,) for own in real]
+
+
+def _rows(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
+    """Returns these rows along `dim`."""
+    return x.index_select(dim, _index(tuple(order), x.device))
+
+
+@lru_cache(maxsize=256)
+def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns an index on the device: made once per order, because its copy to the device is waited for."""
+    return torch.tensor(order, device=device)
 
 
 def _join_valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:

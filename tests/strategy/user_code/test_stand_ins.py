@@ -8,11 +8,12 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.missing_values import MissingValues, Owner, without_values
-from lightning_hanayo.strategy.user_code.stand_ins import Packer, from_text, sent_or_own, to_text
+from lightning_hanayo.runtime.comm.object_collectives import to_text
+from lightning_hanayo.strategy.user_code.stand_ins import Packer, from_packed, sent_or_own
 
 
 def sent(name: str, value: Any, budget: int) -> Any:
-    return from_text(to_text(Packer(budget).pack(name, value)), torch.device("cpu"))
+    return from_packed(to_text(Packer(budget).pack(name, value)), torch.device("cpu"))
 
 
 def test_what_fits_is_sent_and_the_rest_has_a_shape() -> None:

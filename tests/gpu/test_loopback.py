@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_hanayo.schedule import build
 from tests.gpu.conftest import Launch
-from tests.harness.device_loopback import DeviceHub, Transfer, prepare_spinning
+from tests.harness.device_loopback import DeviceHub, Transfer
 from tests.harness.devices import be_deterministic, on_devices
+from tests.harness.lanes import prepare_spinning
 from tests.runtime.loopback_pipeline import LoopbackPipeline
 from tests.runtime.test_engine import Model, expected
 

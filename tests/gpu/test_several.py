@@ -9,6 +9,7 @@ GPUs    layouts
 import os
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ LAYOUTS = [
     Layout(4, 1, 2, "hanayo-zb"),
 ]
 BATCHES = models.windows((8, 8, 8))
+GPT = partial(models.gpt, heads=4)
 
 
 def skip_without(num_gpus: int) -> None:
@@ -50,8 +52,8 @@ def skip_without(num_gpus: int) -> None:
 def test_trains_as_one_process_does(launch: Launch, device: str, layout: Layout) -> None:
     if device == "cuda":
         skip_without(layout.world_size)
-    (plain,) = launch(device, 1, train_on, None, models.gpt, BATCHES)
-    outcomes = launch(device, layout.world_size, train_on, layout, models.gpt, BATCHES)
+    (plain,) = launch(device, 1, train_on, None, GPT, BATCHES)
+    outcomes = launch(device, layout.world_size, train_on, layout, GPT, BATCHES)
     gap = mean_gap(merge(outcomes, layout), plain)
     launch.say(device, f"{layout}: mean difference of a weight {gap:g}")
     assert gap <= 1e-4

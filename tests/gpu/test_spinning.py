@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_hanayo.schedule import build
 from tests.gpu.conftest import Launch
-from tests.harness.device_loopback import DeviceHub, prepare_spinning
+from tests.harness.device_loopback import DeviceHub
 from tests.harness.devices import on_devices
+from tests.harness.lanes import prepare_spinning
 from tests.runtime.loopback_pipeline import LoopbackPipeline
 from tests.runtime.test_engine import Block, Model
 

@@ -10,17 +10,11 @@ message, and raises the slot's flag; the receive, which may be posted earlier, w
 is poisoned.
 """
 
-import ctypes
-import os
 import threading
-import time
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -29,163 +23,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.runtime.comm.transport import Work
+from tests.harness.lanes import Lane, StreamLane, ThreadLane
 from tests.harness.loopback import Hub, LoopbackTransport
 
 _JITTER_S = 0.0005
 _current = threading.local()
-
-
-class Lane(ABC):
-    """A queue of work on a device that the host doesn't wait for."""
-
-    @abstractmethod
-    def follow_caller(self) -> None:
-        """Start what is put into the lane from now on after what the caller has started on the device."""
-
-    @abstractmethod
-    def run(self, work: Callable[[], object]) -> None:
-        """Put work into the lane."""
-
-    @abstractmethod
-    def raise_flag(self, flag: Any) -> None:
-        """Let the lane set a flag."""
-
-    @abstractmethod
-    def await_flag(self, flag: Any) -> None:
-        """Let the lane wait for a flag, which may not have been set on any device yet."""
-
-    @abstractmethod
-    def mark(self) -> Callable[[], object]:
-        """A function that makes its caller's work on the device wait for what is in the lane now."""
-
-    @abstractmethod
-    def pause(self, seconds: float) -> None:
-        """Let the lane do nothing for a while."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Let the host wait for the lane."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the lane."""
-
-
-class ThreadLane(Lane):
-    """On the CPU: a thread."""
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="lane")
-        self._thread.start()
-
-    def _run(self) -> None:
-        with torch.no_grad():
-            while (work := self._work.get()) is not None:
-                work()
-
-    @override
-    def follow_caller(self) -> None:
-        """The caller's work on the CPU is done."""
-
-    @override
-    def run(self, work: Callable[[], object]) -> None:
-        self._work.put(work)
-
-    @override
-    def raise_flag(self, flag: threading.Event) -> None:
-        self.run(flag.set)
-
-    @override
-    def await_flag(self, flag: threading.Event) -> None:
-        self.run(lambda: flag.wait(self._timeout))
-
-    @override
-    def mark(self) -> Callable[[], object]:
-        reached = threading.Event()
-        self.run(reached.set)
-
-        def wait() -> None:
-            if not reached.wait(self._timeout):
-                raise TimeoutError(f"a transfer did not end within {self._timeout} s")
-
-        return wait
-
-    @override
-    def pause(self, seconds: float) -> None:
-        self.run(lambda: time.sleep(seconds))
-
-    @override
-    def synchronize(self) -> None:
-        self.mark()()
-
-    @override
-    def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
-
-
-class StreamLane(Lane):
-    """On a GPU: a stream. It waits for flags as it would for a peer's data, without the host."""
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-
-    @override
-    def follow_caller(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())
-
-    @override
-    def run(self, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self.stream), torch.no_grad():
-            work()
-
-    @override
-    def raise_flag(self, flag: Tensor) -> None:
-        self.run(lambda: flag.fill_(1))
-
-    @override
-    def await_flag(self, flag: Tensor) -> None:
-        wait_for_value(self.stream, flag, 1)
-
-    @override
-    def mark(self) -> Callable[[], object]:
-        event = self.stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(event)
-
-    @override
-    def pause(self, seconds: float) -> None:
-        self.run(lambda: torch.cuda._sleep(int(seconds * 1.5e9)))  # type: ignore[no-untyped-call]  # cycles
-
-    @override
-    def synchronize(self) -> None:
-        self.stream.synchronize()
-
-    @override
-    def close(self) -> None:
-        """A stream belongs to torch's pool."""
-
-
-def prepare_spinning() -> None:
-    """Called in a worker before it uses a GPU that streams will spin on, as loading a kernel waits for the device."""
-    os.environ |= {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # streams share no connection
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuStreamWaitValue32_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    driver.cuStreamWaitValue32_v2.restype = ctypes.c_int
-    return driver
-
-
-def wait_for_value(stream: torch.cuda.Stream, flag: Tensor, value: int) -> None:
-    """Let the stream wait until `flag`, one int32 on the GPU or in pinned memory, is at least `value`."""
-    at_least = 0  # CU_STREAM_WAIT_VALUE_GEQ
-    code = _driver().cuStreamWaitValue32_v2(stream.cuda_stream, flag.data_ptr(), value, at_least)
-    if code:
-        raise RuntimeError(f"cuStreamWaitValue32 returned {code}: this driver lets no stream wait for a value")
 
 
 @dataclass(frozen=True)
@@ -295,7 +137,7 @@ class DeviceHub(Hub):
         """Let the calling rank's host wait for all that it has posted, as an allocator short of memory does."""
         rank = getattr(_current, "rank", 0)  # user code has threads of its own, on rank 0
         for lane in list(self.own_lanes[rank]):
-            lane.synchronize()
+            lane.host_mark()()
 
     def close(self) -> None:
         """End all lanes, and free the slots."""

@@ -79,7 +79,8 @@ def train_on(
     if layout is not None and layout.data > 1:
         own = slice(data_rank(layout), None, layout.data)
         batches = [{name: value[own] for name, value in batch.items()} for batch in batches]
-    trainer = trainer_on(device, layout, max_steps=len(batches) // accumulate, callbacks=[callback], **options)
+    options["callbacks"] = [callback, *options.get("callbacks", ())]
+    trainer = trainer_on(device, layout, max_steps=len(batches) // accumulate, **options)
     trainer.fit(build(model), make_loader(batches))
     return on_host(callback.outcome)
 

@@ -1,0 +1,57 @@
+"""Four processes on one GPU: cubes, pipelines and data ranks train as one process does, with groups that are native.
+
+The groups copy tensors through the host (`tests/harness/staged_groups.py`), and otherwise behave like those over NCCL.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+from lightning import Callback, Trainer
+
+from tests.gpu.conftest import Launch
+from tests.harness import models
+from tests.harness.devices import mean_gap, on_devices, train_on
+from tests.harness.staged_groups import staged_groups
+from tests.harness.training import Layout, Outcome, merge
+
+BATCHES = {"cpu": models.windows((8, 8)), "cuda": models.windows((8, 8, 8))}
+GPT = partial(models.gpt, heads=4)
+LAYOUTS = [
+    Layout(2, 2, 1),
+    Layout(2, 1, 2),
+    Layout(cube=(1, 2, 2)),
+    Layout(cube=(2, 1, 2), outside="replicate"),
+    Layout(2, 1, 1, cube=(1, 2, 1)),
+    Layout(4, 1, 1, "zbv"),
+    Layout(2, 1, 2, "hanayo-zb"),
+]
+
+
+class Devices(Callback):
+    """The devices of what is logged."""
+
+    def __init__(self) -> None:
+        self.types: set[str] = set()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.types |= {str(value.device.type) for value in trainer.callback_metrics.values()}
+
+
+def train_staged(device: str, layout: Layout) -> tuple[Outcome, set[str]]:
+    """The outcome of one rank, and the devices of what it logs."""
+    devices = Devices()
+    with staged_groups(device):
+        return train_on(device, layout, GPT, BATCHES[device], callbacks=[devices]), devices.types
+
+
+@pytest.mark.parametrize(
+    ("device", "layout"), on_devices(LAYOUTS, cpu=[Layout(2, 1, 2), Layout(cube=(1, 2, 1))]), ids=str
+)
+def test_trains_as_one_process_does(launch: Launch, device: str, layout: Layout) -> None:
+    (plain,) = launch(device, 1, train_on, None, GPT, BATCHES[device])
+    ranks = launch(device, layout.world_size, train_staged, layout)
+    gap = mean_gap(merge([outcome for outcome, _ in ranks], layout), plain)
+    launch.say(device, f"{layout}: mean difference of a weight {gap:g}")
+    assert gap <= 1e-4
+    assert set().union(*(types for _, types in ranks)) == {device}

@@ -163,16 +163,21 @@ class Failures:
                     self._publish_position()
                     return
             first = _read(self.store.get(_KEY))
-        except RuntimeError:  # the store ended with rank 0; its peers notice the closed connection
+        except RuntimeError:  # the store ended with rank 0; gloo's peers notice the closed connection, a GPU doesn't
+            if not self._over.wait(GRACE):
+                self._end_transfers()
             return
         if first.rank == self.rank or self._over.is_set():
             return
-        if self._abort is not None:
-            self._abort()
+        self._end_transfers()
         if not self._over.wait(GRACE):
             late = f"rank {self.rank} did not end within {GRACE:g} s after rank {first.rank} failed; ending it"
             print(late, file=sys.stderr)
             os._exit(first.code)
+
+    def _end_transfers(self) -> None:
+        if self._abort is not None:
+            self._abort()
 
 
 def _read(stored: bytes) -> Failure:

@@ -4,6 +4,7 @@ import atexit
 import json
 import threading
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -84,6 +85,21 @@ def test_a_rank_aborts_nothing_after_its_run() -> None:
     finally:
         dist.destroy_process_group()
     assert not aborted
+
+
+def test_a_rank_aborts_its_transfers_when_rank_0_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it the store has ended, and with it the only way to hear why."""
+    aborted = threading.Event()
+    monkeypatch.setattr(failure, "GRACE", 0.1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        failures = Failures(0, aborted.set)
+
+        failures.store = Mock(**{f"{method}.side_effect": RuntimeError for method in ("check", "get", "set")})
+        assert aborted.wait(real_seconds(20.0))
+        failures.stop()
+    finally:
+        dist.destroy_process_group()
 
 
 def order_of_exit() -> list[str]:

@@ -23,7 +23,7 @@ from tests.harness.models import Batch
 from tests.harness.pool import RunFailed
 from tests.harness.training import Layout, merge
 
-SCHEDULES = ("1f1b", "gpipe", "chimera", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "hanayo-zb")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "hanayo-zb")
 LAYOUTS = [
     Layout(2, 1, 1),
     Layout(2, 2, 1),

@@ -48,7 +48,7 @@ DATA = GroupSettings("data")
 """Gradients are reduced while the backward goes on, which comes first."""
 
 
-ABORT_WITHIN = 10.0
+ABORT_WITHIN = 5.0
 """seconds after which a rank that has failed goes on, whether or not its groups have ended"""
 
 

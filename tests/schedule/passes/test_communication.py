@@ -16,6 +16,7 @@ from hypothesis import given
 
 from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, complete, forward_only, simulate
 from lightning_hanayo.schedule.dependency import executable_order, waits_in
+from lightning_hanayo.schedule.passes.communication import message_pairs
 from tests.harness.thorough import covered
 from tests.schedule.samples import NAMES, make, row, schedules, table, unhurried
 
@@ -197,6 +198,14 @@ def test_sends_and_receives_between_two_neighbours_are_posted_together() -> None
     middle = complete(build("1f1b", num_ranks=3, num_microbatches=8))[1]
     runs = [list(run) for message, run in groupby(middle, key=lambda action: action.kind.is_message) if message]
     assert sum(len(run) >= 2 for run in runs) >= 12
+
+
+@pytest.mark.parametrize("name", [*NAMES, "chimera"])
+def test_message_pairs_are_those_of_the_table(name: str) -> None:
+    schedule = make(name, 4, 8)
+    ranks = schedule.stage_ranks
+    sent = {(ranks[a.stage], other_rank(schedule, a)) for row in complete(schedule) for a in row if a.kind in SENDS}
+    assert message_pairs(schedule) == sent
 
 
 @pytest.mark.parametrize("num_waves", [1, 2, 3])

@@ -62,10 +62,14 @@ def _figures(options: argparse.Namespace) -> "Figures":
     _say(card.about)
     scale = parts.TOY if options.toy else parts.FULL
     measuring = parts.Run(card, scale, Rounds(options.rounds), options.eager, _say)
-    figures = measuring.measure([part for part in PARTS if part in options.parts])
     note = "toy sizes, which say nothing about the device" if options.toy else f"parts: {' '.join(options.parts)}"
-    figures.machine = describe(card.about, note)
-    return figures
+
+    def keep(figures: "Figures") -> None:
+        figures.machine = describe(card.about, note)
+        if options.json:
+            options.json.write_text(json.dumps(figures.plain()))
+
+    return measuring.measure([part for part in PARTS if part in options.parts], keep)
 
 
 def _say(line: str) -> None:

@@ -59,8 +59,11 @@ class Run:
     """leave out compiled blocks"""
     say: Say
 
-    def measure(self, parts: Sequence[str]) -> Figures:
-        """Run the parts, one after the other; one that fails is noted, and the others go on."""
+    def measure(self, parts: Sequence[str], keep: Callable[[Figures], None]) -> Figures:
+        """Run the parts, one after the other; one that fails is noted, and the others go on.
+
+        `keep` is called after each part, so that a run that is killed leaves what it has measured.
+        """
         figures, begin = Figures([], self.card.peak, self.scale.bar_tokens), time.monotonic()
         for part in parts:
             try:
@@ -68,6 +71,7 @@ class Run:
             except Exception as error:
                 figures.failed[part] = " ".join(f"{type(error).__name__}: {error}".split())[:500]
                 self.say(f"{part} failed: {figures.failed[part]}")
+            keep(figures)
             self.say(f"{time.monotonic() - begin:.0f} s: {part} has ended")
         return figures
 
@@ -94,7 +98,7 @@ def _host(run: Run, figures: Figures) -> None:
         figures.host.append(steps.measure(case, run.card, often, run.say))
 
 
-PARTS: Mapping[str, Callable[[Run, Figures], None]] = {
+PARTS: dict[str, Callable[[Run, Figures], None]] = {
     "products": _products,
     "memory": _memory,
     "llama": _steps("llama"),

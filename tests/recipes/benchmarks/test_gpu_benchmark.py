@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from recipes.benchmarks.gpu import card
+from recipes.benchmarks.gpu import card, steps
 from recipes.benchmarks.gpu.__main__ import PARTS, main
 from recipes.benchmarks.gpu.card import PEAKS, find_card
 from recipes.benchmarks.gpu.figures import BARS, Figures
-from recipes.benchmarks.gpu.fits import ALL
+from recipes.benchmarks.gpu.fits import ALL, Candidate, Case
 from recipes.benchmarks.gpu.models import Sizes, operations
 from recipes.benchmarks.gpu.parts import FULL
 from recipes.benchmarks.gpu.parts import PARTS as RUN
@@ -67,6 +67,45 @@ def test_the_same_table_is_made_again_from_the_figures(pool: Pool, tmp_path: Pat
     again = ["--again", str(tmp_path / "found.json"), "--table", str(tmp_path / "again.md")]
     assert main(again) == 0
     assert (tmp_path / "again.md").read_text() == page
+
+
+def test_a_candidate_that_fails_is_listed_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(steps, "SteppedFit", FakeFit)
+    figures = steps.measure(TOY_CASE, card.CpuCard(), steps.Rounds(rounds=2, steps=1), said.append)
+    assert [one.label for one in figures.candidates] == [PLAIN]
+    assert figures.refused == {WAVES: "ValueError: no thread", LAYERS: "OutOfMemoryError: 2 GiB"}
+    assert said[1:] == [f"llama, 8 tokens, {label}: failed: {why}" for label, why in figures.refused.items()]
+
+
+class FakeFit:
+    """Fails when it is set up, with waves, or in its first timed step, with 3-D layers."""
+
+    loss = 1.0
+
+    def __init__(self, case: Case, candidate: Candidate, *_: Any) -> None:
+        self._runs_left = 1 if candidate.has_3d_layers else 100
+        if candidate.waves:
+            raise ValueError("no thread")
+
+    def run(self, num_steps: int) -> None:
+        self._runs_left -= 1
+        if self._runs_left < 0:
+            raise torch.OutOfMemoryError("2 GiB")
+
+    def close(self) -> None:
+        pass
+
+
+TOY_CASE = Case("llama", Sizes(8, 1, 8, 4), 1, 8)
+
+
+def test_what_was_measured_is_kept_after_each_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    monkeypatch.setitem(RUN, "memory", lambda *_: kept.read_text() and pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception):
+        main([*TOY, "--parts", "products", "memory", "--json", str(kept)])
+    assert len(Figures.of(json.loads(kept.read_text())).products) == 4
 
 
 def test_a_bar_is_reached_missed_or_not_measured(pool: Pool, tmp_path: Path) -> None:

@@ -1,26 +1,29 @@
 """Runs the tests of this folder on the CPU, as a part of the suite, and on GPUs: `python3 -m pytest -m gpu tests/gpu`.
 
-Each test is a function of a device, which runs in workers of the pool. After a test on a GPU its workers are ended, so
-that a hang, a lost CUDA context or memory that is kept concerns that test only. A test that hangs ends after its limit,
+Each test is a function of a device, which runs in workers of the pool. On a GPU they end with the part, or with a test
+that fails: a lost CUDA context or memory that is kept concerns no other test. A test that hangs ends after its limit,
 with the stacks of all threads.
 """
 
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import limits
+from tests.harness.devices import ENVIRONMENT, LOADED, with_environment
 from tests.harness.pool import Pool
 
 PARTS = (
     "single", "threads", "syncs", "fused", "compiled", "nccl", "loopback", "staged", "spinning", "traces", "several",
 )  # fmt: skip
 """the files of this folder, in the order in which they run: what is cheap and says most comes first"""
+IN_ONE_PROCESS = ("loopback", "spinning")
+"""the parts whose ranks are threads of one process"""
 PART_S, ALL_S = 240.0, 540.0
 """the time that one part may take on GPUs, and all of them together"""
 
@@ -59,19 +62,27 @@ class Launch:
     def __call__(
         self, device: str, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0
     ) -> list[Any]:
-        """The results of `function(device, *arguments)` on each rank; see `Pool.run`."""
+        """The results of `function(device, *arguments)` on each rank; see `Pool.run`.
+
+        On a GPU a part's tests use the same workers, until one fails: CUDA takes seconds to start.
+        """
         __tracebackhide__ = True
         if device == "cpu":
             return self.pool.run(world_size, function, device, *arguments, timeout=timeout)
         left = min(PART_S - _spent[self.part], _started + ALL_S - time.monotonic())
         if left < 1.0:
             pytest.fail(f"not run: {PART_S:g} s for {self.part}, or {ALL_S:g} s for all parts, are over")
+        environment = ENVIRONMENT | (LOADED if self.part in IN_ONE_PROCESS else {})
         start = time.monotonic()
         try:
-            return self.pool.run(world_size, function, device, *arguments, timeout=min(timeout, left))
+            return self.pool.run(
+                world_size, with_environment, environment, function, device, *arguments, timeout=min(timeout, left)
+            )
+        except BaseException:
+            self.pool.end_workers()
+            raise
         finally:
             _spent[self.part] += time.monotonic() - start
-            self.pool.end_workers()
 
     def say(self, device: str, text: str) -> None:
         """Print a figure at once; on the CPU there is nothing to say."""
@@ -89,3 +100,11 @@ def launch(pool: Pool, request: pytest.FixtureRequest) -> Launch:
             print(f"\n  {line}", flush=True)
 
     return Launch(pool, _part(request.node), write)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _new_workers(pool: Pool) -> Iterator[None]:
+    """End the workers that have used a GPU with the part."""
+    yield
+    if _spent:
+        pool.end_workers()

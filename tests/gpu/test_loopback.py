@@ -16,7 +16,6 @@ from lightning_hanayo.schedule import build
 from tests.gpu.conftest import Launch
 from tests.harness.device_loopback import DeviceHub, Transfer
 from tests.harness.devices import be_deterministic, on_devices
-from tests.harness.lanes import prepare_spinning
 from tests.runtime.loopback_pipeline import LoopbackPipeline
 from tests.runtime.test_engine import Model, expected
 
@@ -39,7 +38,6 @@ SCHEDULES: list[tuple[str, dict[str, int]]] = [
 
 def wrong_steps(device: str, name: str, sizes: dict[str, int], repetitions: int) -> list[str]:
     """The steps whose losses or gradients differ from those of one process, and by how much."""
-    prepare_spinning()
     be_deterministic()
     torch.manual_seed(0)
     schedule = build(name, num_microbatches=B, **sizes)

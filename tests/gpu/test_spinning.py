@@ -15,7 +15,6 @@ from lightning_hanayo.schedule import build
 from tests.gpu.conftest import Launch
 from tests.harness.device_loopback import DeviceHub
 from tests.harness.devices import on_devices
-from tests.harness.lanes import prepare_spinning
 from tests.runtime.loopback_pipeline import LoopbackPipeline
 from tests.runtime.test_engine import Block, Model
 
@@ -42,7 +41,6 @@ class Synchronizing(Block):
 
 def losses_of_steps(device: str, name: str, sizes: dict[str, int]) -> list[float]:
     """The losses of three steps."""
-    prepare_spinning()
     torch.manual_seed(0)
     schedule = build(name, num_microbatches=B, **sizes)
     model: Any = Model(8)

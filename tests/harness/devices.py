@@ -90,9 +90,23 @@ def in_pieces(batches: list[Batch], num_pieces: int) -> list[Batch]:
     return [piece for batch in batches for piece in split(batch, num_pieces)]
 
 
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for deterministic algorithms
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # a stream that waits for its peer holds up no other one
+}
+"""for all tests on GPUs: read by CUDA when a process first uses it"""
+LOADED = {"CUDA_MODULE_LOADING": "EAGER"}
+"""where all ranks are in one process: to load a kernel is to wait for the device, and so for all ranks' transfers"""
+
+
+def with_environment(environment: dict[str, str], function: Callable[..., Any], device: str, *arguments: Any) -> Any:
+    """The result of `function(device, *arguments)` in a worker that has used no GPU before, or in this environment."""
+    os.environ |= environment
+    return function(device, *arguments)
+
+
 def be_deterministic() -> None:
-    """Choose algorithms that give the same bits each time. Called in a worker, before it uses a GPU."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    """Choose algorithms that give the same bits each time."""
     torch.use_deterministic_algorithms(True)
 
 

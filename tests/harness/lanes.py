@@ -5,7 +5,6 @@ CPU    a thread
 """
 
 import ctypes
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -149,11 +148,6 @@ class StreamLane(Lane):
     @override
     def close(self) -> None:
         """A stream belongs to torch's pool."""
-
-
-def prepare_spinning() -> None:
-    """Called in a worker before it uses a GPU that streams will spin on, as loading a kernel waits for the device."""
-    os.environ |= {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # streams share no connection
 
 
 @cache

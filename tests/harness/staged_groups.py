@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed import Backend
 
 from lightning_hanayo.strategy.groups.nccl import NativeGroups
 from lightning_hanayo.strategy.lightning import parallel_strategy
-from tests.harness.lanes import Lane, StreamLane, ThreadLane, prepare_spinning
+from tests.harness.lanes import Lane, StreamLane, ThreadLane
 
 NAME = "staged"
 _ARENA_BYTES = 64 << 20
@@ -117,7 +118,7 @@ class StagedGroup(dist.ProcessGroup):
         return NAME
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self._gloo
+        return SimpleNamespace(supports_splitting=False, abort=self.abort)
 
     def abort(self) -> None:
         self._gloo.abort()
@@ -168,7 +169,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._staged(tensors, tensors, lambda read, _: self._gloo.broadcast(list(read), opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        ((*out,), (own,)) = outputs, inputs
+        (out,), (own,) = outputs, inputs
         return self._staged([own], out, lambda read, write: self._gloo.allgather([list(write)], list(read)))
 
     def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> Any:
@@ -216,8 +217,6 @@ class _All:
 def staged_groups(device: str) -> Iterator[None]:
     """Trainers that start in it use staged groups for tensors of the device."""
     global _staging
-    if device == "cuda":
-        prepare_spinning()
     _staging = Staging(device)
     factory, backends = parallel_strategy.group_factory, dict(Backend.default_device_backend_map)
     if NAME not in Backend.backend_list:

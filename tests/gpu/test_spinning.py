@@ -1,20 +1,28 @@
 """A receive that waits on the device never blocks a rank for good, also if the rank's host waits for its device.
 
 A host waits for its device where the allocator is short of memory, where a kernel is loaded, and where user code asks
-for it. If a receive was posted before an action on which the sender depends, neither rank gets on. Here each block's
-forward waits for all that its rank has posted.
+for it. If a receive was posted before an action on which the sender depends, neither rank gets on.
+
+    threads      ranks in one process: each block's forward waits for all that its rank has posted
+    processes    on one GPU: each block's forward waits for the device; and steps with so little memory that the
+                 allocator has to free blocks, for which it waits
 """
 
 from typing import Any
 
 import pytest
 import torch
+from lightning import Callback
 from torch import Tensor, nn
 
 from lightning_hanayo.schedule import build
 from tests.gpu.conftest import Launch
+from tests.gpu.test_traces import Wide
+from tests.harness import models
 from tests.harness.device_loopback import DeviceHub
-from tests.harness.devices import on_devices
+from tests.harness.devices import mean_gap, on_devices, train_on, trainer_on
+from tests.harness.staged_groups import staged_groups, synchronize_device
+from tests.harness.training import Layout, Outcome, make_loader, merge
 from tests.runtime.loopback_pipeline import LoopbackPipeline
 from tests.runtime.test_engine import Block, Model
 
@@ -62,3 +70,72 @@ def test_a_host_that_waits_for_its_device_gets_on(launch: Launch, device: str, n
     (losses,) = launch(device, 1, losses_of_steps, name, sizes, timeout=30.0)
     launch.say(device, f"{name} {sizes}: got on, losses {losses}")
     assert losses[0] == losses[1] == losses[2]
+
+
+class Waiting(models.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        synchronize_device()
+        return super().forward(x)
+
+
+class WaitingMLP(models.MLP):
+    """Waits for the device in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.__class__ = Waiting
+
+
+def train_waiting(device: str, layout: Layout) -> Outcome:
+    """Train on one rank of several processes that share a device."""
+    with staged_groups(device):
+        return train_on(device, layout, WaitingMLP, models.vectors((8, 8, 8)))
+
+
+LAYOUTS = [Layout(2, 1, 1), Layout(2, 2, 1), Layout(2, 2, 1, "hanayo-zb"), Layout(4, 1, 1)]
+
+
+@pytest.mark.parametrize(("device", "layout"), on_devices(LAYOUTS, cpu=[LAYOUTS[1]]), ids=str)
+def test_processes_that_wait_for_their_device_get_on(launch: Launch, device: str, layout: Layout) -> None:
+    (plain,) = launch(device, 1, train_on, None, models.MLP, models.vectors((8, 8, 8)))
+    gap = mean_gap(merge(launch(device, layout.world_size, train_waiting, layout), layout), plain)
+    launch.say(device, f"{layout}, waiting in each block: mean difference of a weight {gap:g}")
+    assert gap <= 1e-4
+
+
+class LittleMemory(Callback):
+    """From the third step on, lets the process have little more memory than the largest step so far has needed."""
+
+    SPARE = 48 << 20
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device == "cuda"
+        self.retries = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.on_gpu:
+            return
+        if batch_idx == 1:
+            limit = torch.cuda.max_memory_allocated() + self.SPARE
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+        self.retries = torch.cuda.memory_stats()["num_alloc_retries"]
+
+
+def retries(device: str, layout: Layout, width: int) -> int:
+    """How often the allocator had to free blocks, on one rank. Lengths change, so that blocks don't fit."""
+    little = LittleMemory(device)
+    lengths = [tokens * width for tokens in (8, 8, 6, 4, 8, 6, 8, 4)]
+    with staged_groups(device):
+        trainer = trainer_on(device, layout, max_steps=len(lengths), callbacks=[little])
+        trainer.fit(Wide(width), make_loader([torch.randn(length, width) for length in lengths]))
+    return little.retries
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "width"), on_devices([(LAYOUTS[1], 1024)], cpu=[(LAYOUTS[1], 8)]), ids=str
+)
+def test_processes_short_of_memory_get_on(launch: Launch, device: str, layout: Layout, width: int) -> None:
+    numbers = launch(device, layout.world_size, retries, layout, width)
+    launch.say(device, f"{layout}: the allocator had to free blocks {numbers} times")

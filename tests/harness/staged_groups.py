@@ -102,6 +102,10 @@ class StagedGroup(dist.ProcessGroup):
         self._name = ""
         _staging.groups.append(self)
 
+    def synchronize(self) -> None:
+        """Let the host wait for the transfers."""
+        self._lane.host_mark()()
+
     def close(self) -> None:
         """End the threads."""
         self._host.close()
@@ -211,6 +215,15 @@ class _All:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+
+def synchronize_device() -> None:
+    """Let the host wait for all that this process has posted."""
+    if _staging is not None and _staging.device_type == "cpu":
+        for group in _staging.groups:
+            group.synchronize()
+    else:
+        torch.cuda.synchronize()
 
 
 @contextmanager

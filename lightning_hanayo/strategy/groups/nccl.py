@@ -63,7 +63,7 @@ class NativeGroups(GroupFactory):
         parent: dist.ProcessGroup = dist.new_group(
             backend=self._backend,
             timeout=self.timeout,
-            pg_options=nccl_options(DATA),
+            pg_options=nccl_options(DATA, self.timeout),
             group_desc="hanayo native world",
         )
         self._tensor_groups.append(parent)
@@ -75,7 +75,7 @@ class NativeGroups(GroupFactory):
 
     @override
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
-        options = nccl_options(settings) if self._backend == _NCCL else None
+        options = nccl_options(settings, self.timeout) if self._backend == _NCCL else None
         group: dist.ProcessGroup | None
         if self._parent is None:
             group = self._make(partition, self._backend, settings.name, self.timeout, options)
@@ -91,9 +91,10 @@ class NativeGroups(GroupFactory):
         return group
 
 
-def nccl_options(settings: GroupSettings) -> Any:
+def nccl_options(settings: GroupSettings, timeout: timedelta) -> Any:
     """NCCL's options for a group with these settings. Torch for CPUs doesn't have the class."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.high_priority)
+    options._timeout = timeout  # else torch warns that its default isn't that of `new_group`
     if settings.max_ctas is not None:
         options.config.max_ctas = settings.max_ctas
     return options

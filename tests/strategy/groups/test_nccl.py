@@ -80,7 +80,8 @@ def factory(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> NativeGroups:
     ("settings", "is_high_priority", "max_ctas"), [(CHANNEL, True, 4), (CUBE, True, None), (DATA, False, None)]
 )
 def test_options_of_nccl(calls: Calls, settings: Any, is_high_priority: bool, max_ctas: int | None) -> None:
-    options = nccl_options(settings)
+    options = nccl_options(settings, MINUTE)
+    assert options._timeout == MINUTE
     assert (options.is_high_priority_stream, options.config.max_ctas) == (is_high_priority, max_ctas)
 
 

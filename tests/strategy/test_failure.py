@@ -49,8 +49,8 @@ def test_groups_are_aborted_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     with fake_world(0, 4):
         factory = FakeGroups()
         factory.tensors(((0, 1), (2, 3)), DATA)
-        for _ in range(2):
-            factory.channel(((0, 1), (2, 3)))
+        factory.channel(((0, 1), (2, 3)), "up")
+        factory.channel(((0, 1), (2, 3)), "down")
 
         class Waiting:
             abort = staticmethod(together.wait)

@@ -77,7 +77,8 @@ class Channels:
         """
         ranks = [(ranks[sender], ranks[receiver]) for ranks in self._pipelines for sender, receiver in channels]
         world_size = sum(map(len, self._pipelines))
-        group = self._factory.channel(covering(tuple((min(pair), max(pair)) for pair in ranks), world_size))
+        partition = covering(tuple((min(pair), max(pair)) for pair in ranks), world_size)
+        group = self._factory.channel(partition, "up" if channels[0][0] < channels[0][1] else "down")
         pipeline = next(ranks for ranks in self._pipelines if self._rank in ranks)
         place = pipeline.index(self._rank)
         for sender, receiver in channels:

@@ -26,6 +26,8 @@ from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
 Partition = tuple[tuple[int, ...], ...]
 """the groups of ranks into which the world is divided: each rank is in one of them"""
 
+_Kind = Literal["control", "tensors", "up", "down"]
+
 
 @dataclass(frozen=True)
 class GroupSettings:
@@ -66,9 +68,15 @@ class GroupFactory(ABC):
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self.device = device
         self.timeout = timeout
+        self._world = dist.group.WORLD
         self._tensor_groups: list[dist.ProcessGroup] = []
         self._aborting, self._is_aborted = threading.Lock(), False
-        self._made: dict[tuple[Literal["control", "tensors"], Partition], dist.ProcessGroup] = {}
+        self._made: dict[tuple[_Kind, Partition], dist.ProcessGroup] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the world in which the groups were made still exists."""
+        return self._world is dist.group.WORLD and not self._is_aborted
 
     def control(self, partition: Partition) -> dist.ProcessGroup:
         """This rank's control group; the one that was made before, if the partition is the same."""
@@ -81,9 +89,9 @@ class GroupFactory(ABC):
         """
         return self._once("tensors", partition, lambda: self._make_connected(partition, settings))
 
-    def channel(self, partition: Partition) -> dist.ProcessGroup:
-        """A new tensor group of this rank for messages in one direction, shared with nobody."""
-        return self._new_tensors(partition, CHANNEL)
+    def channel(self, partition: Partition, direction: Literal["up", "down"]) -> dist.ProcessGroup:
+        """This rank's tensor group for messages in one direction: to the higher ranks, or to the lower ones."""
+        return self._once(direction, partition, lambda: self._new_tensors(partition, CHANNEL))
 
     def abort(self) -> None:
         """After a failure: end what is under way in native groups, which can't be used afterwards. From any thread.
@@ -122,9 +130,7 @@ class GroupFactory(ABC):
         self._tensor_groups.append(group)
         return group
 
-    def _once(
-        self, kind: Literal["control", "tensors"], partition: Partition, make: Callable[[], dist.ProcessGroup]
-    ) -> dist.ProcessGroup:
+    def _once(self, kind: _Kind, partition: Partition, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
         key = kind, partition
         if key not in self._made:
             self._made[key] = make()

@@ -29,9 +29,21 @@ from lightning_hanayo.strategy.groups.factory import (
 _NCCL = "nccl"
 
 
+_factories: dict[tuple[torch.device, timedelta], GroupFactory] = {}
+"""of this process's world, which keeps all groups: Trainers in one script share them instead of adding their own"""
+
+
 def group_factory(device: torch.device, timeout: timedelta) -> GroupFactory:
-    """The factory for a run on this device. Called by all ranks of the world, which is initialized."""
-    return (GlooGroups if device.type == "cpu" else NativeGroups)(device, timeout)
+    """The factory for runs on this device. Called by all ranks of the world, which is initialized."""
+    factory = _factories.get((device, timeout))
+    if factory is None or not factory.is_open:
+        factory = _factories[device, timeout] = (GlooGroups if device.type == "cpu" else NativeGroups)(device, timeout)
+    return factory
+
+
+def forget_groups() -> None:
+    """After a failure: drop all groups. gloo's peers are woken when connections close, so nothing may hold one."""
+    _factories.clear()
 
 
 def backend_for(device: torch.device) -> str:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.strategy.failure import leave_at_exit, leave_group, store_after_failure
-from lightning_hanayo.strategy.groups.nccl import backend_for, group_factory
+from lightning_hanayo.strategy.groups.nccl import backend_for, forget_groups, group_factory
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups
@@ -223,6 +223,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def disconnect_processes(self) -> None:
         """After a failure: leave the process group without waiting for other ranks."""
         self._groups = None
+        forget_groups()
         leave_group(self._address)
 
     @property

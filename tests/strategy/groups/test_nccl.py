@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_hanayo.strategy.groups import nccl
 from lightning_hanayo.strategy.groups.factory import CHANNEL, CUBE, DATA, GlooGroups
-from lightning_hanayo.strategy.groups.nccl import NativeGroups, backend_for, group_factory, nccl_options
+from lightning_hanayo.strategy.groups.nccl import NativeGroups, backend_for, forget_groups, group_factory, nccl_options
 from lightning_hanayo.strategy.process_groups import ProcessGroups
 from lightning_hanayo.topology import Topology
 from tests.harness.fake_groups import fake_world
@@ -136,3 +136,4 @@ def test_cpus_need_no_nccl() -> None:
     assert backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
     with fake_world(0, 1):
         assert isinstance(group_factory(torch.device("cpu"), MINUTE), GlooGroups)
+    forget_groups()

@@ -19,7 +19,7 @@ def is_linear(module: nn.Module) -> bool:
 def as_autocast(x: Tensor) -> Tensor:
     """`x` in the dtype in which autocast would multiply it. Double precision stays double."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.is_floating_point():
+    if x.is_meta or not torch.is_autocast_enabled(device) or x.dtype is torch.float64 or not x.is_floating_point():
         return x
     return x.to(torch.get_autocast_dtype(device))
 

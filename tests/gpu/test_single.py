@@ -11,11 +11,13 @@ turns into at most a few steps of the learning rate.
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu.conftest import Launch
 from tests.harness import models
 from tests.harness.devices import be_deterministic, in_pieces, largest_gap, on_devices, train_on
 from tests.harness.training import Layout, Outcome
+from tests.strategy.whole_model import test_master_weights as master_weights
 
 SIZES, PIECES = (8,) * 5, 4
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
@@ -60,3 +62,20 @@ def test_a_gpt_trains_as_with_a_plain_trainer(launch: Launch, device: str, preci
     # A gradient that rounding turns around moves its weight by twice the learning rate, in each step.
     assert gap <= 2 * len(SIZES) * 3e-3
     assert ours.losses[-1] == pytest.approx(plain.losses[-1], rel=0.2)
+
+
+def both_with_master_weights(device: str, waves: int) -> float:
+    """The largest difference of a master weight from one that a loop written by hand has updated."""
+    be_deterministic()
+    model, layout = master_weights.Descent, Layout(waves=waves, num_microbatches=PIECES)
+    _, expected = master_weights.by_hand(model, 0.1, 1, PIECES, device)
+    _, ours = master_weights.train(layout, model, 0.1, 1, device)
+    assert all(value.dtype is torch.float32 for value in ours.values())
+    return max((ours[name].cpu() - value.cpu()).abs().max().item() for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("device", "waves"), on_devices(WAVES, cpu=[2]))
+def test_master_weights_are_those_of_a_loop_written_by_hand(launch: Launch, device: str, waves: int) -> None:
+    (gap,) = launch(device, 1, both_with_master_weights, waves)
+    launch.say(device, f"bf16-true with fp32 master weights, W={waves}: largest difference of one {gap:g}")
+    assert gap == 0

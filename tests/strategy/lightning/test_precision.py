@@ -1,5 +1,6 @@
 """Precision plugins of Lightning's give the same gradients as in one process, and loss scales skip the same steps."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.harness.training import (
     OutcomeCallback,
     data_rank,
     make_loader,
+    make_strategy,
     make_trainer,
     merge,
     unguarded,
@@ -46,6 +48,7 @@ def test_first_gradients(pool: Pool, layout: Layout, precision: str, tolerance: 
 # fp16 with a gradient scaler
 
 SCALED = [
+    Layout(1, 2, 1),
     Layout(2, 1, 1),
     Layout(2, 2, 1),
     Layout(2, 1, 2),
@@ -101,6 +104,7 @@ def train_scaled(layout: Layout, model: Any, clip: float | None, accumulate: int
     scaler = GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-16, growth_interval=2)
     trainer = make_trainer(
         layout,
+        strategy="auto" if layout == Layout() else make_strategy(layout),
         max_steps=STEPS,
         gradient_clip_val=clip,
         accumulate_grad_batches=accumulate,
@@ -143,3 +147,23 @@ def test_scaled_gradients_are_clipped_and_accumulated(
     pool: Pool, model: Any, clip: float | None, accumulate: int, layout: Layout
 ) -> None:
     check_scaled(pool, layout, model, clip, accumulate)
+
+
+def resumed(layout: Layout, path: str, epochs: list[int]) -> list[float]:
+    """The scales of the last run. Each run starts from the checkpoint of the one before."""
+    for index, epoch in enumerate(epochs):
+        callback = InfOnLastRank()
+        plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**20, growth_interval=3))
+        trainer = make_trainer(layout, max_epochs=epoch, callbacks=[callback], plugins=[plugin])
+        trainer.fit(models.build(Descent), make_loader(models.vectors((8,) * 4)), ckpt_path=path if index else None)
+        trainer.save_checkpoint(path)
+    return callback.scales
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_has_the_scale(pool: Pool, tmp_path: Path) -> None:
+    """An inf in the third batch of the first run lowers it."""
+    path = str(tmp_path / "training.ckpt")
+    (*_, last), _ = pool.run(2, resumed, Layout(2), path, [1])
+    (begin, *_), _ = pool.run(2, resumed, Layout(2), path, [1, 2])
+    assert begin == last < 2.0**20

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from lightning import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.strategy.whole_model.master_weights import MasterWeights
 from tests.harness import models
+from tests.harness.devices import trainer_on
 from tests.harness.oracle import split
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
@@ -23,7 +24,6 @@ from tests.harness.training import (
     data_rank,
     make_loader,
     make_strategy,
-    make_trainer,
     merge,
 )
 
@@ -39,7 +39,7 @@ class Descent(models.MLP):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=2e-3, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
 
 
 class Fused(models.MLP):
@@ -51,9 +51,9 @@ class Tied(models.SharesOutside, Descent):
     """Code before the stack and the last block, of which each adds to one gradient."""
 
 
-def trainer_for(layout: Layout, **options: Any) -> Trainer:
+def trainer_for(layout: Layout, device: str = "cpu", **options: Any) -> Trainer:
     strategy = make_strategy(layout, master_weights="fp32")
-    return make_trainer(layout, strategy=strategy, precision="bf16-true", **options)
+    return trainer_on(device, layout, strategy=strategy, precision="bf16-true", **options)
 
 
 class Masters(OutcomeCallback):
@@ -65,19 +65,24 @@ class Masters(OutcomeCallback):
         self.masters = {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
 
 
-def train(layout: Layout, model: Callable[[], LightningModule], clip: float | None, accumulate: int) -> Any:
+def train(
+    layout: Layout, model: Callable[[], LightningModule], clip: float | None, accumulate: int, device: str = "cpu"
+) -> tuple[Outcome, dict[str, Tensor]]:
+    """The outcome of one rank, and its master weights."""
     callback = Masters()
     trainer = trainer_for(
-        layout, max_epochs=1, gradient_clip_val=clip, accumulate_grad_batches=accumulate, callbacks=[callback]
+        layout, device, max_epochs=1, gradient_clip_val=clip, accumulate_grad_batches=accumulate, callbacks=[callback]
     )
     shares = [{k: v[data_rank(layout) :: layout.data] for k, v in batch.items()} for batch in batches(accumulate)]
     trainer.fit(models.build(model), make_loader(shares))
     return callback.outcome, callback.masters
 
 
-def by_hand(model: Callable[[], LightningModule], clip: float | None, accumulate: int, num_pieces: int) -> Any:
+def by_hand(
+    model: Callable[[], LightningModule], clip: float | None, accumulate: int, num_pieces: int, device: str = "cpu"
+) -> tuple[Outcome, dict[str, Tensor]]:
     """fp32 copies of bf16 parameters; each micro-batch's gradient is added to an fp32 sum."""
-    module: Any = models.build(model, torch.bfloat16)
+    module: Any = models.build(model, torch.bfloat16).to(device)
     module.log = lambda *_, **__: None
     masters = {p: nn.Parameter(p.detach().float()) for p in module.parameters()}
     optimizers, schedulers = module.configure_optimizers(), []
@@ -90,8 +95,7 @@ def by_hand(model: Callable[[], LightningModule], clip: float | None, accumulate
         parameter.grad_dtype = torch.float32  # each use of a shared parameter adds to its gradient
     outcome = Outcome()
     for index, batch in enumerate(batches(accumulate)):
-        pieces = split(batch, num_pieces)
-        for piece in pieces:
+        for piece in split({name: value.to(device) for name, value in batch.items()}, num_pieces):
             loss = module.training_step(piece, 0) * (len(piece["y"]) / len(batch["y"]) / accumulate)
             loss.backward()
             for parameter, master in masters.items():
@@ -106,8 +110,8 @@ def by_hand(model: Callable[[], LightningModule], clip: float | None, accumulate
             nn.utils.clip_grad_norm_(masters.values(), clip)
         optimizers.step()
         optimizers.zero_grad()
-        for scheduler in schedulers:
-            scheduler.step() if index + 1 == len(batches(accumulate)) else None
+        for config in schedulers:
+            config["scheduler"].step()
         with torch.no_grad():
             for parameter, master in masters.items():
                 parameter.copy_(master)
@@ -121,7 +125,7 @@ WAYS: list[Any] = [(Descent, None, 1), (Descent, 0.1, 2), (Fused, 0.1, 1), (Tied
 
 @pytest.mark.parametrize(
     ("layout", "how"),
-    covered(product(PIPELINES, WAYS), by=[(PIPELINES[0], WAYS[0]), (PIPELINES[1], WAYS[3]), (PIPELINES[3], WAYS[1])]),
+    covered(product(PIPELINES, WAYS), by=[(PIPELINES[1], WAYS[3]), (PIPELINES[3], WAYS[1])]),
     ids=str,
 )
 def test_bit_equal(pool: Pool, layout: Layout, how: Any) -> None:

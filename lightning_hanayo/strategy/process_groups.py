@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.strategy.groups.channels import Channels
-from lightning_hanayo.strategy.groups.factory import CUBE, DATA, GroupFactory, GroupSettings
+from lightning_hanayo.strategy.groups.factory import CUBE, DATA, REPLICA, GroupFactory, GroupSettings
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.topology import Topology
 
@@ -45,6 +45,8 @@ class ProcessGroups:
     replica_ranks: tuple[int, ...]
     """all ranks that train one copy of the model: pipeline and cube"""
     replica: dist.ProcessGroup
+    replica_tensors: dist.ProcessGroup
+    """the same ranks, for tensors of the device"""
     cube: CubeGroups | None
     gradient_groups: dict[str, dist.ProcessGroup]
     """for gradients that are partial over these axes of the cube: the ranks, data ranks too, that sum them"""
@@ -82,6 +84,7 @@ class ProcessGroups:
             tensors(DATA, "data", *("xyz" if shares_samples else "")),
             topology.group_of(rank, "pipe", "x", "y", "z"),
             control("pipe", "x", "y", "z"),
+            tensors(REPLICA, "pipe", "x", "y", "z"),
             cube,
             gradient_groups,
         )

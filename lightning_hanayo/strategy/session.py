@@ -393,7 +393,7 @@ class Session:
         several = self.topology.replica_size > 1
         return GradientNorms(
             list(module.parameters()),
-            self._groups.replica if several else None,
+            (self._groups.replica, self._groups.replica_tensors) if several else None,
             num_replicas=shards,
             relay=self.replica_relay,
             device=self.device,

@@ -13,7 +13,7 @@ import base64
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,21 +21,29 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
-from lightning_hanayo.runtime.comm.codec import SendBuffer, Spec, spec_of, unpack
+from lightning_hanayo.runtime.comm.codec import ALIGN, SendBuffer, Spec, spec_of, unpack
 from lightning_hanayo.runtime.comm.message import Message
 
 _SAME_EVERYWHERE = ("cpu", "meta")
 """devices that mean the same on all ranks"""
 
 
-def all_gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
+def all_gather_objects(
+    group: dist.ProcessGroup, value: Any, device_group: dist.ProcessGroup | None = None
+) -> list[Any]:
     """Return every rank's `value`, which must be picklable, in rank order. Called by all ranks of the group.
 
-    Tensors that were on an accelerator come to this rank's current device.
+    Tensors that were on an accelerator come to this rank's current device. With a `device_group`, of the same ranks and
+    for tensors of the device, they don't pass host memory: no host waits for a device.
     """
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, to_bytes(value), group)
-    return [from_bytes(data) for data in values]
+    if device_group is None:
+        dist.all_gather_object(values, to_bytes(value), group)
+        return [from_bytes(data) for data in values]
+    packed, buffers = _pack(value)
+    dist.all_gather_object(values, packed, group)
+    gathered = _all_gather_buffers(values, buffers, device_group)
+    return [_unpack(*one) for one in zip(values, gathered, strict=True)]
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
@@ -53,10 +61,8 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None, source:
 
 def to_bytes(value: Any) -> bytes:
     """Return `value` as bytes for another process, with one copy from each device to the host."""
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    return pickle.dumps((file.getvalue(), [_packed(tensors) for tensors in pickler.tensors.values()]))
+    packed, buffers = _pack(value)
+    return pickle.dumps((packed, [buffer.cpu() for buffer in buffers]))
 
 
 def from_bytes(data: Any, device: torch.device | None = None) -> Any:
@@ -64,8 +70,9 @@ def from_bytes(data: Any, device: torch.device | None = None) -> Any:
 
     They are views of one buffer.
     """
-    pickled, packed = pickle.loads(data)
-    return _Unpickler(io.BytesIO(pickled), packed, device).load()
+    packed, buffers = pickle.loads(data)
+    return _unpack(packed, [buffer.to(_own(kind, device), non_blocking=True)  # from unpinned memory: copied on return
+                            for (kind, _), buffer in zip(packed.specs, buffers, strict=True)], device)  # fmt: skip
 
 
 def to_text(value: Any) -> str:
@@ -76,6 +83,64 @@ def to_text(value: Any) -> str:
 def from_text(text: str, device: torch.device | None = None) -> Any:
     """Return what `to_text` was given; `device` as in `from_bytes`."""
     return from_bytes(base64.b64decode(text), device)
+
+
+class _Packed(NamedTuple):
+    """An object without its tensors on accelerators, and for each device its type and how to read its buffer."""
+
+    pickled: bytes
+    specs: list[tuple[str, bytes]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(Spec.from_bytes(spec).num_bytes for _, spec in self.specs)
+
+
+def _pack(value: Any) -> tuple[_Packed, list[Tensor]]:
+    """Return the rest of an object, and its tensors on accelerators: a buffer on each device."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    sent = [(device.type, _filled(tensors)) for device, tensors in pickler.tensors.items()]
+    specs = [(kind, buffer.spec.to_bytes()) for kind, buffer in sent]
+    return _Packed(file.getvalue(), specs), [buffer.buffer for _, buffer in sent]
+
+
+def _filled(tensors: Sequence[Tensor]) -> SendBuffer:
+    message = Message((), tuple(tensors))
+    made = SendBuffer(spec_of(message), tensors[0].device)
+    made.fill(message.tensors)
+    return made
+
+
+def _unpack(packed: _Packed, buffers: Sequence[Tensor], device: torch.device | None = None) -> Any:
+    """Return what was packed; its tensors are views of the buffers, which are where they shall be."""
+    pairs = zip(packed.specs, buffers, strict=True)
+    tensors = [unpack(Spec.from_bytes(spec), buffer).tensors for (_, spec), buffer in pairs]
+    return _Unpickler(packed.pickled, tensors, device).load()
+
+
+def _all_gather_buffers(
+    packed: Sequence[_Packed], buffers: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[list[Tensor]]:
+    """Return all ranks' buffers, on this rank's device. None has more than one."""
+    sizes = [one.num_bytes for one in packed]
+    if not any(sizes):
+        return [[] for _ in sizes]
+    kind = next(kind for one in packed for kind, _ in one.specs)
+    device = buffers[0].device if buffers else _own(kind)
+    own = torch.zeros(-(-max(sizes) // ALIGN) * ALIGN, dtype=torch.uint8, device=device)
+    for buffer in buffers:
+        own[: buffer.nbytes] = buffer.view(torch.uint8)
+    parts = own.new_empty(len(sizes), len(own)).unbind()
+    dist.all_gather(list(parts), own, group=group)
+    return [[part[:size]] if size else [] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _own(kind: str, device: torch.device | None = None) -> torch.device:
+    """This rank's device of that type."""
+    return torch.device(kind, torch.get_device_module(kind).current_device()) if device is None else device
 
 
 class _Pickler(pickle.Pickler):
@@ -107,32 +172,23 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts what the pickler has left out onto this rank's device."""
+    """Puts back what the pickler has left out; devices become this rank's."""
 
-    def __init__(
-        self, file: io.BytesIO, packed: Sequence[tuple[str, bytes, Tensor]], device: torch.device | None
-    ) -> None:
-        super().__init__(file)
+    def __init__(self, pickled: bytes, tensors: Sequence[Sequence[Tensor]], device: torch.device | None) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
         self._device = device
-        self._tensors = [
-            unpack(Spec.from_bytes(spec), buffer.to(self._device_of(kind))).tensors for kind, spec, buffer in packed
-        ]
 
     @override
     def persistent_load(self, reference: Any) -> Any:
         name, *place = reference
         if name == "device":
-            return self._device_of(place[0])
+            return _own(place[0], self._device)
         buffer, index, kind, attributes = place
         tensor = self._tensors[buffer][index]
         tensor = tensor if kind is None else tensor.as_subclass(kind)
         vars(tensor).update(attributes)
         return tensor
-
-    def _device_of(self, kind: str) -> torch.device:
-        if self._device is not None:
-            return self._device
-        return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _is_plain(value: Tensor) -> bool:
@@ -145,11 +201,3 @@ def _device_of(value: Tensor) -> torch.device:
     """Where its memory is: stand-ins for tensors of other ranks name the device of those."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.device
-
-
-def _packed(tensors: Sequence[Tensor]) -> tuple[str, bytes, Tensor]:
-    """The type of their device, how to read the buffer, and the buffer in host memory."""
-    message = Message((), tuple(tensors))
-    sent = SendBuffer(spec_of(message), tensors[0].device)
-    sent.fill(message.tensors)
-    return tensors[0].device.type, sent.spec.to_bytes(), sent.buffer.cpu()

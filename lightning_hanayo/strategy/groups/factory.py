@@ -48,6 +48,8 @@ CUBE = GroupSettings("cube", high_priority=True)
 """The next product waits for these collectives."""
 DATA = GroupSettings("data")
 """Gradients are reduced while the backward goes on, which comes first."""
+REPLICA = GroupSettings("replica", max_ctas=1)
+"""Norms of gradients: one number for each parameter."""
 
 
 ABORT_WITHIN = 5.0

@@ -145,7 +145,7 @@ class Cube:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Gather Python objects from all ranks of the cube, which call this."""
-        return all_gather_objects(self._groups.whole, value)
+        return all_gather_objects(self._groups.whole, value, self.mesh.axis("xyz").group)
 
     def _gather_from_plane(self, value: Any) -> list[Any]:
         return all_gather_objects(self._groups.plane, value)

@@ -7,6 +7,8 @@ the zeros of the ranks that don't own a parameter is exact.
 index in the module    0   1   2   3   4        parameter 4 has no gradient anywhere
 rank 0                n0   .   .  n3   .        all-reduce ->  n0 n1 n2 n3  ->  norm, on every rank
 rank 1                 .  n1  n2   .   .
+
+The norms stay on the device. Which rank has what, and in which order, is known in host memory and exchanged over gloo.
 """
 
 from collections import Counter
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from math import isinf
+from math import inf, isinf
 
 import torch
 import torch.distributed as dist
@@ -43,7 +45,8 @@ class GradientNorms:
 
     Args:
         parameters: the module's, in its order, which is the same on all ranks; other ranks' are placeholders.
-        group: the ranks that train one copy of the module, for CPU tensors; None if there is one.
+        groups: the ranks that train one copy of the module, for tensors in host memory, and for those of the device;
+            None if there is one rank.
         num_replicas: how many ranks of a cube hold the same shard of a parameter; None without a cube.
         relay: over the group's ranks; announces each call, so that one on some ranks only is an error, not a deadlock.
         device: of this rank's gradients.
@@ -53,7 +56,7 @@ class GradientNorms:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        group: dist.ProcessGroup | None,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
         *,
         num_replicas: Callable[[Tensor], int] | None = None,
         relay: Relay | None = None,
@@ -62,7 +65,9 @@ class GradientNorms:
     ) -> None:
         self._parameters = list(parameters)
         self._indices: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self._parameters)}
-        self._group = group
+        self._groups = groups
+        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
+        """on the device, by the indices of parameters: the same, and on how many ranks of a cube each shard is"""
         self._num_replicas = num_replicas
         self._relay = relay
         self._device = device
@@ -82,7 +87,7 @@ class GradientNorms:
 
     def close(self) -> None:
         """Forget the other ranks: the run has ended."""
-        self._group = self._relay = None
+        self._groups = self._relay = None
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -127,31 +132,31 @@ class GradientNorms:
         """The norm over all ranks' gradients; 0 if there are none. The ranks pass their own of one set."""
         norms = self.each(gradients, norm_type, foreach=foreach)
         if not norms:
-            return torch.tensor(0.0)
+            return torch.zeros((), device=self._device)
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), norm_type)
-        return total.to(self._device)
+        return total
 
     def by_parameter(
         self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
     ) -> Mapping[Tensor, Tensor]:
         """The norm of each parameter that has a gradient on some rank, other ranks' placeholders included."""
         norms = self.each(gradients, norm_type, foreach=foreach)
-        return {self._parameters[i]: norm.to(self._device, gradient_dtype(self._parameters[i])) for i, norm in norms}
+        return {self._parameters[i]: norm.to(gradient_dtype(self._parameters[i])) for i, norm in norms}
 
     def each(
         self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None
     ) -> list[tuple[int, Tensor]]:
-        """The index and the norm of each gradient, in the user's order; on the CPU, in one dtype."""
+        """The index and the norm of each gradient, in the user's order; on the device, in one dtype."""
         if self._relay is not None:
             self._relay.broadcast("norm")
-        table = self._exchange(self._own_table(gradients, norm_type, foreach), norm_type)
-        norms, present = table[:2]
-        counts, places = (table[2:] / present).tolist()
-        found = sorted(present.nonzero().flatten().tolist(), key=lambda i: (places[i], i))
+        first = {gradient.index: gradient for gradient in reversed(gradients) if gradient.value.numel()}
+        present, counts, places = self._everywhere(self._table(gradients, first)).tolist()
+        found = sorted((i for i, ranks in enumerate(present) if ranks), key=lambda i: (places[i] / present[i], i))
         if not found:
             return []
         dtype = reduce(torch.promote_types, {gradient_dtype(self._parameters[i]) for i in found})
-        return [(i, norms[i].to(dtype)) for i in found for _ in range(round(counts[i]))]
+        norms = self._exchange(self._own_norms(first, norm_type, foreach), norm_type).to(dtype).unbind()
+        return [(i, norms[i]) for i in found for _ in range(counts[i] // present[i])]
 
     def _by_memory(self) -> dict[tuple[int, int], int]:
         """The indices of this rank's parameters, by the memory of their values and their gradients."""
@@ -159,36 +164,52 @@ class GradientNorms:
         values = {_memory_of(p): i for i, p in own if p.numel()}
         return values | {_memory_of(p.grad): i for i, p in own if p.grad is not None and p.numel()}
 
-    def _own_table(self, gradients: Sequence[OwnGradient], norm_type: float, foreach: bool | None) -> Tensor:
-        """[4, parameters]: norms, or their powers of shards; 1 for those that are here; how often and where passed."""
-        table = torch.zeros(4, len(self._parameters), dtype=torch.float64)
+    def _table(self, gradients: Sequence[OwnGradient], first: Mapping[int, OwnGradient]) -> Tensor:
+        """[3, parameters], in host memory: 1 for those that are here; how often, and where they were passed."""
         counts = Counter(gradient.index for gradient in gradients)
-        first = {gradient.index: gradient for gradient in reversed(gradients) if gradient.value.numel()}
-        if not first:
-            return table
-        indices = list(first)
-        norms = _norms([gradient.value for gradient in first.values()], norm_type, foreach)
-        if self._num_replicas is not None and not isinf(norm_type):
-            replicas = [self._num_replicas(self._parameters[i]) for i in indices]
-            norms = norms ** (norm_type or 1) / torch.tensor(replicas, dtype=torch.float64)
-        table[0, indices] = norms
-        table[1, indices] = 1.0
-        table[2, indices] = torch.tensor([counts[i] for i in indices], dtype=torch.float64)
-        table[3, indices] = torch.tensor([first[i].place for i in indices], dtype=torch.float64)
+        table = torch.zeros(3, len(self._parameters), dtype=torch.int64)
+        rows = [(1, counts[i], one.place) for i, one in first.items()]
+        table[:, list(first)] = torch.tensor(rows, dtype=torch.int64).view(-1, 3).t()
         return table
 
-    def _exchange(self, table: Tensor, norm_type: float) -> Tensor:
-        """The sum of all ranks' tables, with whole norms in its first row."""
-        if self._group is None:
-            return table
-        if self._num_replicas is None:
-            dist.all_reduce(table, group=self._group)
-        elif isinf(norm_type):
-            table = _with_extremes(_all_gather(table, self._group), norm_type)
-        else:
-            dist.all_reduce(table, group=self._group)
-            table[0] **= 1 / (norm_type or 1)
+    def _everywhere(self, table: Tensor) -> Tensor:
+        """The sum over all ranks, in host memory."""
+        if self._groups is not None:
+            dist.all_reduce(table, group=self._groups[0])
         return table
+
+    def _own_norms(self, first: Mapping[int, OwnGradient], norm_type: float, foreach: bool | None) -> Tensor:
+        """[parameters], on the device in fp64: norms, or their powers of shards; of others what changes nothing."""
+        nothing = inf if norm_type == -inf and self._num_replicas is not None else 0.0
+        table = torch.full((len(self._parameters),), nothing, dtype=torch.float64, device=self._device)
+        if not first:
+            return table
+        norms = _norms([gradient.value for gradient in first.values()], norm_type, foreach).double()
+        index, replicas = self._places_of(tuple(first))
+        if replicas is not None and not isinf(norm_type):
+            norms = norms ** (norm_type or 1) / replicas
+        return table.index_copy_(0, index, norms)
+
+    def _places_of(self, indices: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Made once for each set of parameters, because the host waits for a copy to the device."""
+        if indices not in self._places:
+            replicas = None
+            if self._num_replicas is not None:
+                numbers = [self._num_replicas(self._parameters[i]) for i in indices]
+                replicas = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+            self._places[indices] = torch.tensor(indices, device=self._device), replicas
+        return self._places[indices]
+
+    def _exchange(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The norms of all ranks' gradients, on each of them."""
+        if self._groups is None:
+            return norms
+        if self._num_replicas is not None and isinf(norm_type):
+            # A reduction by gloo would lose NaN.
+            tables = _all_gather(norms, self._groups[1])
+            return tables.amax(0) if norm_type > 0 else tables.amin(0)
+        dist.all_reduce(norms, group=self._groups[1])
+        return norms if self._num_replicas is None else norms ** (1 / (norm_type or 1))
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
@@ -198,27 +219,15 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _norms(gradients: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of each, computed as torch does it with this `foreach`; on the CPU in fp64."""
+    """The norm of each, computed as torch does it with this `foreach`."""
     if foreach is False:
         norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
     else:
         norms = list(torch._foreach_norm(gradients, norm_type))
-    return torch.stack(norms).to("cpu", torch.float64)
+    return torch.stack(norms)
 
 
 def _all_gather(table: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(table) for _ in range(group.size())]
     dist.all_gather(parts, table, group=group)
     return torch.stack(parts)
-
-
-def _with_extremes(tables: Tensor, norm_type: float) -> Tensor:
-    """The sums of tables, [ranks, 4, parameters], but the largest norm (the smallest for -inf) of a parameter's shards.
-
-    A reduction by gloo would lose NaN.
-    """
-    table = tables.sum(0)
-    missing = tables[:, 0].masked_fill(tables[:, 1] == 0, -norm_type)
-    extremes = missing.amax(0) if norm_type > 0 else missing.amin(0)
-    table[0] = torch.where(table[1] > 0, extremes, 0.0)
-    return table

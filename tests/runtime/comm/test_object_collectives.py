@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_hanayo
+from lightning_hanayo.runtime.comm import object_collectives as module
 from lightning_hanayo.runtime.comm.object_collectives import (
     all_gather_objects,
     broadcast_object,
@@ -100,6 +101,23 @@ def test_all_ranks_get_all_values(pool: Pool) -> None:
         assert broadcast == ("from", 1)
 
 
+def gathered_on_the_device() -> tuple[list[Any], list[int]]:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "to_bytes", None)
+        rows = on_gpu(torch.full((rank + 1,), rank, dtype=torch.int16))
+        gathered = all_gather_objects(world, {"loss": on_gpu(float(rank)), "rows": rows, "n": rank}, world)
+        numbers = all_gather_objects(world, rank, world)
+    return [(as_plain(one["loss"]).item(), as_plain(one["rows"]).tolist(), one["n"]) for one in gathered], numbers
+
+
+def test_tensors_of_a_device_are_gathered_there(pool: Pool) -> None:
+    expected = [(0.0, [0], 0), (1.0, [1, 1], 1), (2.0, [2, 2, 2], 2)]
+    assert pool.run(3, gathered_on_the_device) == [(expected, [0, 1, 2])] * 3
+
+
 def test_without_processes_a_value_is_its_own_broadcast() -> None:
     assert broadcast_object("alone") == "alone"
 
@@ -112,7 +130,7 @@ def object_collectives_of_torch(path: Path) -> Iterator[str]:
 
 def test_no_other_file_calls_torchs_object_collectives() -> None:
     package = Path(lightning_hanayo.__file__).parent
-    calls = {path.name: sorted(object_collectives_of_torch(path)) for path in package.rglob("*.py")}
+    calls = {path.name: set(object_collectives_of_torch(path)) for path in package.rglob("*.py")}
     assert {name: found for name, found in calls.items() if found} == {
-        "object_collectives.py": ["all_gather_object", "broadcast_object_list"]
+        "object_collectives.py": {"all_gather_object", "broadcast_object_list"}
     }

@@ -37,7 +37,7 @@ def test_1024_ranks_make_few_groups(schedule: str, num_channels: int) -> None:
     with fake_world(rank, LARGE.world_size):
         _, factory = made_in(LARGE, rank, schedule=schedule)
     counts = Counter(name for name, _ in factory.made)
-    assert counts == {"control": 5, "cube": 7, "data": 5, "channel": num_channels}
+    assert counts == {"control": 5, "cube": 7, "data": 5, "replica": 1, "channel": num_channels}
     assert all(sorted(sum(partition, ())) == list(range(1024)) for _, partition in factory.made)
 
 

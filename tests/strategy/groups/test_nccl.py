@@ -110,7 +110,7 @@ def test_a_whole_run_on_gpus(factory: NativeGroups, calls: Calls) -> None:
     groups = ProcessGroups.create(Topology(data=2, pipe=2, cube=(1, 2, 1)), 5, factory)
     groups.channels.connect([(0, 1), (1, 0)])
     descriptions = [options["group_desc"] for _, _, options in calls.splits]
-    assert descriptions == ["hanayo cube", *["hanayo data"] * 2, *["hanayo channel"] * 2]
+    assert descriptions == ["hanayo cube", *["hanayo data"] * 2, "hanayo replica", *["hanayo channel"] * 2]
     assert [backend for backend, _ in calls.made] == ["nccl", *["gloo"] * 4]  # pipe, data, replica, cube
 
 

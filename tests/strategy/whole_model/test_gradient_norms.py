@@ -38,7 +38,7 @@ def clip(dtype: torch.dtype, poison: float | None, max_norm: float, norm_type: f
         for index, parameter in enumerate(found):
             if index % 2 != dist.get_rank():
                 found[index] = nn.Parameter(parameter.detach().to("meta"))
-        norms = GradientNorms(found, dist.group.WORLD, device=torch.device("cpu"))
+        norms = GradientNorms(found, (dist.group.WORLD, dist.group.WORLD), device=torch.device("cpu"))
         norm_functions.start(norms)
         try:
             total = clip_grad_norm_(iter(found), max_norm, norm_type)

@@ -74,7 +74,8 @@ class MicrobatchLog:
 
     def add_up(self, losses: Sequence[Tensor]) -> None:
         """Log the sum of this rank's `losses`, one per micro-batch, where the step has logged them: they are sums."""
-        own = {piece: float(loss) for piece, loss in zip(self._split.own, losses, strict=True)}
+        numbers = torch.stack([loss.detach().reshape(()) for loss in losses]).tolist()
+        own = dict(zip(self._split.own, numbers, strict=True))
         for key, calls in self._calls.items():
             values = {piece: [call.value for call in of_piece] for piece, of_piece in calls.items()}
             if all(len(one) == 1 and _is_number(one[0], own[piece]) for piece, one in values.items()):

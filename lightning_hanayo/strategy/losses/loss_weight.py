@@ -125,15 +125,17 @@ def _counts(pieces: Sequence[Any], sizes: PieceSizes, rule: Any) -> list[float]:
                 "number of samples, or of whatever the loss is a mean of."
             )
         return [0.0 if piece is None else float(n) for n, piece in zip(sizes.parts[0], pieces, strict=True)]
-    return [0.0 if piece is None else _count(piece, rule) for piece in pieces]
-
-
-def _count(piece: Any, rule: Literal["tokens", "shifted_tokens"] | Callable[[Any], float]) -> float:
-    """The number of labels that aren't -100, or what the user's function returns."""
     if callable(rule):
-        return float(rule(piece))
+        return [0.0 if piece is None else float(rule(piece)) for piece in pieces]
+    counted = [_count(piece, rule) for piece in pieces if piece is not None]
+    counts = iter(torch.stack(counted).tolist() if counted else ())
+    return [0.0 if piece is None else float(next(counts)) for piece in pieces]
+
+
+def _count(piece: Any, rule: Literal["tokens", "shifted_tokens"]) -> Tensor:
+    """The number of labels that aren't -100, where they are: a device is asked once for all pieces."""
     labels = _labels(piece, rule)
-    return int(((labels[..., 1:] if rule == "shifted_tokens" else labels) != IGNORED_LABEL).sum())
+    return ((labels[..., 1:] if rule == "shifted_tokens" else labels) != IGNORED_LABEL).sum()
 
 
 def _labels(piece: Any, rule: str) -> Tensor:

@@ -180,8 +180,8 @@ class GradientNorms:
 
     def _own_norms(self, first: Mapping[int, OwnGradient], norm_type: float, foreach: bool | None) -> Tensor:
         """[parameters], on the device in fp64: norms, or their powers of shards; of others what changes nothing."""
-        nothing = inf if norm_type == -inf and self._num_replicas is not None else 0.0
-        table = torch.full((len(self._parameters),), nothing, dtype=torch.float64, device=self._device)
+        absent = inf if norm_type == -inf and self._num_replicas is not None else 0.0
+        table = torch.full((len(self._parameters),), absent, dtype=torch.float64, device=self._device)
         if not first:
             return table
         norms = _norms([gradient.value for gradient in first.values()], norm_type, foreach).double()

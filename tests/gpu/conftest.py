@@ -47,6 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[index] = item
         if item.get_closest_marker("gpu"):  # what else warns on that machine is printed, and is no failure
             item.add_marker(pytest.mark.filterwarnings("default"))
+            item.add_marker(pytest.mark.timeout(PART_S + 60.0))  # the limits of launches come first
 
 
 def _part(item: pytest.Item) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from typing_extensions import override
 
@@ -44,6 +45,9 @@ def trainer_on(device: str, layout: Layout | None, **options: Any) -> Trainer:
     warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model has a validation_step
     strategy = "auto" if layout is None else make_strategy(layout)
     layout = layout or Layout()
+    if device == "cpu" and options.get("precision") == "16-mixed":  # Lightning knows no scaler for the CPU
+        del options["precision"]
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
     return make_trainer(layout, **{"accelerator": _accelerator(device, layout), "strategy": strategy} | options)
 
 

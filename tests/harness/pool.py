@@ -30,6 +30,7 @@ from tests.harness.worker import DUMP_STACKS, Failure, Task
 MAX_WORKERS = 8
 GRACE_S = 10.0  # scaled seconds for the other ranks to end after the first failure
 SHOWN_OUTPUT = 4000  # bytes of a rank's output in an error
+SHOWN_STACKS = 20_000  # the same if it timed out: a Trainer's stacks are deep
 FIRST_PORT, LAST_PORT, BLOCK = 20000, 32000, 200  # a port is used again after 199 runs
 ROOT = Path(__file__).parents[2]
 CONSEQUENCES = ("PeerFailed",)  # errors of ranks that end because another one failed
@@ -57,9 +58,9 @@ class _Worker:
     def printed(self) -> int:
         return os.fstat(self.log.fileno()).st_size
 
-    def output(self, since: int) -> str:
+    def output(self, since: int, at_most: int = SHOWN_OUTPUT) -> str:
         size = self.printed()
-        start = max(since, size - SHOWN_OUTPUT)
+        start = max(since, size - at_most)
         return os.pread(self.log.fileno(), size - start, start).decode(errors="replace")
 
     def signal(self, number: signal.Signals) -> None:
@@ -212,7 +213,7 @@ class Pool:
                 "timed out",
                 f"no answer within {timeout:g} s, or {GRACE_S:g} s after another rank's failure; its stacks:",
                 when=time.monotonic(),
-                output=workers[rank].output(printed[rank]),
+                output=workers[rank].output(printed[rank], SHOWN_STACKS),
             )
             for rank in sorted(pending.values())
         ]

@@ -164,7 +164,15 @@ class StagedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = opts or dist.AllreduceOptions()
-        return self._staged(tensors, tensors, lambda read, _: self._gloo.allreduce(list(read), opts))
+        if opts.reduceOp != dist.ReduceOp.AVG:
+            return self._staged(tensors, tensors, lambda read, _: self._gloo.allreduce(list(read), opts))
+
+        def start(read: Sequence[Tensor], _: Sequence[Tensor]) -> Any:  # gloo has no mean
+            self._gloo.allreduce(list(read), dist.AllreduceOptions()).wait()
+            torch._foreach_div_(list(read), self.size())
+            return _All()
+
+        return self._staged(tensors, tensors, start)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         return _All([self.allreduce([tensor], opts) for tensor in tensors])

@@ -52,6 +52,9 @@ class MasterWeights:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Inside it, the parameters have the master weights' values, and what is written into them is kept."""
+        if self._replaced:  # a hook in the optimizer's step saves a checkpoint
+            yield
+            return
         self._put_in()
         try:
             yield
@@ -59,14 +62,17 @@ class MasterWeights:
             self._take_out()
 
     def close(self) -> None:
-        """The run has ended: gradients have their parameters' dtype again."""
-        self._take_out()
+        """The run has ended: free gradients and master weights. After a step that failed the weights are as before it.
+
+        Computes nothing: a device that has failed can't.
+        """
+        for parameter, low in self._replaced.items():
+            parameter.data = low
         for handle in self._hooks:
             handle.remove()
         for parameter in self._low:
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = parameter.dtype
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            parameter.grad, parameter.grad_dtype = None, parameter.dtype
+        self._replaced.clear()
         self._masters.clear()
 
     def _attach(self, optimizer: Optimizer) -> list[Any]:
@@ -112,10 +118,10 @@ class MasterWeights:
         self._replaced.clear()
 
     def _own(self) -> Iterator[nn.Parameter]:
-        """The optimizers' parameters that this rank holds; param groups may have been added."""
+        """The parameters that this rank trains; more may have been added, or no longer be frozen."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                yield from (p for p in group["params"] if p.dtype in _LOW and not p.is_meta)
+                yield from (p for p in group["params"] if p.dtype in _LOW and p.requires_grad and not p.is_meta)
 
 
 def _wide(value: Any) -> Any:

@@ -232,9 +232,29 @@ def test_a_closure_runs_in_bf16_before_the_step() -> None:
     assert optimizer.step(closure) == 7.0 and optimizer.step(closure=closure) == 7.0
     assert dtypes == [torch.bfloat16] * 2 and parameter.tolist() == [-0.5, -0.5]
     weights.close()
-    assert parameter.grad.dtype is torch.bfloat16 and parameter.data_ptr() == memory
-    optimizer.step()
-    assert parameter.dtype is torch.bfloat16
+    assert parameter.grad is None and parameter.data_ptr() == memory
+    parameter.sum().backward()
+    optimizer.step(lambda: dtypes.append(parameter.grad.dtype))
+    assert dtypes[2:] == [torch.bfloat16] and parameter.tolist() == [-1.0, -1.0]
+
+
+def test_a_step_that_fails_leaves_the_weights_as_they_were() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    weights = MasterWeights([parameter], [optimizer])
+    optimizer.param_groups[0]["lr"] = "wrong"
+    parameter.sum().backward()
+    with pytest.raises(TypeError):
+        optimizer.step()
+    weights.close()
+    assert parameter.dtype is torch.bfloat16 and parameter.tolist() == [1.0, 1.0]
+
+
+def test_frozen_parameters_have_none() -> None:
+    frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+    trained = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    with MasterWeights([frozen, trained], [torch.optim.SGD([frozen, trained])]).in_use():
+        assert (frozen.dtype, trained.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_what_has_no_use_for_them_is_refused() -> None:

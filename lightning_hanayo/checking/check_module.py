@@ -73,7 +73,7 @@ def check(
         raise HanayoError(f"strategy={strategy!r}: expected a HanayoStrategy")
     if dtype not in (torch.float64, torch.float32):
         raise HanayoError(f"dtype={dtype}: expected torch.float64 or torch.float32")
-    options = replace((strategy or HanayoStrategy()).options)
+    options = replace((strategy or HanayoStrategy()).options, master_weights=None)  # it trains in `dtype`
     topology = topology_of(options, devices)
     if depth is not None and not isinstance(options.balance, str):
         options = replace(options, balance=tuple(options.balance)[:depth])

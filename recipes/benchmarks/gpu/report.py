@@ -25,10 +25,10 @@ PRODUCT_HEAD = ("spinning blocks", "ms per product", "TFLOP/s", "of alone", "the
 READING = f"""\
 All candidates train the same model on the same {MICROBATCHES} micro-batches per step in bf16-true, each in its own
 fit, and their steps run in turn. The plain Trainer accumulates the micro-batches' gradients. An action is the forward
-or the backward of one block; with P=1 W=2 each block is a stage. "of plain" is the speed compared with the plain
-Trainer's in the same round, compiled if the candidate is. TFLOP/s count six operations per token and weight of a
-matrix, and 6 seq width per token and block for causal attention; the peak is that of NVIDIA's data sheet, without
-sparsity."""
+or the backward of one block; with P=1 W=2 each block is a stage. Kernels and microseconds are those of a whole step,
+divided by its actions. "of plain" is the speed compared with the plain Trainer's in the same round, compiled if the
+candidate is. TFLOP/s count six operations per token and weight of a matrix, and 6 seq width per token and block for
+causal attention; the peak is that of NVIDIA's data sheet, without sparsity."""
 HOST = """\
 The same models, so narrow that the GPU waits for the host: a step's time is the host's work."""
 MEMORY = """\

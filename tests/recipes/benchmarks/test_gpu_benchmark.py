@@ -4,6 +4,7 @@ tiny models, one round: the program, not time
 """
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from recipes.benchmarks.gpu import card, steps
+from recipes.benchmarks.gpu import card, memory, steps
 from recipes.benchmarks.gpu.__main__ import PARTS, main
 from recipes.benchmarks.gpu.card import PEAKS, find_card
 from recipes.benchmarks.gpu.figures import BARS, Figures
@@ -23,6 +24,7 @@ from recipes.benchmarks.gpu.parts import FULL
 from recipes.benchmarks.gpu.parts import PARTS as RUN
 from recipes.benchmarks.gpu.report import table
 from tests.harness.pool import Pool
+from tests.runtime.test_memory import Live
 
 TOY = ["--toy", "--rounds", "1"]
 PLAIN, WAVES, LAYERS = (one.label for one in ALL[:3])
@@ -122,6 +124,29 @@ def _steps(speed: float) -> dict[str, Any]:
     candidate = one | {"kernels": 1.0, "microseconds": 1.0, "loss": 1.0}
     case = {"kind": "llama", "width": 8, "num_blocks": 4, "tokens": 16, "samples": 1, "refused": {}}
     return {"steps": [case | {"candidates": [candidate]}], "host": [], "memory": [], "products": []}
+
+
+class CountingCard(card.CpuCard):
+    """Counts the bytes of tensors, as a GPU's allocator does."""
+
+    def peak_memory_of(self, run: Callable[[], None]) -> int:
+        peak = 0
+
+        class Counting(Live):
+            def __torch_dispatch__(self, *call: Any) -> Any:
+                nonlocal peak
+                result = super().__torch_dispatch__(*call)
+                peak = max(peak, self.num_bytes)
+                return result
+
+        with Counting():
+            run()
+        return peak
+
+
+def test_a_stage_holds_none_of_the_outputs_that_it_has_sent() -> None:
+    figures = memory.measure(Sizes(32, 2, 128, 4), 64, CountingCard(), lambda _: None)
+    assert figures.output_bytes == 64 * 32 * 2 and figures.saved == pytest.approx(1.0, abs=0.05)
 
 
 def test_operations_are_those_of_the_matrices_and_of_causal_attention() -> None:

@@ -1,4 +1,4 @@
-"""NCCL in a world of one: it starts, trains, is aborted after a failure, and starts again in the same process.
+"""NCCL in a world of one: it starts with each set of options, trains, is aborted after a failure, and starts again.
 
 Several ranks on one GPU: NCCL refuses them as duplicates, by a hash of the host and the bus of the GPU. NCCL_HOSTID
 replaces the hash, so that each rank may be taken for a host, and talk to the others over sockets. NCCL doesn't promise
@@ -7,13 +7,19 @@ that; so it is tried, and the result printed.
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning import Callback
 from torch import Tensor
 
+from lightning_hanayo.strategy.groups.factory import CHANNEL, CUBE, DATA
+from lightning_hanayo.strategy.groups.nccl import backend_for, group_factory
 from tests.gpu.conftest import Launch
 from tests.harness import models
 from tests.harness.devices import mean_gap, on_devices, train_on, trainer_on
@@ -65,6 +71,39 @@ def test_a_failed_run_ends_in_time_and_another_may_follow(launch: Launch, device
     if device == "cuda":
         assert "cuda:nccl" in backends
         assert seconds <= LIMIT_S
+
+
+def seconds_of_groups(device: str) -> dict[str, float]:
+    """The seconds that each kind of group takes to be made and used, and all of them to be aborted."""
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(what: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        seconds[what] = time.monotonic() - start
+
+    own = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    with timed("start"):
+        options = {"device_id": own} if device == "cuda" else {}
+        dist.init_process_group(backend_for(own), **options)
+        factory = group_factory(own, timedelta(seconds=30))
+    for settings in (CHANNEL, CUBE, DATA):
+        with timed(settings.name):
+            value = torch.ones(1 << 20, device=own)
+            factory._new_tensors(((0,),), settings).allreduce([value]).wait()
+            assert value.sum().item() == value.numel()
+    with timed("abort"):
+        factory.abort()
+    return seconds
+
+
+@pytest.mark.parametrize("device", on_devices([()], cpu=[()]))
+def test_groups_of_each_kind_are_made_used_and_aborted_in_time(launch: Launch, device: str) -> None:
+    (seconds,) = launch(device, 1, seconds_of_groups, timeout=45.0)
+    launch.say(device, "groups: " + ", ".join(f"{what} {value:.2f} s" for what, value in seconds.items()))
+    if device == "cuda":
+        assert seconds["abort"] <= LIMIT_S
 
 
 def train_as_hosts(device: str, layout: Layout) -> Outcome:

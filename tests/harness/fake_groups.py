@@ -58,12 +58,12 @@ class FakeGroups(GroupFactory):
         return [partition for made, partition in self.made if made == name]
 
     def _make_control(self, partition: Partition) -> dist.ProcessGroup:
-        return self._make("control", partition)
+        return self._record("control", partition)
 
     def _make_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
-        return self._make(settings.name, partition)
+        return self._record(settings.name, partition)
 
-    def _make(self, name: str, partition: Partition) -> dist.ProcessGroup:
+    def _record(self, name: str, partition: Partition) -> dist.ProcessGroup:
         self.made.append((name, partition))
         own = next(ranks for ranks in partition if dist.get_rank() in ranks)
         group: dist.ProcessGroup = dist.new_group(list(own), backend="fake", use_local_synchronization=True)

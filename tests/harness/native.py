@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hanayo.strategy.groups.factory import GroupFactory, GroupMaker, GroupSettings, Partition
+from lightning_hanayo.strategy.groups.factory import GroupFactory, GroupSettings, Partition
 from lightning_hanayo.strategy.lightning import parallel_strategy
 
 BACKEND = "native"
@@ -143,7 +143,6 @@ class StandInGroups(GroupFactory):
         super().__init__(device, timeout)
         if not hasattr(dist.Backend, BACKEND.upper()):
             dist.Backend.register_backend(BACKEND, NativeGroup, devices=["cpu"])
-        self._make = GroupMaker()
 
     def _make_control(self, partition: Partition) -> dist.ProcessGroup:
         return self._make(partition, "gloo", "control", self.timeout)

@@ -58,6 +58,7 @@ class Channels:
         wanted = {(min(pair), max(pair)) for pair in pairs} - self._known
         if self._factory.is_native and wanted:
             self._known |= wanted
+            self._factory.agree_on_names()
             for channel in self._steps(wanted):
                 self._make(channel)
         return self._groups

@@ -70,6 +70,7 @@ class GroupFactory(ABC):
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         self.device = device
         self.timeout = timeout
+        self._make = GroupMaker()
         self._world = dist.group.WORLD
         self._tensor_groups: list[dist.ProcessGroup] = []
         self._aborting, self._is_aborted = threading.Lock(), False
@@ -79,6 +80,10 @@ class GroupFactory(ABC):
     def is_open(self) -> bool:
         """Whether the world in which the groups were made still exists."""
         return self._world is dist.group.WORLD and not self._is_aborted
+
+    def agree_on_names(self) -> None:
+        """Called by all ranks before they make groups, if user code may have made some since the last time."""
+        self._make.agree_on_names()
 
     def control(self, partition: Partition) -> dist.ProcessGroup:
         """This rank's control group; the one that was made before, if the partition is the same."""
@@ -149,10 +154,6 @@ class GlooGroups(GroupFactory):
 
     is_native = False
 
-    def __init__(self, device: torch.device, timeout: timedelta) -> None:
-        super().__init__(device, timeout)
-        self._make = GroupMaker()
-
     @override
     def _make_control(self, partition: Partition) -> dist.ProcessGroup:
         return self._make(partition, "gloo", "control", self.timeout)
@@ -174,6 +175,10 @@ class GroupMaker:
     """
 
     def __init__(self) -> None:
+        self.agree_on_names()
+
+    def agree_on_names(self) -> None:
+        """Compare the numbers of groups of all ranks."""
         world = dist.group.WORLD
         assert world is not None
         numbers = all_gather_objects(world, len(distributed_c10d._world.pg_names))

@@ -21,7 +21,6 @@ from lightning_hanayo.strategy.groups.factory import (
     DATA,
     GlooGroups,
     GroupFactory,
-    GroupMaker,
     GroupSettings,
     Partition,
 )
@@ -36,8 +35,10 @@ _factories: dict[tuple[torch.device, timedelta], GroupFactory] = {}
 def group_factory(device: torch.device, timeout: timedelta) -> GroupFactory:
     """The factory for runs on this device. Called by all ranks of the world, which is initialized."""
     factory = _factories.get((device, timeout))
-    if factory is None or not factory.is_open:
-        factory = _factories[device, timeout] = (GlooGroups if device.type == "cpu" else NativeGroups)(device, timeout)
+    if factory is not None and factory.is_open:
+        factory.agree_on_names()
+        return factory
+    factory = _factories[device, timeout] = (GlooGroups if device.type == "cpu" else NativeGroups)(device, timeout)
     return factory
 
 
@@ -63,7 +64,6 @@ class NativeGroups(GroupFactory):
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         super().__init__(device, timeout)
         self._backend = _native_backend(device)
-        self._make = GroupMaker()
         self._parent = self._make_parent() if _can_split(device) else None
 
     @override

@@ -117,6 +117,18 @@ def test_trainers_of_one_process_share_groups(pool: Pool) -> None:
         assert is_same
 
 
+def trainers_around_groups_of_a_user() -> None:
+    """A user makes a group of some ranks between two runs on different layouts."""
+    for layout in (Layout(2, 1, 1), Layout(1, 1, 2)):
+        trainer = make_trainer(layout, strategy=make_strategy(layout), max_steps=1)
+        trainer.fit(models.build(models.MLP), make_loader(models.vectors((8,))))
+        dist.new_group([0])
+
+
+def test_groups_of_users_dont_disturb_those_of_later_runs(pool: Pool) -> None:
+    pool.run(2, trainers_around_groups_of_a_user)
+
+
 def factories_of_two_worlds() -> bool:
     device, minute, made = torch.device("cpu"), timedelta(minutes=1), []
     for _ in range(2):

@@ -74,7 +74,7 @@ def test_a_pipeline_sends_over_its_channels_what_the_table_says(pool: Pool, layo
         assert own["channel", "receive"] == kinds[Kind.RECV_F] + kinds[Kind.RECV_B]
         stages = {action.stage for action in table.actions[pipe_rank]}
         assert own["data", "all_reduce"] == (len(stages) if layout.data > 1 else 0)
-        assert {call.purpose for call in own} <= {"channel", "data"}
+        assert {call.purpose for call in own} <= {"channel", "data", "replica"}
 
 
 @pytest.mark.parametrize("num_microbatches", covered((1, 2, 4), by=(2,)))

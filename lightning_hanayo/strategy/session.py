@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -167,7 +167,7 @@ class Session:
             check_same_folders(self._options.init_folders.values())
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
         if self.topology.replica_size > 1:
-            run_uncompiled(module, plan.stack, self.attributes, is_cube=prod(self.topology.cube) > 1)
+            run_uncompiled(module, plan.stack, self.attributes, cube=_block_kind(plan, prepared))
         seed = broadcast_object(torch.initial_seed())
         if prepared.cube is None:
             if self.topology.world_size > 1:
@@ -403,3 +403,11 @@ class Session:
 
 def _any_gradient(parameters: Iterable[Tensor]) -> bool:
     return any(parameter.grad is not None for parameter in parameters)
+
+
+def _block_kind(plan: ModelPlan, prepared: PreparedModel) -> Literal["registered", "generic"] | None:
+    """How the cube holds the blocks; None without a cube."""
+    conversion = plan.conversion if prepared.cube is None else prepared.cube.plan
+    if conversion is None:
+        return None
+    return "registered" if conversion.is_registered else "generic"

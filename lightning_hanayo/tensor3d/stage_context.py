@@ -6,7 +6,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor3d.call_order import CallOrder
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
-from lightning_hanayo.tensor3d.product import BoundCollective, Keep, ProductArgs
+from lightning_hanayo.tensor3d.product import BoundCollective, Keep
 from lightning_hanayo.tensor3d.sharded_weight import PendingGradients, PrefetchOrder, ShardedWeight, StoredWeight
 from lightning_hanayo.weight_gradients import WeightGradients
 
@@ -45,7 +45,6 @@ class StageContext:
         self.keep: Keep = keep
         self.queue = queue
         self.num_pieces = num_pieces
-        self._product_args: dict[ShardedWeight, ProductArgs] = {}
         self.sequence_length = sequence_length
         self.pending_gradients = PendingGradients()
         self.prefetch_order = PrefetchOrder()
@@ -61,8 +60,7 @@ class StageContext:
         Raises:
             UnsupportedError: the run has ended, and other ranks may not run these layers.
         """
-        if self._closed:
-            raise UnsupportedError(self._closed)
+        self.check_open()
         return self._mesh
 
     def close(self, reason: str) -> None:
@@ -78,31 +76,18 @@ class StageContext:
         size = self.sequence_length if collective.is_sequence else None
         return BoundCollective(self.mesh.axis(collective.axis), collective.dim, size)
 
-    @property
-    def sequence_length(self) -> int | None:
-        """The length of all sequences of this run; None if no all-gather needs it."""
-        return self._sequence_length
-
-    @sequence_length.setter
-    def sequence_length(self, length: int | None) -> None:
-        self._sequence_length = length
-        self._product_args.clear()
-
     def weight(self, *parts: StoredWeight, axis: str = "x") -> ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
         return ShardedWeight(parts, self.mesh.axis(axis), self.pending_gradients, self.queue)
 
-    def product_args(
-        self, weight: ShardedWeight, all_gather: AxisCollective | None, reduce_scatter: AxisCollective | None
-    ) -> ProductArgs:
-        """Returns how the products with `weight` run, which are always alike. They are kept: a block has few."""
+    def check_open(self) -> None:
+        """Check that layers may be called.
+
+        Raises:
+            UnsupportedError: the run has ended, and other ranks may not run them.
+        """
         if self._closed:
             raise UnsupportedError(self._closed)
-        args = self._product_args.get(weight)
-        if args is None:
-            before, after = (None if one is None else self.bind(one) for one in (all_gather, reduce_scatter))
-            args = self._product_args[weight] = ProductArgs(weight, before, after, self.keep, self.num_pieces)
-        return args
 
     def begin_batch(self) -> None:
         """A batch begins: drop what a failure in the batch before may have left."""
@@ -111,14 +96,10 @@ class StageContext:
 
     def before_forward(self, sequence_length: int) -> None:
         """The stage's forward runs next, on sequences of this length; 0 if no all-gather needs it."""
-        self._set_length(sequence_length)
+        self.sequence_length = sequence_length or None
         self.prefetch_order.begin()
 
     def before_backward(self, sequence_length: int) -> None:
         """The stage's backward runs next, with the length that its forward had."""
-        self._set_length(sequence_length)
+        self.sequence_length = sequence_length or None
         self.prefetch_order.begin(recomputes=True)
-
-    def _set_length(self, sequence_length: int) -> None:
-        if self._sequence_length != (sequence_length or None):
-            self.sequence_length = sequence_length or None

@@ -1,15 +1,16 @@
-"""Runs uncompiled, for the time of a run, what can't be compiled: code around the stack, and in a cube the blocks.
+"""Runs uncompiled, for the time of a run, what can't be compiled: code around the stack, and some blocks of cubes.
 
 torch.compile(model), self.compile(), @torch.compile    the step is suspended at each block: no graph can contain it
 blocks of a pipeline                                     stay compiled, where they run
-blocks of a cube                                         their layers communicate: no graph can contain that either
+registered blocks of a cube, by block.compile()          stay compiled: their layers are operators in the graph
+other blocks of a cube                                   ranks ask each other before each layer: no graph contains that
 mode="reduce-overhead", "max-autotune"                   rejected: CUDA graphs write into the memory of earlier outputs
 """
 
 import warnings
 from collections.abc import Iterable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch import nn
@@ -43,9 +44,16 @@ def check_cuda_graphs(model: nn.Module, stack: Stack) -> None:
 
 
 def run_uncompiled(
-    module: "pl.LightningModule", stack: Stack, attributes: TemporaryAttributes, *, is_cube: bool
+    module: "pl.LightningModule",
+    stack: Stack,
+    attributes: TemporaryAttributes,
+    *,
+    cube: Literal["registered", "generic"] | None = None,
 ) -> None:
-    """Give what is compiled around the stack its own code, in a cube also blocks, and warn with their names."""
+    """Give what is compiled around the stack its own code, in a cube also blocks, and warn with their names.
+
+    `cube` says which blocks a cube has; None without one.
+    """
     blocks, parts = set(stack.blocks), dict(module.named_modules())
     around = {name: part for name, part in parts.items() if _is_around(part, blocks)}
     names = [*_steps(module, attributes), *_uncompiled(around, attributes)]
@@ -58,11 +66,14 @@ def run_uncompiled(
         )
     in_blocks = {part for block in blocks for part in block.modules()}
     inside = {name: part for name, part in parts.items() if original(part) in in_blocks}
-    names = _uncompiled(inside, attributes) if is_cube else []
+    if cube == "registered":
+        inside = {name: part for name, part in inside.items() if original(part) is not part}
+    names = [] if cube is None else _uncompiled(inside, attributes)
     if names:
+        way_out = "Compile them in place, with block.compile()" if cube == "registered" else "Set cube=1"
         warnings.warn(
             f"{', '.join(names)}: compiled, but run as written, because layers in the stack {stack.name!r} "
-            f"communicate in the cube. Set cube=1 to run them compiled.",
+            f"communicate in the cube. {way_out} to run them compiled.",
             stacklevel=2,
         )
 

@@ -5,12 +5,12 @@ forward(module, x, ...)    x [batch/x, seq/y, h/z]  --all-gather-->  [batch/x, s
 What the forward draws itself, as an attention its dropout, comes from this rank's own random stream.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.linear_modules import as_autocast
@@ -18,8 +18,6 @@ from lightning_hanayo.tensor3d.convert.specs.spec import attribute
 from lightning_hanayo.tensor3d.layers.dropout import rank_random_stream
 from lightning_hanayo.tensor3d.layers.linear import SharedInput
 from lightning_hanayo.tensor3d.stage_context import StageContext
-
-_ATTRIBUTE = "_gathered_forward"
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,9 @@ class GatheredForward:
             return args, kwargs | {self.input: gathered}
         return (*args[: self.index], gathered, *args[self.index + 1 :]), kwargs
 
-    def random_stream(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AbstractContextManager[None]:
-        """Returns the context from which the forward draws its random numbers."""
-        if self.dropout is None or not module.training or not attribute(module, self.dropout):
-            return nullcontext()
-        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return rank_random_stream(self.context, device)
+    def drops(self, module: nn.Module) -> bool:
+        """Whether the forward draws random numbers."""
+        return self.dropout is not None and module.training and bool(attribute(module, self.dropout))
 
 
 def wrap_forward(
@@ -63,17 +56,32 @@ def wrap_forward(
     """Wrap the forward of this instance. Its class, names and repr stay."""
     names = list(signature(type(module).forward).parameters)[1:]
     wrapper = GatheredForward(context, shared_input, input or "", names.index(input) if input else 0, dropout)
-    object.__setattr__(module, _ATTRIBUTE, wrapper)
+    object.__setattr__(module, "_gathered_forward", wrapper)
     module.forward = MethodType(forward, module)
 
 
 def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the module's forward. A function of this module, so that pickle finds it by name."""
-    wrapper: GatheredForward = vars(module)[_ATTRIBUTE]
+    wrapper: Any = module._gathered_forward
+    if wrapper.drops(module):
+        return _run_with_dropout(module, *args, **kwargs)
+    return _run(module, *args, **kwargs)
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    wrapper: Any = module._gathered_forward
     args, kwargs = wrapper.gather_input(args, kwargs)
     try:
-        with wrapper.random_stream(module, args, kwargs):
-            return type(module).forward(module, *args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
     finally:
         if wrapper.shared_input is not None:
             wrapper.shared_input.clear()
+
+
+@torch.compiler.disable
+def _run_with_dropout(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Draws from this rank's own stream. A compiled graph has one stream for all."""
+    wrapper: Any = module._gathered_forward
+    device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    with rank_random_stream(wrapper.context, device):
+        return _run(module, *args, **kwargs)

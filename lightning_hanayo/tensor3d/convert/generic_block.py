@@ -24,8 +24,10 @@ from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners, reaso
 from lightning_hanayo.tensor3d.convert.report import NOT_CONVERTED, ReportRow, describe
 from lightning_hanayo.tensor3d.convert.whole_parameters import give_whole_parameters, whole_on_use
 from lightning_hanayo.tensor3d.layers.dropout import parallelize_dropout
-from lightning_hanayo.tensor3d.layers.linear import LinearSharding, ShardedLinear, features, multiply_sharded
+from lightning_hanayo.tensor3d.layers.linear import LinearSharding, ShardedLinear, features
+from lightning_hanayo.tensor3d.layers.sharded_product import ShardedProduct
 from lightning_hanayo.tensor3d.parallel_style import EXCHANGED_TOKENS, ParallelStyle
+from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
@@ -115,10 +117,14 @@ class _GatheredWeight(_CalledByUserCode):
         self.vector = Shard((DimShard(out),), "xyz")
 
     @override
+    def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
+        return ShardedProduct(weight, self.context, None, None)
+
+    @override
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert self.weight is not None
+        assert self.product is not None
         self.context.call_order.check(self.number)
-        y = multiply_sharded(x, self.weight, self.context, None, None)[1]
+        y = self.product(x)[1]
         return y if bias is None else y + bias.to(y.dtype)
 
 

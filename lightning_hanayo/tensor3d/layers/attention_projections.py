@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.tensor3d.layers.linear import multiply_sharded
+from lightning_hanayo.tensor3d.layers.sharded_product import ShardedProduct
 from lightning_hanayo.tensor3d.parallel_style import ParallelStyle
-from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight, StoredWeight
+from lightning_hanayo.tensor3d.sharded_weight import StoredWeight
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, fused_order
 from lightning_hanayo.tensor3d.stage_context import StageContext
 
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_READERS = (0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)
+"""which projections may read one tensor"""
 
 
 class AttentionProjections:
@@ -44,7 +46,7 @@ class AttentionProjections:
                 for name, out, in_ in zip(SEPARATE, self.outs, self.ins, strict=True)
             } | {"in_proj_bias": bias}
         self._stored = self._stored_weights(module)
-        self._weights: dict[tuple[int, ...], ShardedWeight] = {}
+        self._products: dict[tuple[int, ...], ShardedProduct] = {which: self._product(which) for which in _READERS}
 
     def _fused(self, axes: str) -> DimShard:
         """How the out-features of q, k and v are sharded over `axes`: each rank gets its part of all three."""
@@ -62,27 +64,22 @@ class AttentionProjections:
             start = stop
         return weights
 
-    def _weight_of(self, which: tuple[int, ...]) -> ShardedWeight:
-        """The weight of those projections that read one tensor."""
-        weight = self._weights.get(which)
-        if weight is None:
-            weight = self._weights[which] = self.context.weight(*(self._stored[i] for i in which))
-        return weight
+    def _product(self, which: tuple[int, ...]) -> ShardedProduct:
+        """The product of those projections that read one tensor. Only the query has the run's sequence length."""
+        weight, along = self.context.weight(*(self._stored[i] for i in which)), self.style.all_gather
+        along = along if which[0] == 0 else replace(along, is_sequence=False)
+        return ShardedProduct(weight, self.context, along, self.style.reduce_scatter)
 
     def project(self, inputs: Sequence[Tensor], bias: Tensor | None) -> list[Tensor]:
         """Query, key and value to this rank's heads of q, k and v. A tensor that is several of them is gathered once.
 
-        Only the query is of the run's sequence length. Another key, as a decoder's memory, isn't padded.
+        A key that isn't the query, as a decoder's memory, isn't padded.
         """
-        readers: dict[int, list[int]] = {}
-        for i, x in enumerate(inputs):
-            readers.setdefault(id(x), []).append(i)
         outs: dict[int, Tensor] = {}
-        for which in readers.values():
-            along = self.style.all_gather if which[0] == 0 else replace(self.style.all_gather, is_sequence=False)
-            x, weight = inputs[which[0]], self._weight_of(tuple(which))
-            _, *ys = multiply_sharded(x, weight, self.context, along, self.style.reduce_scatter)
-            outs |= dict(zip(which, ys, strict=True))
+        for i, x in enumerate(inputs):
+            if i not in outs:
+                which = tuple(j for j in range(i, 3) if inputs[j] is x)
+                outs |= dict(zip(which, self._products[which](x)[1:], strict=True))
         if bias is None:
             return [outs[i] for i in range(3)]
         return [outs[i] + own.to(outs[i].dtype) for i, own in enumerate(bias.split(self.bias_sizes))]

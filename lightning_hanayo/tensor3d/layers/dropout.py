@@ -56,8 +56,16 @@ class Dropout3D(nn.Dropout):
         """Any shape to the same. Draws nothing where nothing is dropped."""
         if not self.training or self.p == 0.0:
             return x
-        with rank_random_stream(self.context, x.device):
-            return super().forward(x)
+        y: Tensor = _drop(self, x)
+        return y
+
+
+@torch.compiler.disable
+def _drop(module: Dropout3D, x: Tensor) -> Tensor:
+    """Draws from this rank's own stream. A compiled graph has one stream for all."""
+    with rank_random_stream(module.context, x.device):
+        y: Tensor = nn.Dropout.forward(module, x)
+    return y
 
 
 def parallelize_dropout(module: nn.Module, context: StageContext) -> None:

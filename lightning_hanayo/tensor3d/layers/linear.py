@@ -16,8 +16,8 @@ from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialParameter, PartialValues
 from lightning_hanayo.tensor3d.layers.guarded_weight import guarded_weight
-from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, AxisCollective, ParallelStyle
-from lightning_hanayo.tensor3d.product import products
+from lightning_hanayo.tensor3d.layers.sharded_product import ShardedProduct
+from lightning_hanayo.tensor3d.parallel_style import SEQUENCE, ParallelStyle
 from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight, StoredWeight
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
 from lightning_hanayo.tensor3d.stage_context import StageContext
@@ -34,21 +34,20 @@ class SharedInput:
         self._context = context
         self._style = style
         self._parts: list[StoredWeight] = []
-        self._weight: ShardedWeight | None = None
+        self._product: ShardedProduct | None = None
         self._last: tuple[Tensor, dict[int, Tensor]] | None = None
 
     def add(self, part: StoredWeight) -> int:
         """Returns the number of a layer with this weight."""
         self._parts.append(part)
-        self._weight = self._context.weight(*self._parts)
+        weight = self._context.weight(*self._parts)
+        self._product = ShardedProduct(weight, self._context, self._style.all_gather, self._style.reduce_scatter)
         return len(self._parts) - 1
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[.., n, ..] to the whole, without what pads its parts."""
-        assert self._weight is not None
-        gathered, *outputs = multiply_sharded(
-            x, self._weight, self._context, self._style.all_gather, self._style.reduce_scatter
-        )
+        assert self._product is not None
+        gathered, *outputs = self._product(x)
         self._last = gathered, dict(enumerate(outputs))
         return gathered
 
@@ -59,18 +58,6 @@ class SharedInput:
     def clear(self) -> None:
         """The module's forward has ended: keep nothing alive for it."""
         self._last = None
-
-
-def multiply_sharded(
-    x: Tensor,
-    weight: ShardedWeight,
-    context: StageContext,
-    all_gather: AxisCollective | None,
-    reduce_scatter: AxisCollective | None,
-) -> tuple[Tensor, ...]:
-    """Returns the gathered x (x itself if `all_gather` is None), and x W^T for each part of the weight."""
-    args = context.product_args(weight, all_gather, reduce_scatter)
-    return products(x, args, context.prefetch_order.record(weight))
 
 
 class LinearSharding:
@@ -97,7 +84,7 @@ class LinearSharding:
         self.style = style
         self.shared_input = shared_input
         self._number_in_input = 0
-        self.weight: ShardedWeight | None = None
+        self.product: ShardedProduct | None = None
         (out, in_), mesh = sizes, context.mesh
         self.gathered_shape = -(-out // mesh.size(style.all_gather.axis)), -(-in_ // mesh.size(style.in_axes))
         self.matrix = Shard((DimShard(out, style.out_axes, order), DimShard(in_, style.in_axes)))
@@ -115,9 +102,13 @@ class LinearSharding:
         matrix = Shard(self.matrix.dims[::-1]) if transposed else self.matrix
         shard_parameters(module, {"weight": matrix, "bias": self.vector}, self.context.mesh)
         part = StoredWeight(module, self.gathered_shape, transposed)
-        self.weight = self.context.weight(part, axis=self.weight_axis)
+        self.product = self._new_product(self.context.weight(part, axis=self.weight_axis))
         if self.shared_input is not None:
             self._number_in_input = self.shared_input.add(part)
+
+    def _new_product(self, weight: ShardedWeight) -> ShardedProduct:
+        along = self.style.all_gather if self.shared_input is None else None
+        return ShardedProduct(weight, self.context, along, self.style.reduce_scatter)
 
     def parameter(self, module: "ShardedLinear", name: str) -> Tensor | None:
         """The parameter, as code outside the layer gets it."""
@@ -127,13 +118,9 @@ class LinearSharding:
         """The forward of the layer that this is attached to."""
         y = None if self.shared_input is None else self.shared_input.output(x, self._number_in_input)
         if y is None:
-            y = self._multiply(x)
+            assert self.product is not None
+            y = self.product(x)[1]
         return y if bias is None else y + bias.to(y.dtype)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        along = self.style.all_gather if self.shared_input is None else None
-        return multiply_sharded(x, self.weight, self.context, along, self.style.reduce_scatter)[1]
 
 
 class ShardedLinear(ShardedModule):
@@ -145,6 +132,8 @@ class ShardedLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Called by all ranks of the mesh, in the same order."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.sharding.forward(x, self._parameters["bias"])
         if x.is_nested:
             jagged: Any = x
             values = self.forward(jagged.values())

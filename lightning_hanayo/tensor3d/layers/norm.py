@@ -1,12 +1,14 @@
 """3-D parallel LayerNorm and RMSNorm, for a residual stream whose features are sharded along z.
 
-forward     (mean, M2) of each part [batch/x, seq/y, h/z]: one all-gather of 2 numbers per token
+forward     (variance, mean) of each part [batch/x, seq/y, h/z]: one all-gather of 2 numbers per token
 backward    two sums per token: one all-reduce
 
-Each part sums squares around its own mean, and the parts are merged by the method of Chan, Golub and LeVeque: where a
-mean is large, the difference of two large sums would be noise. An RMSNorm has no mean: one number per token both ways.
+Each part has its variance around its own mean; that of the whole is the mean of the variances plus the variance of the
+means. Where a mean is large, the difference of two large sums would be noise. An RMSNorm has no mean: one number per
+token both ways.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +19,12 @@ from torch.nn.functional import layer_norm
 
 from lightning_hanayo.divisibility import Divisibility, check_divisibility
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.tensor3d.compiled_ops import compiled_all_gather, compiled_all_reduce, new_handle
 from lightning_hanayo.tensor3d.mesh import MeshAxis
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard, ShardedModule, shard_parameters, sharded_class
 from lightning_hanayo.tensor3d.stage_context import StageContext
+
+Collective = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,82 +32,113 @@ class _Normalization:
     """How a norm computes one output.
 
     Args:
+        num_parts: of each token, one on each rank of z.
         eps: added to the variance; None: the machine epsilon of the dtype.
         centered: whether the mean is subtracted.
         compute: the dtype of all arithmetic.
+        out: the dtype of the output.
         rounded: the dtype to which values are rounded before they are scaled by the weight; None: they aren't.
     """
 
-    axis: MeshAxis
+    num_parts: int
     eps: float | None
     centered: bool
     compute: torch.dtype
     out: torch.dtype
     rounded: torch.dtype | None = None
 
-    def statistics(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    def wide(self, x: Tensor) -> Tensor:
+        """`x` such that products with statistics have the dtype of all arithmetic."""
+        return x.to(self.compute) if x.dtype is torch.float64 else x
+
+    def statistics(self, x: Tensor, all_gather: Collective, all_reduce: Collective) -> tuple[Tensor | None, Tensor]:
         """[..., n] to the mean over all parts, and 1 / the deviation from it (from 0 if not centered), [..., 1]."""
         eps = torch.finfo(self.compute).eps if self.eps is None else self.eps
-        size, mean = x.shape[-1] * self.axis.size, None
         if self.centered:
-            own = x.mean(-1, keepdim=True)
-            parts = self.axis.all_gather(torch.stack((own, (x - own).square().sum(-1, keepdim=True)))).wait()
-            means, squares = parts.unbind(1)
-            mean = means.mean(0)
-            square = squares.sum(0) + x.shape[-1] * (means - mean).square().sum(0)
-        else:
-            square = self.axis.all_reduce(x.square().sum(-1, keepdim=True)).wait()
-        return mean, torch.rsqrt(square / size + eps)
+            own = torch.var_mean(x.to(self.compute), -1, correction=0, keepdim=True)
+            variances, means = all_gather(torch.stack(own)).unbind(1)
+            variance = variances.mean(0) + means.var(0, correction=0)
+            return means.mean(0), torch.rsqrt(variance + eps)
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self.compute).square()
+        return None, torch.rsqrt(all_reduce(square) / (x.shape[-1] * self.num_parts) + eps)
 
     def normalize(self, x: Tensor, mean: Tensor | None, scale: Tensor) -> Tensor:
-        """(x - mean) * scale."""
+        """(x - mean) * scale, rounded."""
         values = (x if mean is None else x - mean) * scale
-        return values if self.rounded is None else values.to(self.rounded).to(self.compute)
+        return values if self.rounded is None or values.dtype is self.rounded else values.to(self.rounded)
 
-    def input_gradient(self, gradient: Tensor, normalized: Tensor, scale: Tensor) -> Tensor:
-        """The gradient of x: that of `normalized`, without the parts along its mean and along itself."""
-        along = (gradient * normalized).sum(-1, keepdim=True)
-        sums = torch.stack((along, gradient.sum(-1, keepdim=True))) if self.centered else along.unsqueeze(0)
-        sums = self.axis.all_reduce(sums).wait() / (gradient.shape[-1] * self.axis.size)
-        dx = torch.addcmul(gradient, normalized, sums[0], value=-1)
-        return (dx - sums[1] if self.centered else dx) * scale
+    def output(self, normalized: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """normalized * weight + bias."""
+        y = normalized if weight is None else normalized * weight
+        y = y if bias is None else y + bias
+        return y if y.dtype is self.out else y.to(self.out)
+
+    def input_gradient(self, inner: Tensor, normalized: Tensor, along: Tensor, scale: Tensor, axis: MeshAxis) -> Tensor:
+        """The gradient of x: `inner`, that of `normalized`, without the parts along its mean and along itself.
+
+        `along` is the product of both, entry by entry.
+        """
+        along = along.sum(-1, keepdim=True)
+        size = inner.shape[-1] * self.num_parts
+        if not self.centered:
+            return torch.addcmul(inner, normalized, axis.all_reduce(along).wait(), value=-1 / size).mul_(scale)
+        sums = torch.stack((along, inner.sum(-1, keepdim=True)))
+        along, mean = (axis.all_reduce(sums).wait() / size).unbind()
+        return torch.addcmul(inner, normalized, along, value=-1).sub_(mean).mul_(scale)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Normalization) -> Tensor:
-        wide = x.to(norm.compute)
-        mean, scale = norm.statistics(wide)
-        ctx.norm = norm
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: _Normalization, axis: MeshAxis
+    ) -> Tensor:
+        wide = norm.wide(x)
+        mean, scale = norm.statistics(wide, lambda x: axis.all_gather(x).wait(), lambda x: axis.all_reduce(x).wait())
+        ctx.norm, ctx.axis = norm, axis
         ctx.save_for_backward(x, mean, scale, weight)
-        y = norm.normalize(wide, mean, scale)
-        y = y if weight is None else y * weight
-        return (y if bias is None else y + bias).to(norm.out)
+        return norm.output(norm.normalize(wide, mean, scale), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         norm: _Normalization = ctx.norm
         x, mean, scale, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         gradient, rows = gradient.to(norm.compute), tuple(range(x.dim() - 1))
-        normalized = norm.normalize(x.to(norm.compute), mean, scale)
+        normalized = norm.normalize(norm.wide(x), mean, scale)
+        product = gradient * normalized
         dx = dweight = dbias = None
-        if needs_x:
-            inner = gradient if weight is None else gradient * weight
-            dx = norm.input_gradient(inner, normalized, scale).to(x.dtype)
         if needs_weight:
-            dweight = (gradient * normalized).sum(rows).to(weight.dtype)
+            dweight = product.sum(rows).to(weight.dtype)
         if needs_bias:
             dbias = gradient.sum(rows)
-        return dx, dweight, dbias, None
+        if needs_x:
+            inner, along = (gradient, product) if weight is None else (gradient * weight, product * weight)
+            dx = norm.input_gradient(inner, normalized.to(norm.compute), along, scale, ctx.axis).to(x.dtype)
+        return dx, dweight, dbias, None, None
+
+
+_dtypes_of_norms: dict[tuple[torch.dtype, str, torch.dtype | None], torch.dtype] = {}
+
+
+def _dtype_of_norms(dtype: torch.dtype, device: str, autocast: torch.dtype | None) -> torch.dtype:
+    """What torch's norms return for this dtype of input, with autocast as it is: asked once for each."""
+    key = dtype, device, autocast
+    if torch.compiler.is_dynamo_compiling() or key not in _dtypes_of_norms:
+        return _dtypes_of_norms.setdefault(key, layer_norm(torch.empty(0, 1, dtype=dtype, device=device), (1,)).dtype)
+    return _dtypes_of_norms[key]
 
 
 class ShardedNorm(ShardedModule):
-    """What all 3-D norms have in common. Arguments are those of the norm; gradients are partial sums over x and y."""
+    """What all 3-D norms have in common. Arguments are those of the norm; gradients are partial sums over x and y.
+
+    In compiled code it is written in plain operations, which the compiler fuses, and differentiates.
+    """
 
     context: StageContext
     eps: Any
+    _num_parts: int
+    _axis_handle: Tensor
 
     def __init__(self, *args: Any, context: StageContext, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,17 +146,30 @@ class ShardedNorm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h/z] to the same. Called by all ranks of z."""
-        if self.context.mesh.size("z") == 1:
+        if self._num_parts == 1:
             return super().forward(x)  # type: ignore[no-any-return]
-        y: Tensor = _Norm.apply(x, self._parameters["weight"], self._parameters.get("bias"), self._normalization(x))
+        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        if torch.compiler.is_dynamo_compiling():
+            return self._forward_compiled(x, weight, bias)
+        axis = self.context.mesh.axis("z")
+        y: Tensor = _Norm.apply(x, weight, bias, self._normalization(x), axis)
         return y
+
+    def _forward_compiled(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        norm, handle, num_parts = self._normalization(x), self._axis_handle, self._num_parts
+        wide = norm.wide(x)
+        mean, scale = norm.statistics(
+            wide, lambda x: compiled_all_gather(x, handle, num_parts), lambda x: compiled_all_reduce(x, handle)
+        )
+        return norm.output(norm.normalize(wide, mean, scale), weight, bias)
 
     def _normalization(self, x: Tensor) -> _Normalization:
         """As torch's norms: in fp32 at least, and to the dtype that they return, with autocast or without."""
         compute = torch.promote_types(x.dtype, torch.float32)
-        out = layer_norm(x.new_empty(0, x.shape[-1]), x.shape[-1:]).dtype
-        is_centered = isinstance(self, nn.LayerNorm)
-        return _Normalization(self.context.mesh.axis("z"), self.eps, is_centered, compute, out)
+        device = x.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        out = _dtype_of_norms(x.dtype, device, autocast)
+        return _Normalization(self._num_parts, self.eps, isinstance(self, nn.LayerNorm), compute, out)
 
 
 class LayerNorm3D(ShardedNorm, nn.LayerNorm):
@@ -148,7 +197,7 @@ class _HuggingFaceRMSNorm(ShardedNorm):
         weight = self._parameters["weight"]
         assert weight is not None
         out = torch.promote_types(weight.dtype, x.dtype)
-        return _Normalization(self.context.mesh.axis("z"), self.epsilon, False, torch.float32, out, rounded=x.dtype)
+        return _Normalization(self._num_parts, self.epsilon, False, torch.float32, out, rounded=x.dtype)
 
 
 def parallelize_norm(module: nn.Module, context: StageContext) -> None:
@@ -197,6 +246,8 @@ def parallelize_rms_norm(module: nn.Module, context: StageContext, eps: float | 
 def _attach(module: Any, context: StageContext, size: int) -> None:
     check_divisibility([Divisibility(type(module).__name__, "features", size, "z")], context.mesh.sizes)
     module.context = context
+    module._num_parts = context.mesh.size("z")
+    module._axis_handle = new_handle(context.mesh.axis("z"))
     shard_parameters(module, dict.fromkeys(("weight", "bias"), Shard((DimShard(size, "z"),), "xy")), context.mesh)
 
 

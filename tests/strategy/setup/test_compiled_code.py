@@ -1,7 +1,7 @@
 """Code around the stack, and the blocks of a cube, run uncompiled during a run; a warning names what was compiled."""
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,11 +37,11 @@ class CompiledInPlace(Model):
         return block
 
 
-def graphs_of(model: Model, *, is_cube: bool) -> int:
+def graphs_of(model: Model, cube: Literal["registered", "generic"] | None = None) -> int:
     """How many graphs are compiled in a forward during a run."""
     torch.compiler.reset()
     attributes, stack = TemporaryAttributes(), find_stack(model)
-    run_uncompiled(model, stack.uncompiled if is_cube else stack, attributes, is_cube=is_cube)
+    run_uncompiled(model, stack.uncompiled if cube else stack, attributes, cube=cube)
     with torch.no_grad():
         model(torch.ones(1, models.WIDTH))
     attributes.restore()
@@ -50,18 +50,24 @@ def graphs_of(model: Model, *, is_cube: bool) -> int:
 
 @pytest.mark.parametrize("factory", [Model, CompiledInPlace])
 def test_blocks_of_a_pipeline_stay_compiled(factory: type[Model]) -> None:
-    assert graphs_of(factory(), is_cube=False) > 0
+    assert graphs_of(factory()) > 0
 
 
 @pytest.mark.parametrize("factory", [Model, CompiledInPlace])
-def test_blocks_of_a_cube_are_not_compiled(factory: type[Model]) -> None:
+def test_generic_blocks_of_a_cube_are_not_compiled(factory: type[Model]) -> None:
     model = factory()
     with pytest.warns(
         UserWarning, match="^blocks.0, blocks.1, .*: compiled, but run as written, because layers in the"
     ):
-        assert graphs_of(model, is_cube=True) == 0
+        assert graphs_of(model, "generic") == 0
     model.blocks[0](torch.ones(1, models.WIDTH))
     assert len(model.graphs) == 1  # after the run it is compiled again
+
+
+def test_registered_blocks_of_a_cube_stay_compiled_in_place() -> None:
+    assert graphs_of(CompiledInPlace(), "registered") > 0
+    with pytest.warns(UserWarning, match="^blocks.0, .*: compiled, but run as written, .* with block.compile()"):
+        assert graphs_of(Model(), "registered") == 0
 
 
 class Around(Model):
@@ -79,14 +85,14 @@ class Around(Model):
 
 def test_what_is_around_the_stack_is_not_compiled() -> None:
     with pytest.warns(UserWarning, match="^training_step, Around: compiled, but run as written.* the stack 'blocks'"):
-        assert graphs_of(Around(), is_cube=False) == 0
+        assert graphs_of(Around()) == 0
 
 
 def test_nothing_is_said_where_nothing_is_compiled() -> None:
     model = models.MLP()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run_uncompiled(model, find_stack(model), TemporaryAttributes(), is_cube=True)
+        run_uncompiled(model, find_stack(model), TemporaryAttributes(), cube="generic")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # of inductor's imports

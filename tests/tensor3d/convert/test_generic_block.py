@@ -164,7 +164,7 @@ def own_tokens_return(sizes: Sizes) -> tuple[bool, bool]:
 def on_one_dimension(layer: Any, own: Tensor, ranks: Mesh) -> Tensor:
     """The layer with both collectives on one dimension: tokens return with y and z exchanged."""
     layer.sharding.style = ParallelStyle(AxisCollective("y", 0), AxisCollective("z", 0))
-    layer.sharding.context.sequence_length = None  # forgets how the layer's product ran
+    layer.sharding.product = layer.sharding._new_product(layer.sharding.product.weight)
     columns = all_to_all(split_dim(own, ranks.size("z"), 1), ranks.axis("z"))
     y = LinearSharding.forward(layer.sharding, columns, None)
     return all_to_all(y, ranks.axis("y")).movedim(0, 1).flatten(1)

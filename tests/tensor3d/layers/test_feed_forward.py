@@ -143,6 +143,6 @@ def test_the_layers_of_a_deep_copy_share_the_copys_input() -> None:
     twin = deepcopy(layer)
     assert twin._shared_input is not layer._shared_input
     assert twin.gate.sharding.shared_input is twin.up.sharding.shared_input is twin._shared_input
-    assert twin.up.sharding.weight is not None and twin.up.sharding.weight.parameters == [twin.up._parameters["weight"]]
-    shared = twin._shared_input._weight
-    assert shared is not None and [part.module for part in shared.parts] == [twin.gate, twin.up]
+    own, shared = twin.up.sharding.product, twin._shared_input._product
+    assert own is not None and own.weight.parameters == [twin.up._parameters["weight"]]
+    assert shared is not None and [part.module for part in shared.weight.parts] == [twin.gate, twin.up]

@@ -1,0 +1,232 @@
+"""The products and collectives of compiled code: operators that run as they do without a compiler.
+
+compiled graph      norm  ->  product(x, handle)  ->  attention  ->  product(x, handle)  ->  ...
+                                     |
+without a compiler            looks up the layer by its number, which the handle holds, and runs its product:
+                              collectives, weights gathered ahead, gradients left to the stage's queue
+
+A graph contains no parameter of a product and no process group, so that equal blocks share one graph. The compiler
+fuses what lies between the operators. Each operator reads what the one before it has computed, so all ranks run their
+collectives in one order.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_hanayo.tensor3d.mesh import MeshAxis
+from lightning_hanayo.tensor3d.product import BackwardRun, ProductArgs, SavedInput, run_forward
+from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
+
+_numbers = itertools.count(1)
+_found: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+class RunsProducts(Protocol):
+    """A layer, or several that read one input."""
+
+    def args(self) -> ProductArgs:
+        """How its product runs now."""
+
+    def following(self) -> Sequence[ShardedWeight]:
+        """The weights to gather ahead. Called once per product."""
+
+
+def new_handle(target: "RunsProducts | MeshAxis") -> Tensor:
+    """Returns the number of what an operator works with, as a tensor.
+
+    It requires a gradient, so that a compiled backward always runs the operators, whatever else needs one.
+    """
+    number = next(_numbers)
+    _found[number] = target
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
+
+
+_library = torch.library.Library("hanayo_cube", "DEF")
+
+
+def _define(schema: str) -> Any:
+    """Define an operator. The function after it computes; its graph, if it has one, is registered below."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+
+    def register(function: Any) -> Any:
+        torch.library.impl(_library, name, "CompositeExplicitAutograd")(torch.no_grad()(function))
+        return getattr(torch.ops.hanayo_cube, name).default
+
+    return register
+
+
+def _target(handle: Tensor) -> Any:
+    return _found[int(handle.detach())]
+
+
+@_define(
+    "product(Tensor x, Tensor handle, bool gathers, bool keeps, SymInt[] gathered, SymInt[] outputs, int[]? rows)"
+    " -> Tensor[]"
+)
+def compiled_product(
+    x: Tensor,
+    handle: Tensor,
+    gathers: bool,
+    keeps: bool,
+    gathered: list[int],
+    outputs: list[int],
+    rows: list[int] | None,
+) -> list[Tensor]:
+    """Returns the gathered X, if it `gathers`, the outputs, and the matrices, if there are any to keep.
+
+    Args:
+        x: this rank's shard.
+        handle: of the layer.
+        gathers: whether X is gathered.
+        keeps: whether the backward gets what was gathered; otherwise it gathers again.
+        gathered: the shape of the gathered X.
+        outputs: the shapes of the outputs, one after the other.
+        rows: of the gathered matrices, if they are kept.
+    """
+    layer: RunsProducts = _target(handle)
+    args = layer.args()
+    ran = run_forward(x, args, layer.following())
+    whole = [args.join(ran.gathered)] if gathers else []
+    return [one.contiguous() for one in (*whole, *ran.outputs, *(ran.matrices if rows else []))]
+
+
+@torch.library.register_fake("hanayo_cube::product", lib=_library)
+def _product_shapes(
+    x: Tensor,
+    handle: Tensor,
+    gathers: bool,
+    keeps: bool,
+    gathered: list[int],
+    outputs: list[int],
+    rows: list[int] | None,
+) -> list[Tensor]:
+    shapes = [gathered] if gathers else []
+    shapes += [outputs[i : i + x.dim()] for i in range(0, len(outputs), x.dim())]
+    shapes += [[count, gathered[-1]] for count in rows or ()]
+    return [x.new_empty(shape) for shape in shapes]
+
+
+@_define(
+    "product_backward(Tensor saved, Tensor[] matrices, Tensor[] gradients, Tensor? of_x, Tensor handle, bool is_shard,"
+    " SymInt[] gathered, SymInt[] shape) -> (Tensor, Tensor)"
+)
+def _product_backward(
+    saved: Tensor,
+    matrices: list[Tensor],
+    gradients: list[Tensor],
+    of_x: Tensor | None,
+    handle: Tensor,
+    is_shard: bool,
+    gathered: list[int],
+    shape: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradient of x. Those of the parameters are added, or left for later, as without a compiler."""
+    args = _target(handle).args()
+    x = SavedInput(args.split(saved), args.all_gather if is_shard else None)
+    run = BackwardRun(args, x, matrices or None, saved.dtype)
+    dx, of_weights = run.run(gradients, _sizes(args, gathered), of_x, needs_x=True)
+    assert dx is not None
+    if torch.autograd._is_checkpoint_valid():
+        for parameter, gradient in zip(args.weight.parameters, of_weights, strict=True):
+            if gradient is not None:
+                torch.autograd.backward([parameter], [gradient])  # calls its hooks
+    return dx.contiguous(), torch.zeros_like(handle)
+
+
+def _sizes(args: ProductArgs, gathered: list[int]) -> list[int | None]:
+    """The true sizes of each output in the dimension that was summed."""
+    scatter = args.reduce_scatter
+    if scatter is None:
+        return [None] * len(args.weight.sizes)
+    dim = scatter.dim % len(gathered)
+    return [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
+
+
+@torch.library.register_fake("hanayo_cube::product_backward", lib=_library)
+def _backward_shapes(
+    saved: Tensor,
+    matrices: list[Tensor],
+    gradients: list[Tensor],
+    of_x: Tensor | None,
+    handle: Tensor,
+    is_shard: bool,
+    gathered: list[int],
+    shape: list[int],
+) -> tuple[Tensor, Tensor]:
+    return saved.new_empty(shape), torch.empty_like(handle)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, handle, ctx.gathers, keeps, ctx.gathered, outputs, rows = inputs
+    ctx.set_materialize_grads(False)
+    is_gathered = ctx.gathers and keeps
+    ctx.is_shard, ctx.shape = ctx.gathers and not keeps, x.shape
+    ctx.shapes = [outputs[i : i + x.dim()] for i in range(0, len(outputs), x.dim())]
+    kept = output[len(output) - len(rows or ()) :]
+    ctx.save_for_backward(output[0] if is_gathered else x, handle, *kept)
+
+
+def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    saved, handle, *matrices = ctx.saved_tensors
+    of_x, first = (gradients[0], 1) if ctx.gathers else (None, 0)
+    of_outputs = [
+        saved.new_zeros(shape) if one is None else one
+        for one, shape in zip(gradients[first:], ctx.shapes, strict=False)
+    ]
+    backward: Any = _product_backward
+    dx, of_handle = backward(saved, matrices, of_outputs, of_x, handle, ctx.is_shard, ctx.gathered, ctx.shape)
+    return dx, of_handle, None, None, None, None, None
+
+
+torch.library.register_autograd("hanayo_cube::product", _backward, setup_context=_save, lib=_library)
+
+
+@_define("all_reduce(Tensor x, Tensor handle) -> Tensor")
+def compiled_all_reduce(x: Tensor, handle: Tensor) -> Tensor:
+    """The sum over all ranks of an axis, each of which goes on with a part of what is computed from it."""
+    axis: MeshAxis = _target(handle)
+    return axis.all_reduce(x.clone(memory_format=torch.contiguous_format)).wait()
+
+
+@_define("all_gather(Tensor x, Tensor handle, int size) -> Tensor")
+def compiled_all_gather(x: Tensor, handle: Tensor, size: int) -> Tensor:
+    """[...] on each of an axis's `size` ranks to [size, ...], for ranks that compute different things with it."""
+    axis: MeshAxis = _target(handle)
+    return axis.all_gather(x).wait()
+
+
+@_define("reduce_scatter(Tensor parts, Tensor handle) -> Tensor")
+def _reduce_scatter(parts: Tensor, handle: Tensor) -> Tensor:
+    axis: MeshAxis = _target(handle)
+    return axis.reduce_scatter(parts).wait()
+
+
+torch.library.register_fake("hanayo_cube::all_reduce", lambda x, handle: x.new_empty(x.shape), lib=_library)
+torch.library.register_fake(
+    "hanayo_cube::all_gather", lambda x, handle, size: x.new_empty([size, *x.shape]), lib=_library
+)
+torch.library.register_fake("hanayo_cube::reduce_scatter", lambda x, handle: x.new_empty(x.shape[1:]), lib=_library)
+
+
+def _save_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+torch.library.register_autograd(
+    "hanayo_cube::all_reduce",
+    lambda ctx, dy: (compiled_all_reduce(dy, ctx.saved_tensors[0]), None),
+    setup_context=_save_handle,
+    lib=_library,
+)
+torch.library.register_autograd(
+    "hanayo_cube::all_gather",
+    lambda ctx, dy: (_reduce_scatter(dy, ctx.saved_tensors[0]), None, None),
+    setup_context=_save_handle,
+    lib=_library,
+)

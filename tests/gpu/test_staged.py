@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 from lightning import Callback, Trainer
+from torch import Tensor
 
 from tests.gpu.conftest import Launch
 from tests.harness import models
 from tests.harness.devices import mean_gap, on_devices, train_on
+from tests.harness.models import Batch
+from tests.harness.pool import RunFailed
 from tests.harness.staged_groups import staged_groups
 from tests.harness.training import Layout, Outcome, merge
 
@@ -55,3 +58,30 @@ def test_trains_as_one_process_does(launch: Launch, device: str, layout: Layout)
     launch.say(device, f"{layout}: mean difference of a weight {gap:g}")
     assert gap <= 1e-4
     assert set().union(*(types for _, types in ranks)) == {device}
+
+
+class Failing(models.MLP):
+    """Its second step fails, while other ranks' devices wait for messages and sums."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        if self.global_step:
+            raise RuntimeError("the planned fault")
+        return super().loss(batch)
+
+
+def train_failing(device: str, layout: Layout) -> Outcome:
+    with staged_groups(device):
+        return train_on(device, layout, Failing, models.vectors((8, 8, 8)))
+
+
+FAILING = [Layout(2, 2, 1), Layout(2, 1, 2), Layout(2, 1, 1, cube=(1, 2, 1))]
+
+
+@pytest.mark.parametrize(("device", "layout"), on_devices(FAILING, cpu=FAILING[:1]), ids=str)
+def test_the_others_end_when_a_rank_fails(launch: Launch, device: str, layout: Layout) -> None:
+    with pytest.raises(RunFailed) as caught:
+        launch(device, layout.world_size, train_failing, layout)
+    kinds = {failure.rank: failure.kind for failure in caught.value.failures}
+    launch.say(device, f"{layout}: {kinds}")
+    assert caught.value.first.message == "the planned fault"
+    assert sorted(kinds) == list(range(layout.world_size)) and "timed out" not in kinds.values(), caught.value

@@ -163,6 +163,8 @@ class _Tokens(Dataset[Batch]):
 
 
 def _clocks() -> tuple[float, float]:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # a step has ended when its kernels have
     return time.perf_counter(), time.process_time()
 
 

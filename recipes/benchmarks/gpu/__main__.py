@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PARTS = ("products", "memory", "llama", "gpt", "host")
 """in the order in which they run: the quick ones first"""
+PRECISIONS = ("bf16-true", "bf16-mixed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser("gpu", __doc__, picture="draw speeds, the host's work and the products")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     parser.add_argument("--rounds", type=whole, default=5, metavar="N", help="the median is shown (default 5)")
+    parser.add_argument("--precision", choices=PRECISIONS, default=PRECISIONS[0], help="(default bf16-true)")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, which also run on a CPU: for trying it out")
     parser.add_argument("--eager", action="store_true", help="leave out compiled blocks, which take minutes to compile")
     parser.add_argument("--again", type=Path, metavar="FILE.json", help="measure nothing: format the figures in it")
@@ -61,8 +63,9 @@ def _figures(options: argparse.Namespace) -> "Figures":
     card = find_card(toy=options.toy)
     _say(card.about)
     scale = parts.TOY if options.toy else parts.FULL
-    measuring = parts.Run(card, scale, Rounds(options.rounds), options.eager, _say)
-    note = "toy sizes, which say nothing about the device" if options.toy else f"parts: {' '.join(options.parts)}"
+    measuring = parts.Run(card, scale, Rounds(options.rounds), options.eager, options.precision, _say)
+    sizes = "toy sizes, which say nothing about the device" if options.toy else f"parts: {' '.join(options.parts)}"
+    note = f"{options.precision}; {sizes}"
 
     def keep(figures: "Figures") -> None:
         figures.machine = describe(card.about, note)

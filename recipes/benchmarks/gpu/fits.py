@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.tensor3d import Mesh, StageContext, plan_parallelize
 from recipes.benchmarks.gpu.card import Card
-from recipes.benchmarks.gpu.models import Kind, Model, Sizes, batch_of, build
+from recipes.benchmarks.gpu.models import Kind, Model, Precision, Sizes, batch_of, build
 
 MICROBATCHES = 4
 """per step"""
@@ -57,6 +57,7 @@ class Case:
     """per micro-batch"""
     sequence: int
     candidates: tuple[Candidate, ...] = EAGER
+    precision: Precision = "bf16-true"
 
     @property
     def tokens(self) -> int:
@@ -114,7 +115,7 @@ class SteppedFit:
         try:
             model = build(case.kind, case.sizes, case.sequence, card.device)
             callbacks = [_Losses(self._losses), *_prepare(model, candidate, card)]
-            trainer = _trainer(candidate, card, callbacks)
+            trainer = _trainer(case, candidate, card, callbacks)
             trainer.fit(model, DataLoader(self._supply, batch_size=None))
             self.loss = float(sum(self._losses))
         except Exception as error:
@@ -128,7 +129,8 @@ class _Supply(Dataset[Any]):
     """Gives the fit the same batch again and again, each time after it was allowed to take it."""
 
     def __init__(self, case: Case, candidate: Candidate, card: Card, num_steps: int) -> None:
-        batch = batch_of(case.kind, case.sizes, (MICROBATCHES * case.samples, case.sequence), card.device)
+        shape = MICROBATCHES * case.samples, case.sequence
+        batch = batch_of(case.kind, case.sizes, shape, case.precision, card.device)
         self._pieces = [batch] if candidate.waves else _split(batch, case.samples)
         self.pieces_per_step = len(self._pieces)
         self._num_steps = num_steps
@@ -197,13 +199,13 @@ def _prepare(model: Model, candidate: Candidate, card: Card) -> Sequence[Callbac
     return callbacks
 
 
-def _trainer(candidate: Candidate, card: Card, callbacks: Sequence[Callback]) -> L.Trainer:
+def _trainer(case: Case, candidate: Candidate, card: Card, callbacks: Sequence[Callback]) -> L.Trainer:
     ours = HanayoStrategy(num_microbatches=MICROBATCHES, num_waves=candidate.waves) if candidate.waves else "auto"
     return L.Trainer(
         accelerator=card.accelerator,
         devices=1,
         strategy=ours,
-        precision="bf16-true",
+        precision=case.precision,
         accumulate_grad_batches=1 if candidate.waves else MICROBATCHES,
         max_epochs=1,
         callbacks=list(callbacks),

@@ -11,6 +11,7 @@ from typing_extensions import override
 from recipes.gpt.module import GPT
 
 Kind = Literal["llama", "gpt"]
+Precision = Literal["bf16-true", "bf16-mixed"]
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,14 @@ def build(kind: Kind, sizes: Sizes, sequence: int, device: torch.device) -> Mode
         return GPT(sizes.vocabulary, sequence, sizes.num_blocks, sizes.width, sizes.num_heads)
 
 
-def batch_of(kind: Kind, sizes: Sizes, shape: tuple[int, int], device: torch.device) -> Tensor | dict[str, Tensor]:
+def batch_of(
+    kind: Kind, sizes: Sizes, shape: tuple[int, int], precision: Precision, device: torch.device
+) -> Tensor | dict[str, Tensor]:
     """A batch of `shape` (samples, sequence) on `device`."""
     generator = torch.Generator(device).manual_seed(2)
     if kind == "llama":
-        return torch.randn(*shape, sizes.width, generator=generator, device=device, dtype=torch.bfloat16)
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        return torch.randn(*shape, sizes.width, generator=generator, device=device, dtype=dtype)
     tokens = torch.randint(sizes.vocabulary, (shape[0], shape[1] + 1), generator=generator, device=device)
     return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 

@@ -8,7 +8,7 @@ from recipes.benchmarks.gpu import memory, products, steps
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.figures import Figures
 from recipes.benchmarks.gpu.fits import ALL, EAGER, Case
-from recipes.benchmarks.gpu.models import Kind, Sizes
+from recipes.benchmarks.gpu.models import Kind, Precision, Sizes
 from recipes.benchmarks.gpu.steps import Rounds, Say
 
 
@@ -57,6 +57,7 @@ class Run:
     rounds: Rounds
     is_eager: bool
     """leave out compiled blocks"""
+    precision: Precision
     say: Say
 
     def measure(self, parts: Sequence[str], keep: Callable[[Figures], None]) -> Figures:
@@ -87,7 +88,7 @@ def _memory(run: Run, figures: Figures) -> None:
 def _steps(kind: Kind) -> Callable[[Run, Figures], None]:
     def measure(run: Run, figures: Figures) -> None:
         for case in run.scale.cases(kind, is_eager=run.is_eager):
-            figures.steps.append(steps.measure(case, run.card, run.rounds, run.say))
+            figures.steps.append(steps.measure(replace(case, precision=run.precision), run.card, run.rounds, run.say))
 
     return measure
 
@@ -95,7 +96,7 @@ def _steps(kind: Kind) -> Callable[[Run, Figures], None]:
 def _host(run: Run, figures: Figures) -> None:
     often = replace(run.rounds, rounds=3 * run.rounds.rounds)  # steps of milliseconds
     for case in run.scale.host_cases(is_eager=run.is_eager):
-        figures.host.append(steps.measure(case, run.card, often, run.say))
+        figures.host.append(steps.measure(replace(case, precision=run.precision), run.card, often, run.say))
 
 
 PARTS: dict[str, Callable[[Run, Figures], None]] = {

@@ -23,8 +23,8 @@ HOST_HEAD = ("", "us/action", "min-max", "CPU us/action", "of plain", "kernels/a
 MEMORY_HEAD = ("width", "tokens", "in flight", "an output, MB", "kept, MB", "freed, MB", "saved")
 PRODUCT_HEAD = ("spinning blocks", "ms per product", "TFLOP/s", "of alone", "they spun until the end")
 READING = f"""\
-All candidates train the same model on the same {MICROBATCHES} micro-batches per step in bf16-true, each in its own
-fit, and their steps run in turn. The plain Trainer accumulates the micro-batches' gradients. An action is the forward
+All candidates train the same model on the same {MICROBATCHES} micro-batches per step, each in its own fit,
+and their steps run in turn. The plain Trainer accumulates the micro-batches' gradients. An action is the forward
 or the backward of one block; with P=1 W=2 each block is a stage. Kernels and microseconds are those of a whole step,
 divided by its actions. "of plain" is the speed compared with the plain Trainer's in the same round, compiled if the
 candidate is. TFLOP/s count six operations per token and weight of a matrix, and 6 seq width per token and block for

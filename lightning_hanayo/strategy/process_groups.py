@@ -98,14 +98,15 @@ class ProcessGroups:
         return self.cube.mesh.axis(partial_axes).group
 
 
-def broadcast_values(tensors: Iterable[torch.Tensor]) -> None:
+def broadcast_values(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Give all ranks of the world rank 0's values, as if the model had been built once.
 
-    They are sent as bytes: gloo knows neither complex numbers (rotary positions) nor 16-bit integers.
+    They pass over `device`, one tensor at a time, wherever they are stored: links of GPUs are faster. They
+    are sent as bytes: gloo knows neither complex numbers (rotary positions) nor 16-bit integers.
     """
     for tensor in tensors:
         if tensor.numel():
-            whole = tensor.detach().contiguous()
+            whole = tensor.detach().to(device).contiguous()
             dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
             tensor.detach().copy_(whole)
 

@@ -171,7 +171,7 @@ class Session:
         seed = broadcast_object(torch.initial_seed())
         if prepared.cube is None:
             if self.topology.world_size > 1:
-                broadcast_values(whole_values(module))
+                broadcast_values(whole_values(module), self.device)
             prepared.cube = self._make_cube(plan)
         self.cube = prepared.cube
         if self.topology.replica_size > 1:

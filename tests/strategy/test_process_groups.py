@@ -17,7 +17,7 @@ def agreed() -> list[torch.Tensor]:
         torch.full((2, 4), float(rank))[:, ::2],
         torch.nn.Parameter(torch.full((2,), float(rank))),
     ]  # fmt: skip
-    broadcast_values(tensors)
+    broadcast_values(tensors, torch.device("cpu"))
     return [tensor.detach() for tensor in tensors]
 
 

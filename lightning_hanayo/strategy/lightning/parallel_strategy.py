@@ -269,7 +269,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             return decision
         if self.user_collectives is not None and not self.user_collectives.runs_on_all_ranks:
             return self.user_collectives.decide(decision, of_all=all)
-        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = torch.tensor(int(decision))  # in host memory: no host waits for a device
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
 

@@ -168,9 +168,10 @@ class FullParameters:
 
     def _used(self, leaves: list[_Leaf], *, reduce: bool) -> list[bool]:
         """Which leaves have a gradient, on any rank whose gradients are summed."""
-        counts = torch.tensor([float(leaf.whole.grad is not None) for leaf in leaves])
-        if self._pipe_rank == 0:
-            counts = self._sum_over_cube(counts.to(self._guard.device)).cpu()
+        own = [int(leaf.whole.grad is not None) for leaf in leaves]
+        if self._pipe_rank == 0 and self._cube is not None and self._cube.shares_samples:
+            own = self._cube.mesh.largest(own)
+        counts = torch.tensor(own)
         everywhere = torch.tensor([leaf.is_everywhere for leaf in leaves])
         if self._groups.control.size() > 1 and everywhere.any():
             known = counts[everywhere]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.comm.point_to_point import MessageKey, PointToPointChannel
+from lightning_hanayo.runtime.comm.message import Message, MessageKey
+from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Communicate, Compute, Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
@@ -80,7 +80,6 @@ class Engine:
         received = None
         if source is not None:
             received = self._messages.pop(source).detached() if step.is_local else self.channel.wait_receive(source)
-            self.channel.wait_sends(step.completed_sends)
             start = clock.mark()
         if self.streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
             self.streams.begin_action(action.microbatch, action.kind)

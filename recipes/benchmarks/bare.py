@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_hanayo.runtime.comm.point_to_point import MessageKey
+from lightning_hanayo.runtime.comm.message import MessageKey
 from lightning_hanayo.runtime.comm.transport import Transport, Work
 from lightning_hanayo.runtime.program import Communicate, Compute, Program
 from lightning_hanayo.schedule import Kind

@@ -48,7 +48,14 @@ def run_in_threads(functions: Sequence[Callable[[], None]]) -> None:
 class LoopbackPipeline:
     """Runs `schedule` over the blocks of a model that all ranks share."""
 
-    def __init__(self, blocks: Sequence[nn.Module], schedule: Schedule, hub: Hub | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        schedule: Schedule,
+        hub: Hub | None = None,
+        *,
+        headers_ahead: bool | None = None,
+    ) -> None:
         self.schedule = with_loss_stage(schedule)
         self.blocks = list(blocks)
         num_stages = self.schedule.num_stages - self.schedule.loss_stage
@@ -65,7 +72,7 @@ class LoopbackPipeline:
         self.engines = [
             Engine(
                 {stage: stages[stage] for stage in self.schedule.stages_of(rank)},
-                PointToPointChannel(transport),
+                PointToPointChannel(transport, separate_headers=headers_ahead),
                 self.reduced.append,
                 Trace(),
             )

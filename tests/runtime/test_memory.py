@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_hanayo.runtime.comm.point_to_point import MAX_SPARE_BUFFERS
+from lightning_hanayo.runtime.comm.headers import MAX_SPARE_BUFFERS
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.schedule import Action, Schedule, build, simulate
 from tests.harness.thorough import covered

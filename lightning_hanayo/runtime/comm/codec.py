@@ -122,18 +122,20 @@ def spec_of(message: Message) -> Spec:
 
 
 class SendBuffer:
-    """A buffer for messages of one spec, filled again for each of them. Its header is 0: the spec is as agreed."""
+    """A buffer for messages of one spec. On the CPU its header is 0: the spec is as agreed."""
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
         self.spec = spec
         self.buffer = spec.new_buffer(device)
-        set_header(self.buffer, 0)
+        if device.type == "cpu":  # elsewhere a message's header goes ahead of it
+            set_header(self.buffer, 0)
         self._views = spec.views(self.buffer)
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors into the buffer."""
+    def fill(self, tensors: Sequence[Tensor]) -> "SendBuffer":
+        """Copy the tensors into the buffer, and return it."""
         for view, tensor in zip(self._views, tensors, strict=True):
             view.copy_(tensor.data)
+        return self
 
 
 def unpack(spec: Spec, buffer: Tensor) -> Message:

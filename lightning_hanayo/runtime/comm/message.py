@@ -1,11 +1,25 @@
-"""The message: what one stage sends to the next or the previous one, as a structure and a list of tensors."""
+"""The message: what one stage sends to the next or the previous one, as a structure and a list of tensors; its key."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from lightning_hanayo.runtime.comm.pytree import Skeleton
+
+
+class MessageKey(NamedTuple):
+    """One message of a batch: between `stage` and the next one, forward (activations) or backward (gradients)."""
+
+    stage: int
+    direction: Literal["forward", "backward"]
+    microbatch: int
+
+    @property
+    def tag(self) -> int:
+        """Differs between all messages of a batch. The next number is the tag of a changed spec and its payload."""
+        return 2 + 2 * (2 * (self.stage << 16 | self.microbatch) + (self.direction == "backward"))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The ranks agree once on a message's spec: the same again is one buffer, a changed one three (header, spec, payload).
 
-shape      a   a   b   a   a
-messages   3   1   3   3   1
+shape                  a   a   b   a   a
+buffers                3   1   3   3   1
+with headers ahead     3   2   4   3   2
 """
 
 from unittest.mock import Mock
@@ -9,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
-from lightning_hanayo.runtime.comm.point_to_point import MessageKey, PointToPointChannel
+from lightning_hanayo.runtime.comm.message import Message, MessageKey, gradient_message, unpack_gradients
+from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.pytree import Flattener
 from lightning_hanayo.runtime.comm.transport import Work
 from tests.harness.limits import real_seconds
@@ -48,16 +49,16 @@ class Line:
         before = self.transport.sent
         for end in self.ends:
             end.begin_batch(signature)
-        self.ends[1].start_transfers([], [(key, 0)])  # posted ahead
         self.ends[0].start_transfers([(key, 1, value)], [])
+        self.ends[1].start_transfers([], [(key, 0)])
         arrived = self.ends[1].wait_receive(key)
         self.ends[0].finish()
         return arrived, self.transport.sent - before
 
 
-@pytest.mark.parametrize(("separate_headers", "expected"), [(False, [3, 1, 3, 3, 1]), (True, [3, 2, 4, 4, 2])])
+@pytest.mark.parametrize(("separate_headers", "expected"), [(False, [3, 1, 3, 3, 1]), (True, [3, 2, 4, 3, 2])])
 def test_only_a_changed_message_is_sent_with_its_spec(separate_headers: bool, expected: list[int]) -> None:
-    """With separate headers (for GPUs) the agreed buffer is still sent, so that its receive ends, and ignored."""
+    """With headers ahead (for GPUs) the agreed buffer is sent the first time, so that its receive ends, and ignored."""
     line, counts = Line(separate_headers=separate_headers), []
     for shape in ((2, 3), (2, 3), (5,), (2, 3), (2, 3)):
         value = torch.randn(shape)
@@ -112,20 +113,34 @@ class Slow(LoopbackTransport):
 
     def __init__(self, hub: Hub) -> None:
         super().__init__(hub, 0)
-        self.waited: list[int] = []
+        self.on_their_way: list[tuple[int, int]] = []
 
     def send(self, peer: int, tag: int, buffer: torch.Tensor) -> Work:
+        self.on_their_way.append((peer, tag))
         work = Mock()
-        work.wait.side_effect = lambda: self.waited.append(tag)
+        work.wait.side_effect = lambda: self.on_their_way.remove((peer, tag))
         return work
 
 
-def test_a_batch_ends_before_its_last_messages_are_sent() -> None:
+def test_two_messages_are_on_their_way_to_each_rank() -> None:
+    """Also from one batch to the next: the end of a batch waits for none. Specs and changed messages end late."""
+    transport = Slow(Hub(3))
+    channel = PointToPointChannel(transport)
+    keys = {peer: [MessageKey(peer, "forward", m) for m in range(4)] for peer in (1, 2)}
+    for number in range(4):
+        channel.begin_batch(number // 3)
+        channel.start_transfers([(keys[peer][number], peer, message(None)) for peer in keys], [])
+        headers = [(peer, tag) for peer, tag in transport.on_their_way if tag % 2 == 0]
+        assert headers == [(peer, keys[peer][m].tag) for m in (number - 1, number) if m >= 0 for peer in keys]
+    channel.finish()
+    assert not transport.on_their_way
+
+
+def test_late_parts_are_waited_for_a_batch_later() -> None:
     transport = Slow(Hub(2))
     channel, keys = PointToPointChannel(transport), [MessageKey(0, "forward", m) for m in range(3)]
-    for batch, key in enumerate(keys):
-        channel.begin_batch(batch)
+    for number, key in enumerate(keys):
+        channel.begin_batch(number)
+        late = [tag for _, tag in transport.on_their_way if tag % 2]
+        assert set(late) == ({keys[number - 1].tag + 1} if number else set())
         channel.start_transfers([(key, 1, message(None))], [])
-        assert set(transport.waited) == {one.tag + i for one in keys[: max(0, batch - 1)] for i in (0, 1)}
-    channel.finish()
-    assert set(transport.waited) == {one.tag + i for one in keys for i in (0, 1)}

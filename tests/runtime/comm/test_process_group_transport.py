@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.errors import PeerFailed
-from lightning_hanayo.runtime.comm.message import Message
-from lightning_hanayo.runtime.comm.point_to_point import MessageKey, PointToPointChannel
+from lightning_hanayo.runtime.comm.message import Message, MessageKey
+from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
 from tests.harness.pool import Pool, RunFailed

@@ -1,0 +1,227 @@
+"""Headers: how a receiver learns whether a message has the spec that both ranks have agreed on, and a new spec.
+
+Both sides keep, for every message of a batch with a given signature (shapes and kind of step), the spec it had last
+time, so that the receiver can post a buffer of that size early. A header says whether the spec has changed.
+
+Buffers on the CPU hold their header. A changed message is one of the expected size, and the new one behind it:
+
+    agreed     |header 0| tensors |
+    changed    |header n| unused  |   then   | spec, n bytes |   then   |header| tensors |
+
+In a buffer on a GPU the host could read it only after all earlier work of the device. So there the header goes ahead,
+as a message of its own on the CPU. Without an agreed spec the receiver waits for header and spec before it posts a
+buffer. Both come from the sender's host, which doesn't wait for its device, and a receive is posted where the message
+is sent.
+
+               on the CPU                            on the device
+    agreed     |header 0|                            | tensors |
+    new        |header n| spec, n bytes |            | tensors |
+    changed    |header n| spec, n bytes | tensors |  | unused  |    once: from then on the message is like a new one
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hanayo.runtime.comm.codec import SendBuffer, Spec, header, header_buffer, set_header, spec_of, unpack
+from lightning_hanayo.runtime.comm.message import Message, MessageKey
+from lightning_hanayo.runtime.comm.transport import Transport, Work
+
+_CPU = torch.device("cpu")
+MAX_SPARE_BUFFERS = 2
+"""how many unused buffers of one spec are kept for the next messages: more would be idle memory"""
+MAX_SPARE_SPECS = 32
+"""how many specs have such buffers: a plain value that differs in each batch makes a new spec each time"""
+
+PendingSend = tuple[SendBuffer | Tensor, Work]
+"""A buffer that this rank is sending."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A message that this rank is sending."""
+
+    posted: Sequence[PendingSend]
+    """buffers whose receives are posted where the message is sent"""
+    late: Sequence[PendingSend] = ()
+    """those that the other rank receives when it uses the message: only then does it know of them"""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What both ranks know about the messages of batches of one signature."""
+
+    specs: dict[MessageKey, Spec] = field(default_factory=dict)
+    """those that they had last time"""
+    varying: set[MessageKey] = field(default_factory=set)
+    """those that have changed, where headers go ahead: no buffer is posted before its spec is known"""
+
+
+class Headers(ABC):
+    """Sends messages and receives them under the current `agreement`."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.agreement = Agreement()
+
+    @abstractmethod
+    def send(self, key: MessageKey, peer: int, message: Message) -> Sending:
+        """Start to send `message`, in one or more buffers."""
+
+    @abstractmethod
+    def start_receive(self, key: MessageKey, peer: int) -> Callable[[], Message]:
+        """Start to receive the message of `key`; return a function that waits for it and returns it."""
+
+    @abstractmethod
+    def recycle(self, buffer: SendBuffer) -> None:
+        """Take a buffer that has been sent."""
+
+    @abstractmethod
+    def drop_buffers(self) -> None:
+        """Drop unused buffers: their specs won't come again."""
+
+    def _post(self, peer: int, tag: int, buffer: SendBuffer | Tensor) -> PendingSend:
+        return buffer, self.transport.send(peer, tag, buffer.buffer if isinstance(buffer, SendBuffer) else buffer)
+
+    def _new_spec(self, key: MessageKey, message: Message) -> tuple[Spec, Tensor]:
+        """The spec of `message`, which is agreed from now on, and its text, uint8 [n]."""
+        self.agreement.specs[key] = spec = spec_of(message)
+        return spec, torch.frombuffer(bytearray(spec.to_bytes()), dtype=torch.uint8)
+
+    def _receive_spec(self, key: MessageKey, peer: int, head: Tensor) -> Spec:
+        """The spec behind the header in `head`, which is agreed from now on."""
+        text = torch.empty(header(head), dtype=torch.uint8)
+        self.transport.receive(peer, key.tag + 1, text).wait()
+        self.agreement.specs[key] = spec = Spec.from_bytes(text.numpy().tobytes())
+        return spec
+
+    def _receive_changed(self, key: MessageKey, peer: int, head: Tensor) -> Message:
+        """The message behind the header in `head`, over the CPU."""
+        spec = self._receive_spec(key, peer, head)
+        buffer = spec.new_buffer(_CPU)
+        self.transport.receive(peer, key.tag + 1, buffer).wait()
+        return unpack(spec, buffer.to(self.transport.device))
+
+
+class HeadersInBuffers(Headers):
+    """For buffers on the CPU, which are used again: memory that is new to the process is slow there."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._spare: defaultdict[Spec, list[SendBuffer]] = defaultdict(list)
+
+    @override
+    def send(self, key: MessageKey, peer: int, message: Message) -> Sending:
+        expected = self.agreement.specs.get(key)
+        if expected is not None and expected.matches(message):
+            return Sending([self._post(peer, key.tag, self._filled(expected, message))])
+        spec, text = self._new_spec(key, message)
+        first = header_buffer(0) if expected is None else expected.new_buffer(self.transport.device)
+        set_header(first, text.numel())
+        posted = [self._post(peer, key.tag, first)]
+        return Sending(posted, [self._post(peer, key.tag + 1, one) for one in (text, self._filled(spec, message))])
+
+    @override
+    def start_receive(self, key: MessageKey, peer: int) -> Callable[[], Message]:
+        spec = self.agreement.specs.get(key)
+        buffer = header_buffer(0) if spec is None else spec.new_buffer(self.transport.device)
+        message = None if spec is None else unpack(spec, buffer)  # its tensors are made while the buffer comes
+        work = self.transport.receive(peer, key.tag, buffer)
+
+        def wait() -> Message:
+            work.wait()
+            if header(buffer):
+                return self._receive_changed(key, peer, buffer)
+            assert message is not None, "a message without an agreed spec begins with a header that is not 0"
+            return message
+
+        return wait
+
+    @override
+    def recycle(self, buffer: SendBuffer) -> None:
+        if len(self._spare) > MAX_SPARE_SPECS:
+            self._spare.clear()
+        if len(spare := self._spare[buffer.spec]) < MAX_SPARE_BUFFERS:
+            spare.append(buffer)
+
+    @override
+    def drop_buffers(self) -> None:
+        self._spare.clear()
+
+    def _filled(self, spec: Spec, message: Message) -> SendBuffer:
+        spare = self._spare.get(spec)
+        buffer = spare.pop() if spare else SendBuffer(spec, self.transport.device)
+        return buffer.fill(message.tensors)
+
+
+class HeadersAhead(Headers):
+    """For buffers on a device. Its allocator uses memory again by itself."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self._unchanged = header_buffer(0)
+
+    @override
+    def send(self, key: MessageKey, peer: int, message: Message) -> Sending:
+        expected, spec, device = self._expected(key), self.agreement.specs.get(key), self.transport.device
+        if spec is not None and spec.matches(message):
+            head = [self._post(peer, key.tag, self._unchanged)]
+        else:
+            spec, text = self._new_spec(key, message)
+            head = [self._post(peer, key.tag, header_buffer(text.numel()))]
+            if expected is not None:
+                self.agreement.varying.add(key)
+                payload = SendBuffer(spec, _CPU).fill(message.tensors)
+                head.append(self._post(peer, key.tag, expected.new_buffer(device)))
+                return Sending(head, [self._post(peer, key.tag + 1, one) for one in (text, payload)])
+            head.append(self._post(peer, key.tag + 1, text))
+        return Sending([*head, self._post(peer, key.tag, SendBuffer(spec, device).fill(message.tensors))])
+
+    @override
+    def start_receive(self, key: MessageKey, peer: int) -> Callable[[], Message]:
+        head = header_buffer(0)
+        head_work = self.transport.receive(peer, key.tag, head)
+        expected = self._expected(key)
+        if expected is not None:
+            wait_expected = self._post_buffer(key, peer, expected)
+
+            def wait() -> Message:
+                head_work.wait()
+                message = wait_expected()
+                if not header(head):
+                    return message
+                self.agreement.varying.add(key)
+                return self._receive_changed(key, peer, head)
+
+            return wait
+        head_work.wait()
+        spec = self._receive_spec(key, peer, head) if header(head) else self.agreement.specs[key]
+        return self._post_buffer(key, peer, spec)
+
+    @override
+    def recycle(self, buffer: SendBuffer) -> None:
+        """Let the buffer go."""
+
+    @override
+    def drop_buffers(self) -> None:
+        """There is none."""
+
+    def _expected(self, key: MessageKey) -> Spec | None:
+        """The spec of the buffer that the receiver posts before it has read the header; None: it posts none."""
+        return None if key in self.agreement.varying else self.agreement.specs.get(key)
+
+    def _post_buffer(self, key: MessageKey, peer: int, spec: Spec) -> Callable[[], Message]:
+        buffer = spec.new_buffer(self.transport.device)
+        message = unpack(spec, buffer)  # its tensors are made while the buffer comes
+        work = self.transport.receive(peer, key.tag, buffer)
+
+        def wait() -> Message:
+            work.wait()
+            return message
+
+        return wait

@@ -41,6 +41,7 @@ class Options:
     whole: Sequence[str]
     init_from: str | Path | Mapping[str, str | Path] | None
     master_weights: Literal["fp32"] | None
+    tied_gradients: Literal["in_order", "at_once"]
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches"):
@@ -57,6 +58,7 @@ class Options:
         if self.cube_pieces < 1:
             raise HanayoError(f"cube_pieces={self.cube_pieces}: expected a whole number from 1 on")
         self._choice("cube_memory", ("gathered", "shards"))
+        self._choice("tied_gradients", ("in_order", "at_once"))
         if self.master_weights is not None:
             self._choice("master_weights", ("fp32",))
         sizes: tuple[Any, ...] = (self.cube,) * 3 if isinstance(self.cube, int) else tuple(self.cube)

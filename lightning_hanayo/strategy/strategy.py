@@ -107,6 +107,9 @@ class HanayoStrategy(MeshParallelStrategy):
         master_weights: "fp32": parameters in bf16 or fp16 (`precision="bf16-true"`) get fp32 gradients, in which
             micro-batches and ranks are added up, and fp32 master weights, which the optimizer updates and checkpoints
             hold: with Adam 18 bytes per parameter instead of 8. None: all have the parameters' dtype, as in a Trainer.
+        tied_gradients: when the gradients of a weight that embedding and head share are added: "in_order", the two of
+            each micro-batch to each other first, as one process does, which keeps the head's until the embedding's is
+            there; or "at_once", without keeping any, in another order, so that the last bits differ.
 
     Raises:
         HanayoError: a bad value, or sizes that don't multiply to the number of processes; before any of them starts.
@@ -139,6 +142,7 @@ class HanayoStrategy(MeshParallelStrategy):
         whole: Sequence[str] = (),
         init_from: str | Path | Mapping[str, str | Path] | None = None,
         master_weights: Literal["fp32"] | None = None,
+        tied_gradients: Literal["in_order", "at_once"] = "in_order",
     ) -> None:
         arguments = locals() | {"costs": costs_from(costs)}
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))

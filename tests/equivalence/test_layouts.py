@@ -65,6 +65,12 @@ def test_gpt_with_tied_embedding(pool: Pool, layout: Layout) -> None:
     assert_close(outcome.weights, expected.weights, 1e-10)
 
 
+def test_gradients_of_a_tied_embedding_that_are_added_at_once(pool: Pool) -> None:
+    """In another order than in one process, so equal within a tolerance; it trains in double precision."""
+    layout = Layout(2, 1, 1, tied_gradients="at_once")
+    assert_close(run(pool, GPT_DOUBLE, layout).weights, plain(pool, GPT_DOUBLE).weights, 1e-10)
+
+
 @pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(2, 1, 1, "1f1b"), Layout(1, 1, 2, "1f1b")], ids=str)
 def test_gpt_is_bit_equal(pool: Pool, layout: Layout) -> None:
     """Including the tied weight: for each micro-batch, the gradients of head and embedding are added first."""

@@ -33,6 +33,7 @@ class Layout:
     num_microbatches: int = 4
     cube: tuple[int, int, int] = (1, 1, 1)
     outside: str = "share"
+    tied_gradients: str = "in_order"
 
     @property
     def topology(self) -> Topology:
@@ -151,7 +152,7 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
         num_microbatches=layout.num_microbatches,
         schedule=layout.schedule,
         cube=layout.cube,
-        **{"cube_outside": layout.outside} | options,
+        **{"cube_outside": layout.outside, "tied_gradients": layout.tied_gradients} | options,
     )
 
 

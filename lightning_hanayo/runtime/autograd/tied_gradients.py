@@ -3,8 +3,9 @@
     one process    grad += (head's + embedding's)         for micro-batch 0, then 1, then 2, ...
     a pipeline     head's of 0, head's of 1, embedding's of 0, ...     so the head's part waits for the embedding's
 
-In any other order the sum would differ in its last bits. A part is kept from the loss's backward until the backward of
-the first stage.
+In any other order the sum would differ in its last bits. A part, as large as the parameter, is kept from the loss's
+backward until the backward of the first stage. Where that is too much memory, parts are added at once, in a
+pipeline's order.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +15,17 @@ from torch import Tensor
 
 
 class TiedGradients:
-    """The loss's parts of the gradients, until the first stage's parts are made."""
+    """The loss's parts of the gradients, until the first stage's parts are made; none unless `in_order`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool = True) -> None:
+        self._in_order = in_order
         self._parts: dict[int, dict[Tensor, Tensor]] = {}
 
     def loss_backward(self, microbatch: int, parameters: Iterable[Tensor], backward: Callable[[], None]) -> None:
-        """Run the loss's `backward`, and set aside what it adds to `parameters`."""
+        """Run the loss's `backward`, and set aside what it adds to `parameters`, if an order is kept."""
+        if not self._in_order:
+            backward()
+            return
         with _separately(parameters) as part:
             backward()
         self._parts[microbatch] = part

@@ -20,6 +20,7 @@ from lightning_hanayo.partition.stack import Stack, modules_outside, num_paramet
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
+from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import OnFailure, ProcessGroupTransport
@@ -115,6 +116,7 @@ def build_pipeline(
         streams=streams,
         attributes=context.attributes,
         guard=context.guard,
+        tied=TiedGradients(in_order=context.options.tied_gradients == "in_order"),
     )
     gradients = _gradient_sync(model, ownership, rank, context.groups, cube, full_parameters)
     engine = Engine(

@@ -38,6 +38,7 @@ def build_stages(
     streams: RandomStreams | None,
     attributes: TemporaryAttributes,
     guard: ParameterGuard,
+    tied: TiedGradients,
 ) -> tuple[dict[int, Stage], UserStep | None]:
     """This rank's stages by number, and what runs the user's step, which is None above pipeline rank 0.
 
@@ -67,29 +68,35 @@ def build_stages(
     sends_objects = cube is None or cube.keeps_layout
     replaced = ReplacedParameters(model)
     user_step = UserStep(stack.blocks, num_local, stack.name, streams, carriers, guard.step, sends_objects, replaced)
-    ends = _ends(ownership, user_step, queues) if cube is None else _sharded_ends(ownership, user_step, queues, cube)
-    return stages | ends, user_step
+    if cube is None:
+        return stages | _ends(ownership, user_step, queues, tied), user_step
+    return stages | _sharded_ends(ownership, user_step, queues, tied, cube), user_step
 
 
-def _ends(ownership: Ownership, user_step: UserStep, queues: Mapping[int, WeightGradientQueue]) -> dict[int, Stage]:
+def _ends(
+    ownership: Ownership, user_step: UserStep, queues: Mapping[int, WeightGradientQueue], tied: TiedGradients
+) -> dict[int, Stage]:
     """The stages that run user code: the first and the last, or one that is both."""
     end = len(ownership.stages) - 1
     if end == 0:
         return {0: SingleStage(user=user_step, queue=queues[0])}
-    tied = TiedGradients()
     carriers = user_step.carriers
     first = FirstStage(user=user_step, tied=tied, queue=queues[0], carriers=carriers)
     return {0: first, end: LastStage(blocks=ownership.blocks(end), first=first, queue=queues[end], carriers=carriers)}
 
 
 def _sharded_ends(
-    ownership: Ownership, user_step: UserStep, queues: Mapping[int, WeightGradientQueue], cube: Cube
+    ownership: Ownership,
+    user_step: UserStep,
+    queues: Mapping[int, WeightGradientQueue],
+    tied: TiedGradients,
+    cube: Cube,
 ) -> dict[int, Stage]:
     """The first and the last stage where the ranks of a cube hold each stage together."""
     end = len(ownership.stages) - 1
     first = TensorParallelFirstStage(
         user=user_step,
-        tied=TiedGradients(),
+        tied=tied,
         queue=queues[0],
         blocks=ownership.blocks(0),
         boundary=cube.boundary,

@@ -3,6 +3,7 @@
 The groups copy tensors through the host (`tests/harness/staged_groups.py`), and otherwise behave like those over NCCL.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.harness.models import Batch
 from tests.harness.pool import RunFailed
 from tests.harness.staged_groups import staged_groups
 from tests.harness.training import Layout, Outcome, merge
+from tests.strategy.lightning import test_precision as scaled
 
 BATCHES = {"cpu": models.windows((8, 8)), "cuda": models.windows((8, 8, 8))}
 GPT = partial(models.gpt, heads=4)
@@ -58,6 +60,22 @@ def test_trains_as_one_process_does(launch: Launch, device: str, layout: Layout)
     launch.say(device, f"{layout}: mean difference of a weight {gap:g}")
     assert gap <= 1e-4
     assert set().union(*(types for _, types in ranks)) == {device}
+
+
+def train_scaled(device: str, layout: Layout | None) -> scaled.Scaled:
+    """fp16 with a gradient scaler. The last rank finds an inf in the third batch."""
+    with nullcontext() if layout is None else staged_groups(device):
+        return scaled.train_scaled(layout, scaled.Descent, 0.1, 1, device)
+
+
+@pytest.mark.parametrize(
+    ("device", "layout"), on_devices([Layout(2, 1, 2), Layout(2, 1, 1, cube=(1, 2, 1))], cpu=[Layout(2)]), ids=str
+)
+def test_an_infinity_on_one_rank_skips_the_step_on_all(launch: Launch, device: str, layout: Layout) -> None:
+    (plain,) = launch(device, 1, train_scaled, None)
+    ranks = launch(device, layout.world_size, train_scaled, layout)
+    launch.say(device, f"16-mixed, {layout}: loss scales {[f'{scale:g}' for scale in ranks[0][1]]}")
+    scaled.assert_same_scales_and_weights(ranks, plain, layout)
 
 
 class Failing(models.MLP):

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.amp import GradScaler
 
 from tests.harness import models
+from tests.harness.devices import on_host, trainer_on
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 from tests.harness.training import (
@@ -18,7 +19,6 @@ from tests.harness.training import (
     OutcomeCallback,
     data_rank,
     make_loader,
-    make_strategy,
     make_trainer,
     merge,
     unguarded,
@@ -98,28 +98,38 @@ class InfOnLastRank(OutcomeCallback):
         self.scales.append(plugin.scaler.get_scale())
 
 
-def train_scaled(layout: Layout, model: Any, clip: float | None, accumulate: int) -> tuple[Outcome, list[float]]:
+def train_scaled(
+    layout: Layout | None, model: Any, clip: float | None, accumulate: int, device: str = "cpu"
+) -> tuple[Outcome, list[float]]:
     """The scale begins so large that the first gradients overflow, and doubles after two steps without inf."""
     callback = InfOnLastRank()
-    scaler = GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-16, growth_interval=2)
-    trainer = make_trainer(
+    scaler = GradScaler(device, init_scale=2.0**30, backoff_factor=2.0**-16, growth_interval=2)
+    trainer = trainer_on(
+        device,
         layout,
-        strategy="auto" if layout == Layout() else make_strategy(layout),
         max_steps=STEPS,
         gradient_clip_val=clip,
         accumulate_grad_batches=accumulate,
         callbacks=[callback],
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        plugins=[MixedPrecision("16-mixed", device, scaler)],
     )
-    batches = models.vectors((8,) * STEPS * accumulate)
+    layout, batches = layout or Layout(), models.vectors((8,) * STEPS * accumulate)
     shares = [{k: v[data_rank(layout) :: layout.data] for k, v in b.items()} for b in batches]
     trainer.fit(models.build(model), make_loader(shares))
-    return callback.outcome, callback.scales
+    return on_host(callback.outcome), callback.scales
+
+
+Scaled = tuple[Outcome, list[float]]
+"""the outcome of one rank, and the scale after each batch"""
 
 
 def check_scaled(pool: Pool, layout: Layout, *how: Any) -> None:
-    ((alone, scales),) = pool.run(1, train_scaled, Layout(), *how)
-    ranks = pool.run(layout.world_size, train_scaled, layout, *how)
+    (plain,) = pool.run(1, train_scaled, None, *how)
+    assert_same_scales_and_weights(pool.run(layout.world_size, train_scaled, layout, *how), plain, layout)
+
+
+def assert_same_scales_and_weights(ranks: list[Scaled], plain: Scaled, layout: Layout) -> None:
+    alone, scales = plain
     assert [found for _, found in ranks] == [scales] * layout.world_size
     ours = merge([outcome for outcome, _ in ranks], layout)
     assert ours.losses == pytest.approx(alone.losses, rel=1e-2)

@@ -20,6 +20,7 @@ from recipes.benchmarks.result import Summary
 NUM_RANKS = 8
 BATCH, LENGTH, FEATURES, HEADS, INNER = 2, 16, 64, 8, 128
 MESHES = ((2, 2, 2), (1, 2, 4), (2, 4, 1), (1, 8, 1))
+COMPILED = ("plain", "cube (2, 2, 2)")
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class HostTime:
     forward: Summary
     backward: Summary
     step: Summary
-    calls: tuple[int, int]
-    collectives: tuple[int, int]
+    calls: tuple[int, int] | None
+    """None of a compiled block, whose calls can't be counted"""
+    collectives: tuple[int, int] | None
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -91,11 +93,15 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(rounds: int, calls: int, kv_heads: int) -> dict[str, HostTime]:
-    """Run all candidates. Nothing else may use process groups meanwhile."""
+def measure(rounds: int, calls: int, kv_heads: int, backend: str | None) -> dict[str, HostTime]:
+    """Run all candidates, two of them also compiled by `backend`. Nothing else may use process groups meanwhile."""
     with _fake_process_group():
         candidates = dict(_candidates(kv_heads))
-        counts = {name: _count(candidate) for name, candidate in candidates.items()}
+        counts: dict[str, tuple[Any, Any]] = {name: _count(candidate) for name, candidate in candidates.items()}
+        if backend is not None:
+            compiled = {name: candidate for name, candidate in _candidates(kv_heads) if name in COMPILED}
+            candidates |= {f"{name}, compiled": _compiled(candidate, backend) for name, candidate in compiled.items()}
+            counts |= {f"{name}, compiled": (None, None) for name in compiled}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
         for _ in range(rounds):
             for name, candidate in candidates.items():
@@ -103,7 +109,13 @@ def measure(rounds: int, calls: int, kv_heads: int) -> dict[str, HostTime]:
         return {name: _host_time(times[name], *counts[name]) for name in candidates}
 
 
-def _host_time(times: list[tuple[float, float]], calls: tuple[int, int], collectives: tuple[int, int]) -> HostTime:
+def _compiled(candidate: Candidate, backend: str) -> Candidate:
+    candidate.block.compile(backend=backend, fullgraph=True)
+    candidate.backward(candidate.forward())
+    return candidate
+
+
+def _host_time(times: list[tuple[float, float]], calls: Any, collectives: Any) -> HostTime:
     forward, backward = zip(*times, strict=True)
     return HostTime(Summary.of(forward), Summary.of(backward), Summary.of(list(map(sum, times))), calls, collectives)
 

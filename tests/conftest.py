@@ -21,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[DURATIONS] = Durations()
     config.stash[POOL] = Pool()
     CLOCK.start()
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning 2.6.6 itself calls what 4.53 deprecates
     config.pluginmanager.register(_DurationRecorder(config.stash[DURATIONS]))
     _no_limit_per_example()
 

@@ -296,7 +296,7 @@ def test_an_exported_table_is_valid(name: str, more: str, capsys: Captured) -> N
 def test_export_adds_communication_to_a_table(capsys: Captured) -> None:
     Path("bare.csv").write_text("0F0,0B0\n1F0,1B0\n")
     assert printed("export bare.csv whole.csv --communication --json", capsys)["communication"] is True
-    assert Path("whole.csv").read_text().splitlines()[0] == "0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD"
+    assert Path("whole.csv").read_text().splitlines()[0] == "0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD"
 
 
 def test_check_as_json(capsys: Captured) -> None:

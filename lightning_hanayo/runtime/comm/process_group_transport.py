@@ -33,8 +33,8 @@ class ProcessGroupTransport(Transport):
     """Transfers among the ranks of one pipeline, over `torch.distributed`.
 
     NCCL runs the transfers of one communicator in the order in which they were posted. In one communicator for all
-    ranks, or for both directions, receives that are posted early could block each other. So on GPUs each ordered pair
-    of ranks has a communicator of its own. Other buffers go over the control group, where tags distinguish them: all
+    ranks, or for both directions, messages would wait for each other. So on GPUs each ordered pair of ranks has a
+    communicator of its own. Other buffers go over the control group, where tags distinguish them: all
     where there are no channels, those on the CPU where there are some for a GPU.
 
     Args:

@@ -11,6 +11,7 @@ Where fewer messages hold up hosts, nothing can hang then: hosts wait for a part
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,7 @@ from lightning_hanayo.schedule import (
     without_forwards,
 )
 from lightning_hanayo.schedule.dependency import source_stage
+from lightning_hanayo.schedule.schedule import check_csv
 from tests.harness.thorough import covered
 from tests.schedule.samples import make, row, split, table
 
@@ -145,6 +147,16 @@ def test_reductions_hold_up_nobody_for_good(name: str, num_ranks: int) -> None:
 def test_twins_that_reduce_together_hold_up_nobody_for_good(num_microbatches: int) -> None:
     schedule = make("chimera", 4, num_microbatches)
     assert reduced_together(schedule) == [] == reduced_together(schedule, schedule)
+
+
+def test_messages_in_a_file_are_placed_anew(tmp_path: Path) -> None:
+    """So a file whose receive comes before what its own send waits for trains all the same."""
+    (tmp_path / "early.csv").write_text(
+        "0F0,0SEND_F0,3RECV_F0,3F0,3B0,3SEND_B0,0RECV_B0,0B0\n1RECV_F0,1F0,2RECV_B0,2F0,2SEND_F0,2B0,1B0,1SEND_B0\n"
+    )
+    schedule = check_csv(tmp_path / "early.csv")
+    assert hangs(schedule) == []
+    assert complete(schedule)[1] == row("1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 2REDUCE_GRAD 1B0 1SEND_B0 1REDUCE_GRAD")
 
 
 def test_the_model_finds_a_receive_that_its_own_send_waits_for() -> None:

@@ -85,6 +85,13 @@ class GroupFactory(ABC):
         """Called by all ranks before they make groups, if user code may have made some since the last time."""
         self._make.agree_on_names()
 
+    def forget_control(self) -> None:
+        """Let the next Trainer have control groups of its own.
+
+        A failed rank wakes those that wait for it over gloo by dropping its groups, which nobody else may hold.
+        """
+        self._made = {key: group for key, group in self._made.items() if key[0] != "control"}
+
     def control(self, partition: Partition) -> dist.ProcessGroup:
         """This rank's control group; the one that was made before, if the partition is the same."""
         return self._once("control", partition, lambda: self._make_control(partition))

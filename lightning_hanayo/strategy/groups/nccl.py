@@ -28,23 +28,26 @@ from lightning_hanayo.strategy.groups.factory import (
 _NCCL = "nccl"
 
 
-_factories: dict[tuple[torch.device, timedelta], GroupFactory] = {}
-"""of this process's world, which keeps all groups: Trainers in one script share them instead of adding their own"""
+_native: "dict[tuple[torch.device, timedelta], NativeGroups]" = {}
+"""of this process's world, which keeps all groups: Trainers share those on the GPU, whose buffers are large"""
 
 
 def group_factory(device: torch.device, timeout: timedelta) -> GroupFactory:
-    """The factory for runs on this device. Called by all ranks of the world, which is initialized."""
-    factory = _factories.get((device, timeout))
-    if factory is not None and factory.is_open:
-        factory.agree_on_names()
+    """The factory for a Trainer's runs on this device. Called by all ranks of the world, which is initialized."""
+    if device.type == "cpu":
+        return GlooGroups(device, timeout)
+    factory = _native.get((device, timeout))
+    if factory is None or not factory.is_open:
+        factory = _native[device, timeout] = NativeGroups(device, timeout)
         return factory
-    factory = _factories[device, timeout] = (GlooGroups if device.type == "cpu" else NativeGroups)(device, timeout)
+    factory.forget_control()
+    factory.agree_on_names()
     return factory
 
 
 def forget_groups() -> None:
-    """After a failure: drop all groups. gloo's peers are woken when connections close, so nothing may hold one."""
-    _factories.clear()
+    """After a failure: drop all groups."""
+    _native.clear()
 
 
 def backend_for(device: torch.device) -> str:

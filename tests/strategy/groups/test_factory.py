@@ -7,12 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from lightning_hanayo.schedule import build
 from lightning_hanayo.schedule.passes.communication import message_pairs
 from lightning_hanayo.strategy.groups.factory import DATA, GlooGroups, GroupMaker, Partition, covering
-from lightning_hanayo.strategy.groups.nccl import group_factory
 from lightning_hanayo.strategy.process_groups import ProcessGroups
 from lightning_hanayo.topology import Topology
 from tests.harness import models
@@ -99,24 +97,6 @@ def test_a_rank_takes_part_in_its_own_group_only(pool: Pool) -> None:
     assert pool.run(3, rendezvous_of_members) == [1, 1, 1]
 
 
-def groups_of_two_trainers() -> tuple[int, int, bool]:
-    """How many groups there are after each of two Trainers in one process, and whether they train in the same ones."""
-    layout, batches = Layout(2, 1, 1), models.vectors((8,))
-    numbers, control = [], []
-    for _ in range(2):
-        trainer = make_trainer(layout, strategy=make_strategy(layout), max_steps=1)
-        trainer.fit(models.build(models.MLP), make_loader(batches))
-        numbers.append(len(distributed_c10d._world.pg_names))
-        control.append(trainer.strategy.groups.control)  # type: ignore[attr-defined]
-    return numbers[0], numbers[1], control[0] is control[1]
-
-
-def test_trainers_of_one_process_share_groups(pool: Pool) -> None:
-    for before, after, is_same in pool.run(2, groups_of_two_trainers):
-        assert before == after
-        assert is_same
-
-
 def trainers_around_groups_of_a_user() -> None:
     """A user makes a group of some ranks between two runs on different layouts."""
     for layout in (Layout(2, 1, 1), Layout(1, 1, 2)):
@@ -127,17 +107,3 @@ def trainers_around_groups_of_a_user() -> None:
 
 def test_groups_of_users_dont_disturb_those_of_later_runs(pool: Pool) -> None:
     pool.run(2, trainers_around_groups_of_a_user)
-
-
-def factories_of_two_worlds() -> bool:
-    device, minute, made = torch.device("cpu"), timedelta(minutes=1), []
-    for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        made.append(group_factory(device, minute))
-        assert group_factory(device, minute) is made[-1]
-        dist.destroy_process_group()
-    return made[0] is made[1]
-
-
-def test_another_world_gets_other_groups(pool: Pool) -> None:
-    assert pool.run(1, factories_of_two_worlds) == [False]

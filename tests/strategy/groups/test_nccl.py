@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hanayo.strategy.groups import nccl
 from lightning_hanayo.strategy.groups.factory import CHANNEL, CUBE, DATA, GlooGroups
@@ -130,10 +131,31 @@ def test_an_abort_reaches_the_world_and_all_native_groups(factory: NativeGroups)
     factory.abort()
 
 
+def test_trainers_of_one_process_share_groups_on_the_gpu(calls: Calls) -> None:
+    """Those over gloo are each Trainer's own: a failed rank wakes others by closing them."""
+    device, partition = torch.device("cuda", 0), ((0, 1), (2, 3), (4, 5), (6, 7))
+    before = group_factory(device, MINUTE)
+    control = before.control(partition)
+    after = group_factory(device, MINUTE)
+    assert after is before and after.is_open
+    assert after.control(partition) is not control
+    forget_groups()
+    assert group_factory(device, MINUTE) is not before
+    forget_groups()
+
+
+def test_another_world_gets_other_groups(calls: Calls) -> None:
+    before = group_factory(torch.device("cuda", 0), MINUTE)
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    assert not before.is_open
+    assert group_factory(torch.device("cuda", 0), MINUTE) is not before
+    forget_groups()
+
+
 def test_cpus_need_no_nccl() -> None:
     assert not hasattr(dist, "ProcessGroupNCCL") or torch.cuda.is_available()
     assert backend_for(torch.device("cpu")) == "gloo"
     assert backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
     with fake_world(0, 1):
         assert isinstance(group_factory(torch.device("cpu"), MINUTE), GlooGroups)
-    forget_groups()

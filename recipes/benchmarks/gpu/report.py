@@ -157,8 +157,8 @@ def _groups(
     shown = [label for label in COLOURS if any(one.label == label for case in cases for one in case.candidates)]
     width = 0.8 / max(1, len(shown))
     for place, case in enumerate(cases):
-        for one in case.candidates:
-            x = place + (shown.index(one.label) - (len(shown) - 1) / 2) * width
+        for position, one in enumerate(case.candidates):
+            x = place + (position - (len(case.candidates) - 1) / 2) * width
             bars = axes.bar(x, height(one), width=0.9 * width, color=COLOURS[one.label])
             axes.bar_label(bars, [text(one)], fontsize=7)
     for label in shown:

@@ -173,8 +173,12 @@ def _rows(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns an index on the device: made once per order, because its copy to the device is waited for."""
-    return torch.tensor(order, device=device)
+    """Returns an index on the device: made once per order, because its copy to the device is waited for.
+
+    The first batch may be one of validation: what inference mode makes couldn't be saved for a backward.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor(order, device=device)
 
 
 def _join_valid(parts: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:

@@ -106,3 +106,16 @@ def test_gradients_are_put_back_with_parameters_unguarded(parameters: list[nn.Pa
     deferred.stash()
     deferred.surrogate_loss(torch.tensor(0.0), 1.0).backward()
     assert seen[0] is None and seen[1] is made
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_factor_on_a_device_multiplies_gradients_only_where_somebody_may_scale(
+    parameters: list[nn.Parameter], monkeypatch: pytest.MonkeyPatch, *, scales: bool
+) -> None:
+    products: list[object] = []
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda gradients, factor: products.append(factor))
+    deferred = DeferredGradients(parameters, accumulates=False, scales=scales)
+    parameters[0].grad = made = torch.ones(2)
+    deferred.stash()
+    deferred.apply(torch.ones((), device="meta"))
+    assert parameters[0].grad is made and len(products) == scales

@@ -1,7 +1,10 @@
 """Measurements from traces: figures of drawn batches, and of simulated ones, whose costs and clocks are known."""
 
+from dataclasses import dataclass
+
 import pytest
 
+from lightning_hanayo.clock import DeviceMark, EventClock
 from lightning_hanayo.runtime.profiling.measurement import (
     costs_of,
     exposed_communication,
@@ -125,6 +128,39 @@ def test_machines_with_different_clocks(name: str) -> None:
     true = timeline_of(schedule, batch)
     assert timeline_of(schedule, mended).bubble_ratio == pytest.approx(true.bubble_ratio, abs=0.02)
     assert message_delay(schedule, [mended]) == pytest.approx(0.05, rel=0.6)
+
+
+@pytest.mark.parametrize("name", ["hanayo", "1f1b"])
+def test_devices_that_were_never_idle_are_put_on_one_axis(name: str) -> None:
+    """Each rank's events are too early by how far its host was ahead: no message may come before it was sent."""
+    schedule = build(name, num_ranks=4, num_microbatches=4)
+    batch = simulated_batch(schedule, COSTS)
+    read = []
+    for events, lead in zip(batch, (0.0, 0.7, 0.2, 3.0), strict=True):
+        clock = EventClock(StreamEvent)
+        marks = [DeviceMark(StreamEvent(time), time - lead) for e in events for time in (e.reached, e.start, e.end)]
+        times = iter(clock.seconds(marks))
+        read.append([Event(e.action, *three) for e, *three in zip(events, times, times, times, strict=True)])
+    assert [a.start - b.start for a, b in zip(read[3], batch[3], strict=True)] == pytest.approx([-3.0] * len(batch[3]))
+    mended = on_one_clock(schedule, read)
+    assert all(message.received.start >= message.sent.end - 1e-6 for message in message_timings(schedule, mended))
+    assert stage_times([mended]) == pytest.approx(stage_times([batch]))
+
+
+@dataclass
+class StreamEvent:
+    """An event that a device has passed at this time."""
+
+    time: float = 0.0
+
+    def record(self) -> None:
+        """Recorded when it was made."""
+
+    def synchronize(self) -> None:
+        """Passed already."""
+
+    def elapsed_time(self, end_event: "StreamEvent") -> float:
+        return 1e3 * (end_event.time - self.time)
 
 
 def test_times_on_one_machine_stay_as_they_are() -> None:

@@ -129,6 +129,16 @@ def watch_of(module: nn.Module, rule: Any) -> LossWatch:
     return LossWatch(module, rule, batch_dim=0, warns=True, shares_samples=False)
 
 
+def test_after_the_first_batches_few_are_read() -> None:
+    module, watch = Loss(), watch_of(Loss(), "samples")
+    read = []
+    for number in range(1, 200):
+        with watch.training([2]):
+            watch.note([2], 0, module(piece(4, 3)), ())
+        read += [number] if watch.noted(0) is not None else []
+    assert read == [*range(1, 17), 64, 128, 192]
+
+
 UNEVEN = [piece(4, 3), piece(2, 1), piece(4)]
 FULL = [piece(4, 4), piece(4, 4), piece(4)]
 

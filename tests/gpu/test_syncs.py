@@ -40,11 +40,11 @@ class Logged(models.MLP):
 
 
 class Waits(Callback):
-    """Where the host waited: the innermost lines of the package and of the libraries above it."""
+    """Where the host waited: in which functions, the innermost first, of the package and above it."""
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
-        self.places: list[str] = []
+        self.places: list[tuple[str, ...]] = []
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if self.on_gpu and FIRST <= batch_idx <= LAST:
@@ -65,16 +65,19 @@ class Waits(Callback):
     def _show(self, message: Any, *_: Any, **__: Any) -> None:
         if REPORT in str(message):
             frames = [f for f in traceback.extract_stack() if "warnings.py" not in f.filename][:-1]
-            own = [f for f in frames if PACKAGE in f.filename]
-            shown = (frames[-1], *own[-1:])
-            self.places.append(" < ".join(f"{_short(f.filename)}:{f.lineno} {f.name}" for f in shown))
+            above = [f for f in frames if PACKAGE in f.filename] or frames
+            self.places.append(tuple(f"{_short(f.filename)}:{f.name}" for f in (frames[-1], *reversed(above))))
 
 
 def _short(path: str) -> str:
-    return path.partition("site-packages/")[2] or path.removeprefix(f"{ROOT}/")
+    """The path in the package, or in the library."""
+    for folder in (f"/{PACKAGE}", "site-packages/", f"{ROOT}/"):
+        if folder in path:
+            return path.rpartition(folder)[2]
+    return path
 
 
-def places(device: str, layout: Layout | None, options: dict[str, Any]) -> list[str]:
+def places(device: str, layout: Layout | None, options: dict[str, Any]) -> list[tuple[str, ...]]:
     """Where the host waited in steps 3 to 5, on one rank; without a layout in those of a plain Trainer."""
     waits = Waits(device)
     several = layout is not None and layout.world_size > 1
@@ -104,20 +107,11 @@ def test_the_host_waits_only_where_the_guide_says_so(
 ) -> None:
     (plain,) = launch(device, 1, places, None, options)
     ranks = launch(device, layout.world_size, places, layout, options)
-    usual = {place.split(" < ")[0] for place in plain}
-    found = sorted({place for rank in ranks for place in rank if place.split(" < ")[0] not in usual})
-    launch.say(device, f"{layout} {options}: beyond a plain Trainer's {len(usual)} places: {found or 'none'}")
-    section = documented()
-    unknown = [place for place in found if not any(name in section for name in _names(place))]
+    usual, section = {place[0] for place in plain}, documented()
+    found = {place for rank in ranks for place in rank if place[0] not in usual}
+    unknown = sorted(place for place in found if not any(f"`{function}`" in section for function in place))
+    launch.say(device, f"{layout} {options}: {len(usual)} places of a plain Trainer, {len(found)} more")
     assert not unknown, unknown
-
-
-def _names(place: str) -> Iterator[str]:
-    """The files of the package in a place, as the guide writes them."""
-    for frame in place.split(" < "):
-        file = frame.partition(":")[0]
-        if file.startswith(PACKAGE):
-            yield file.removeprefix(PACKAGE)
 
 
 def test_a_report_is_noted_with_its_place() -> None:
@@ -126,4 +120,4 @@ def test_a_report_is_noted_with_its_place() -> None:
         warnings.warn(REPORT, stacklevel=1)
         warnings.warn("another", stacklevel=1)
     (place,) = waits.places
-    assert place.startswith("tests/gpu/test_syncs.py:") and place.endswith("test_a_report_is_noted_with_its_place")
+    assert place[0] == "tests/gpu/test_syncs.py:test_a_report_is_noted_with_its_place"

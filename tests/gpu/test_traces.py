@@ -77,7 +77,7 @@ class Profiled(Callback):
 
     def _is_kernel(self, event: FunctionEvent) -> bool:
         if self.on_gpu:
-            return event.device_type == DeviceType.CUDA and not event.is_user_annotation
+            return event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         return event.cpu_parent is None
 
 

@@ -15,10 +15,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning import Trainer
+from torch import Tensor
 
 from lightning_hanayo.planner.layout import Layout as Plan
 from lightning_hanayo.schedule import Kind, complete
-from tests.equivalence.test_cube import EVEN, EVERYWHERE, MODELS, training
+from tests.equivalence.test_cube import EVEN, EVERYWHERE, MODELS, predicted, training
 from tests.harness import models
 from tests.harness import training as trainings
 from tests.harness.native import Call, NativeGroup, native_groups
@@ -115,3 +116,23 @@ BF16 = replace(GPT, dtype=torch.float32, precision="bf16-mixed")
 def test_bf16_is_close_to_one_process(pool: Pool, layout: Layout) -> None:
     outcome, _ = run_natively(pool, BF16, layout)
     assert outcome.losses == pytest.approx(plain(pool, BF16).losses, rel=2e-2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2, cube=(1, 2, 1)), Layout(2, 2, 2, "hanayo-zb")], ids=str)
+def test_accumulated_gradients_are_summed_over_data_ranks(pool: Pool, layout: Layout) -> None:
+    single = replace(GPT, batches=partial(models.texts, (8, 8, 8, 8), (7,)), steps=2, accumulate=2)
+    outcome, _ = run_natively(pool, single, layout)
+    assert_close(outcome.weights, by_hand(pool, single, layout.data).weights, 1e-10)
+
+
+def predicted_natively(layout: Layout) -> Tensor:
+    with native_groups():
+        return predicted(layout)
+
+
+@pytest.mark.thorough
+def test_predictions(pool: Pool) -> None:
+    (expected,) = pool.run(1, predicted, Layout())
+    for own in pool.run(4, predicted_natively, Layout(cube=(1, 2, 2))):
+        assert torch.equal(own, expected)

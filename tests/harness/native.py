@@ -1,7 +1,8 @@
 """Process groups on the CPU that the package takes for native ones, such as NCCL's: exact, and every call is counted.
 
 A group of the backend "native" does what NCCL's would, over gloo. So all branches for native groups run in a test,
-and what they compute can be compared.
+and what they compute can be compared. As in NCCL, transfers between two ranks are matched in the order in which they
+were posted, whatever their tags.
 """
 
 from collections import Counter
@@ -97,11 +98,11 @@ class NativeGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         self._count("send")
-        return self._gloo.send(tensors, peer, tag)
+        return self._gloo.send(tensors, peer, 0)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         self._count("receive")
-        return self._gloo.recv(tensors, peer, tag)
+        return self._gloo.recv(tensors, peer, 0)
 
     def _check(self, whole: Tensor, *others: Tensor, ratio: int = 1) -> None:
         """What NCCL's group refuses (`check_gpu_single_tensor` and its callers in torch 2.10 to 2.13)."""

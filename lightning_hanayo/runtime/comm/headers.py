@@ -86,7 +86,10 @@ class Headers(ABC):
         """Drop unused buffers: their specs won't come again."""
 
     def _post(self, peer: int, tag: int, buffer: SendBuffer | Tensor) -> PendingSend:
-        return buffer, self.transport.send(peer, tag, buffer.buffer if isinstance(buffer, SendBuffer) else buffer)
+        return buffer, self.transport.send(peer, tag, _flat(buffer))
+
+    def _post_on_host(self, peer: int, tag: int, buffer: SendBuffer | Tensor) -> PendingSend:
+        return buffer, self.transport.host.send(peer, tag, _flat(buffer))
 
     def _new_spec(self, key: MessageKey, message: Message) -> tuple[Spec, Tensor]:
         """The spec of `message`, which is agreed from now on, and its text, uint8 [n]."""
@@ -96,7 +99,7 @@ class Headers(ABC):
     def _receive_spec(self, key: MessageKey, peer: int, head: Tensor) -> Spec:
         """The spec behind the header in `head`, which is agreed from now on."""
         text = torch.empty(header(head), dtype=torch.uint8)
-        self.transport.receive(peer, key.tag + 1, text).wait()
+        self.transport.host.receive(peer, key.tag + 1, text).wait()
         self.agreement.specs[key] = spec = Spec.from_bytes(text.numpy().tobytes())
         return spec
 
@@ -104,7 +107,7 @@ class Headers(ABC):
         """The message behind the header in `head`, over the CPU."""
         spec = self._receive_spec(key, peer, head)
         buffer = spec.new_buffer(_CPU)
-        self.transport.receive(peer, key.tag + 1, buffer).wait()
+        self.transport.host.receive(peer, key.tag + 1, buffer).wait()
         return unpack(spec, buffer.to(self.transport.device))
 
 
@@ -170,22 +173,22 @@ class HeadersAhead(Headers):
     def send(self, key: MessageKey, peer: int, message: Message) -> Sending:
         expected, spec, device = self._expected(key), self.agreement.specs.get(key), self.transport.device
         if spec is not None and spec.matches(message):
-            head = [self._post(peer, key.tag, self._unchanged)]
+            head = [self._post_on_host(peer, key.tag, self._unchanged)]
         else:
             spec, text = self._new_spec(key, message)
-            head = [self._post(peer, key.tag, header_buffer(text.numel()))]
+            head = [self._post_on_host(peer, key.tag, header_buffer(text.numel()))]
             if expected is not None:
                 self.agreement.varying.add(key)
                 payload = SendBuffer(spec, _CPU).fill(message.tensors)
                 head.append(self._post(peer, key.tag, expected.new_buffer(device)))
-                return Sending(head, [self._post(peer, key.tag + 1, one) for one in (text, payload)])
-            head.append(self._post(peer, key.tag + 1, text))
+                return Sending(head, [self._post_on_host(peer, key.tag + 1, one) for one in (text, payload)])
+            head.append(self._post_on_host(peer, key.tag + 1, text))
         return Sending([*head, self._post(peer, key.tag, SendBuffer(spec, device).fill(message.tensors))])
 
     @override
     def start_receive(self, key: MessageKey, peer: int) -> Callable[[], Message]:
         head = header_buffer(0)
-        head_work = self.transport.receive(peer, key.tag, head)
+        head_work = self.transport.host.receive(peer, key.tag, head)
         expected = self._expected(key)
         if expected is not None:
             wait_expected = self._post_buffer(key, peer, expected)
@@ -225,3 +228,7 @@ class HeadersAhead(Headers):
             return message
 
         return wait
+
+
+def _flat(buffer: SendBuffer | Tensor) -> Tensor:
+    return buffer.buffer if isinstance(buffer, SendBuffer) else buffer

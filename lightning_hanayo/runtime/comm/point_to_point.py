@@ -26,13 +26,14 @@ MAX_IN_FLIGHT = 2
 class PointToPointChannel:
     """Sends and receives messages over a transport. Call `begin_batch` for each batch, `finish` after the last one.
 
-    Headers are sent as messages of their own if `separate_headers`; None: if the transport's device is not the CPU.
+    Headers are sent as messages of their own if `separate_headers`; None: where messages aren't in the host's
+    memory, or have channels of their own.
     """
 
     def __init__(self, transport: Transport, *, separate_headers: bool | None = None) -> None:
         self.transport = transport
         if separate_headers is None:
-            separate_headers = transport.device.type != "cpu"
+            separate_headers = transport.device.type != "cpu" or transport.host is not transport
         self._headers: Headers = (HeadersAhead if separate_headers else HeadersInBuffers)(transport)
         self._agreements: dict[int, Agreement] = {}
         self._receives: dict[MessageKey, Callable[[], Message]] = {}

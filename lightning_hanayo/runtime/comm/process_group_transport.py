@@ -34,13 +34,13 @@ class ProcessGroupTransport(Transport):
 
     NCCL runs the transfers of one communicator in the order in which they were posted. In one communicator for all
     ranks, or for both directions, messages would wait for each other. So on GPUs each ordered pair of ranks has a
-    communicator of its own. Other buffers go over the control group, where tags distinguish them: all
-    where there are no channels, those on the CPU where there are some for a GPU.
+    communicator of its own. Where there are no channels, and in `host`, buffers go over the control group, where tags
+    distinguish them.
 
     Args:
         ranks: the global ranks of the pipeline, in pipeline order.
         control: a gloo group over `ranks`.
-        channels: for buffers on `device`, a group of two for each (sender, receiver), by pipeline rank.
+        channels: for messages on `device`, a group of two for each (sender, receiver), by pipeline rank.
         device: where the tensors of messages are.
         on_failure: called when a transfer fails.
     """
@@ -60,16 +60,27 @@ class ProcessGroupTransport(Transport):
         self._control: dist.ProcessGroup | None = control
         self._channels = dict(channels)
         self._on_failure = on_failure
+        self._host: ProcessGroupTransport | None = None
+        if channels:
+            cpu = torch.device("cpu")
+            self._host = ProcessGroupTransport(ranks, control=control, channels={}, device=cpu, on_failure=on_failure)
+
+    @property
+    @override
+    def host(self) -> Transport:
+        return self._host or self
 
     @override
     def close(self) -> None:
+        if self._host is not None:
+            self._host.close()
         self._control = None
         self._channels.clear()
 
     @override
     def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
         try:
-            group, group_rank = self._group(buffer, peer, (self.rank, peer))
+            group, group_rank = self._group(peer, (self.rank, peer))
             return _ReportingWork(group.send([buffer], group_rank, tag), self._on_failure)
         except RuntimeError as error:
             self._on_failure(error)
@@ -77,14 +88,12 @@ class ProcessGroupTransport(Transport):
     @override
     def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
         try:
-            group, group_rank = self._group(buffer, peer, (peer, self.rank))
+            group, group_rank = self._group(peer, (peer, self.rank))
             return _ReportingWork(group.recv([buffer], group_rank, tag), self._on_failure)
         except RuntimeError as error:
             self._on_failure(error)
 
-    def _group(self, buffer: Tensor, peer: int, pair: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
+    def _group(self, peer: int, pair: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
         """The group for a transfer from `pair[0]` to `pair[1]`, and the peer's rank in it."""
-        if self._channels and buffer.device.type == self.device.type:
-            return self._channels[pair], int(peer > self.rank)
         assert self._control is not None, "the transport is closed"
-        return self._control, peer
+        return (self._channels[pair], int(peer > self.rank)) if self._channels else (self._control, peer)

@@ -28,6 +28,11 @@ class Transport(ABC):
     num_ranks: int
     device: torch.device
 
+    @property
+    def host(self) -> "Transport":
+        """The transport for buffers in the host's memory: this one, unless messages have channels of their own."""
+        return self
+
     @abstractmethod
     def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
         """Start to send `buffer` to pipeline rank `peer`."""

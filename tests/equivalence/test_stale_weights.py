@@ -4,6 +4,7 @@ Fused optimizers write into parameters without raising their version, so that a 
 """
 
 import gc
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -97,6 +98,17 @@ class Repeating(Keeping):
         for block in self.blocks:
             block.repeated = torch.nn.Linear(models.WIDTH, models.WIDTH)
             del block.up, block.down
+
+
+@kind
+class Compiled(models.MLP):
+    """Compiled code takes the weights' values, not the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        warnings.simplefilter("ignore")  # torch's own, and that cubes run these blocks as written
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
 
 
 @kind

@@ -16,7 +16,7 @@ import pytest
 
 from tests.harness import limits
 from tests.harness.devices import ENVIRONMENT, LOADED, with_environment
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, RunFailed
 
 PARTS = (
     "single", "threads", "syncs", "fused", "compiled", "nccl", "loopback", "staged", "spinning", "traces", "several",
@@ -70,6 +70,8 @@ class Launch:
         __tracebackhide__ = True
         if device == "cpu":
             return self.pool.run(world_size, function, device, *arguments, timeout=timeout)
+        if not _spent:
+            self._check_forks()
         left = min(PART_S - _spent[self.part], _started + ALL_S - time.monotonic())
         if left < 1.0:
             pytest.fail(f"not run: {PART_S:g} s for {self.part}, or {ALL_S:g} s for all parts, are over")
@@ -85,10 +87,25 @@ class Launch:
         finally:
             _spent[self.part] += time.monotonic() - start
 
+    def _check_forks(self) -> None:
+        """Let workers import by themselves if they can't use CUDA, because the fork server has used it in an import."""
+        try:
+            self.pool.run(1, _start_cuda)
+        except RunFailed as error:
+            self.write(f"workers import by themselves: {error.first.message}")
+            self.pool.import_in_workers()
+        self.pool.end_workers()  # CUDA has read another environment there
+
     def say(self, device: str, text: str) -> None:
         """Print a figure at once; on the CPU there is nothing to say."""
         if device != "cpu":
             self.write(f"{self.part}: {text}")
+
+
+def _start_cuda() -> None:
+    import torch
+
+    torch.cuda.init()
 
 
 @pytest.fixture

@@ -156,6 +156,15 @@ class Pool:
     def close(self) -> None:
         """End all workers and the fork server."""
         atexit.unregister(self.close)
+        self._end_fork_server()
+        self._directory.cleanup()
+
+    def import_in_workers(self) -> None:
+        """From now on let each worker import for itself, if it can't use what the fork server has imported."""
+        self._end_fork_server()
+        self._imports = False
+
+    def _end_fork_server(self) -> None:
         self.end_workers()
         if self._control is not None:
             self._control.close()
@@ -168,7 +177,6 @@ class Pool:
         if self._ports is not None:
             self._ports.close()
         self._fork_server = self._control = self._ports = None
-        self._directory.cleanup()
 
     def _requests(self, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[bytes]:
         self._ports = self._ports or _Ports()

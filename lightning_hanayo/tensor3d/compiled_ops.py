@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.tensor3d.mesh import MeshAxis
-from lightning_hanayo.tensor3d.product import BackwardRun, ProductArgs, SavedInput, run_forward
+from lightning_hanayo.tensor3d.product import BackwardRun, SavedInput, run_forward
+from lightning_hanayo.tensor3d.product_args import ProductArgs
 from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
 
 _numbers = itertools.count(1)

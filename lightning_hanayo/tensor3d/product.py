@@ -21,64 +21,16 @@ all-gathers and of the three reduce-scatters is one collective for all of them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hanayo.linear_modules import as_autocast, has_gradient_hooks
-from lightning_hanayo.tensor3d.collectives import start_all_gather, start_all_gather_each, start_reduce_scatter_each
-from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
+from lightning_hanayo.tensor3d.mesh import Pending
+from lightning_hanayo.tensor3d.product_args import BoundCollective, ProductArgs, gather, gather_each, scatter_each
 from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
-
-Keep = Literal["gathered", "shards"]
-"""what a product saves for its backward"""
-
-
-@dataclass(frozen=True)
-class BoundCollective:
-    """A collective of an input's or output's dimension `dim`, whose true length is `size` if its parts are padded."""
-
-    axis: MeshAxis
-    dim: int
-    size: int | None = None
-
-
-@dataclass(frozen=True)
-class ProductArgs:
-    """What one product needs besides its input.
-
-    Args:
-        weight: W, of one layer or of several.
-        all_gather: of the input; None: it is gathered already.
-        reduce_scatter: of the outputs; None: they are no partial sums.
-        keep: what is saved for the backward.
-        num_pieces: in how many pieces the product runs, at most.
-    """
-
-    weight: ShardedWeight
-    all_gather: BoundCollective | None
-    reduce_scatter: BoundCollective | None
-    keep: Keep = "gathered"
-    num_pieces: int = 1
-
-    def split(self, x: Tensor) -> Sequence[Tensor]:
-        """Cut `x` along a dimension before the last one that no collective touches; whole if there is none."""
-        if self.num_pieces == 1:
-            return (x,)
-        touched = self._touched_dims(x)
-        free = [dim for dim in range(x.dim() - 1) if dim not in touched]
-        return x.chunk(self.num_pieces, free[0]) if free else (x,)
-
-    def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Join what `split` has cut: the pieces of an input, an output or a gradient."""
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat(list(pieces), min(set(range(pieces[0].dim() - 1)) - self._touched_dims(pieces[0])))
-
-    def _touched_dims(self, x: Tensor) -> set[int]:
-        return {one.dim % x.dim() for one in (self.all_gather, self.reduce_scatter) if one is not None}
 
 
 def product(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight] = ()) -> Tensor:
@@ -128,7 +80,7 @@ def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight])
     """Compute the outputs, one for each part of the weight."""
     weight, scatter = args.weight, args.reduce_scatter
     pending_matrices = weight.start_all_gather(x.dtype)
-    pending_inputs = [_all_gather(args.all_gather, piece) for piece in args.split(x)]
+    pending_inputs = [gather(args.all_gather, piece) for piece in args.split(x)]
     matrices = pending_matrices.wait()
     for following in prefetch:
         following.prefetch(x.dtype)
@@ -136,9 +88,9 @@ def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight])
     for pending in pending_inputs:
         gathered.append(pending.wait())
         ys = weight.split([multiply(gathered[-1], matrix) for matrix in matrices], -1)
-        pending_outputs.append(_reduce_scatter(scatter, ys))
+        pending_outputs.append(scatter_each(scatter, ys))
     sizes = [None if scatter is None else y.shape[scatter.dim] for y in ys]
-    return ForwardResult(gathered, matrices, _joined(args, [pending.wait() for pending in pending_outputs]), sizes)
+    return ForwardResult(gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes)
 
 
 class SavedInput:
@@ -152,7 +104,7 @@ class SavedInput:
     def start(self) -> None:
         """Start to gather, before `get` needs the result."""
         if self._pending is None and self._collective is not None:
-            self._pending = [_all_gather(self._collective, shard) for shard in self._saved]
+            self._pending = [gather(self._collective, shard) for shard in self._saved]
 
     def get(self) -> list[Tensor]:
         """Returns the gathered input, in pieces."""
@@ -190,7 +142,7 @@ class BackwardRun:
         """
         args, weight = self.args, self.args.weight
         pieces = zip(*map(args.split, gradients), strict=True)
-        pending_gradients = [_all_gather_each(args.reduce_scatter, piece, sizes) for piece in pieces]
+        pending_gradients = [gather_each(args.reduce_scatter, piece, sizes) for piece in pieces]
         matrices = self._start_matrices() if needs_x else Pending.done([])
         parameters = weight.parameters
         needs_weight = any(parameter.requires_grad for parameter in parameters)
@@ -204,11 +156,11 @@ class BackwardRun:
             gathered.append(weight.join(pending.wait()))
             if needs_x:
                 dx = _input_gradients(gathered[-1], matrices.wait(), addend)
-                pending_outputs.append(_reduce_scatter(args.all_gather, [dx]))
+                pending_outputs.append(scatter_each(args.all_gather, [dx]))
         of_weights: list[Tensor | None] = [None] * len(parameters)
         if needs_weight:
             of_weights = self._weight_gradients(gathered, is_watched, is_deferred=is_deferred)
-        return _joined(args, [one.wait() for one in pending_outputs])[0] if needs_x else None, of_weights
+        return args.join_each([one.wait() for one in pending_outputs])[0] if needs_x else None, of_weights
 
     def _start_matrices(self) -> Pending[list[Tensor]]:
         if self._matrices is not None:
@@ -282,31 +234,6 @@ class _Product(torch.autograd.Function):
         ]
         dx, of_weights = run.run(gradients, ctx.sizes, of_x, needs_x=ctx.needs_input_grad[0])
         return dx, None, None, *of_weights
-
-
-def _all_gather(collective: BoundCollective | None, x: Tensor) -> Pending[Tensor]:
-    if collective is None:
-        return Pending.done(x)
-    return start_all_gather(x, collective.axis, collective.dim, collective.size)
-
-
-def _all_gather_each(
-    collective: BoundCollective | None, tensors: Sequence[Tensor], sizes: Sequence[int | None]
-) -> Pending[list[Tensor]]:
-    if collective is None:
-        return Pending.done(list(tensors))
-    return start_all_gather_each(tensors, collective.axis, collective.dim, sizes)
-
-
-def _reduce_scatter(collective: BoundCollective | None, tensors: Sequence[Tensor]) -> Pending[list[Tensor]]:
-    if collective is None:
-        return Pending.done(list(tensors))
-    return start_reduce_scatter_each(tensors, collective.axis, collective.dim)
-
-
-def _joined(args: ProductArgs, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The pieces of several tensors, joined."""
-    return list(pieces[0]) if len(pieces) == 1 else [args.join(one) for one in zip(*pieces, strict=True)]
 
 
 def _is_watched(parameter: Tensor) -> bool:

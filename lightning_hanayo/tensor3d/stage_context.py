@@ -6,7 +6,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.tensor3d.call_order import CallOrder
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
-from lightning_hanayo.tensor3d.product import BoundCollective, Keep
+from lightning_hanayo.tensor3d.product_args import BoundCollective, Keep
 from lightning_hanayo.tensor3d.sharded_weight import PendingGradients, PrefetchOrder, ShardedWeight, StoredWeight
 from lightning_hanayo.weight_gradients import WeightGradients
 

@@ -16,7 +16,7 @@ from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradie
 from lightning_hanayo.tensor3d.layers.linear import Linear3D, SharedInput
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE
-from lightning_hanayo.tensor3d.product import Keep
+from lightning_hanayo.tensor3d.product_args import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool

@@ -20,7 +20,7 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor3d.layers.linear import Linear3D
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE, ParallelStyle
-from lightning_hanayo.tensor3d.product import Keep
+from lightning_hanayo.tensor3d.product_args import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.mesh import MESH_SIZES, CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool

@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_hanayo.linear_modules import as_autocast
 from lightning_hanayo.tensor3d.compiled_ops import compiled_product, new_handle
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
-from lightning_hanayo.tensor3d.product import ProductArgs, products
+from lightning_hanayo.tensor3d.product import products
+from lightning_hanayo.tensor3d.product_args import ProductArgs
 from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
 from lightning_hanayo.tensor3d.stage_context import StageContext
 

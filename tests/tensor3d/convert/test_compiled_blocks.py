@@ -20,7 +20,7 @@ from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
 from lightning_hanayo.tensor3d.convert.specs.blocks import register_block
 from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGroup
 from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.product import Keep
+from lightning_hanayo.tensor3d.product_args import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool

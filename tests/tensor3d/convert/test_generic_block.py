@@ -18,7 +18,7 @@ from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
 from lightning_hanayo.tensor3d.layers.linear import LinearSharding
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective, ParallelStyle
-from lightning_hanayo.tensor3d.product import Keep
+from lightning_hanayo.tensor3d.product_args import Keep
 from lightning_hanayo.tensor3d.sharding import ShardedModule
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, process_group

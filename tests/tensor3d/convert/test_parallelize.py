@@ -23,7 +23,7 @@ from lightning_hanayo.tensor3d import BlockSpec, ProjectionGroup, elementwise, r
 from lightning_hanayo.tensor3d.convert.gathered_forward import wrap_forward
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.tensor3d.mesh import Mesh
-from lightning_hanayo.tensor3d.product import Keep
+from lightning_hanayo.tensor3d.product_args import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from recipes.bert.module import Block as BERTBlock
 from recipes.gpt.module import Block as GPTBlock

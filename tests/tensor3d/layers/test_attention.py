@@ -14,7 +14,7 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.tensor3d.layers.attention import MultiheadAttention3D, parallelize_attention
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import BATCH, SEQUENCE
-from lightning_hanayo.tensor3d.product import Keep
+from lightning_hanayo.tensor3d.product_args import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
 from lightning_hanayo.topology import Topology
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group

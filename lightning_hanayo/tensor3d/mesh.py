@@ -28,6 +28,10 @@ AXIS_NAMES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
 
 
 _SUM = dist.ReduceScatterOptions()
+_PICKLED = (
+    "this layer was pickled while its weights were sharded over the ranks of a cube. The copy holds one "
+    "rank's shard, and can't compute with it. Build the model anew, and load a checkpoint."
+)
 
 
 class Waitable(Protocol):
@@ -98,10 +102,7 @@ class MeshAxis:
 
     def __setstate__(self, state: dict[str, int]) -> None:
         vars(self).update(state)
-        self.disconnect(
-            "this layer was pickled while its weights were sharded over the ranks of a cube. The copy holds one "
-            "rank's shard, and can't compute with it. Build the model anew, and load a checkpoint."
-        )
+        self.disconnect(_PICKLED)
 
     def disconnect(self, reason: str) -> None:
         """Drop the process group; every use of it is an error with this reason."""
@@ -229,6 +230,10 @@ class Mesh:
         self.coordinates = coordinates
         self._axes = dict(axes)
         self._control: Any = control
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A process group can't leave its process. A pickled mesh refuses, as its axes do."""
+        return vars(self) | {"_control": self._control and _LostGroup(_PICKLED)}
 
     @staticmethod
     def of(

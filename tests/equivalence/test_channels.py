@@ -30,11 +30,10 @@ def fit_over_channels(training: Training, layout: Layout) -> tuple[Outcome, set[
     used: set[tuple[int, int]] = set()
     original = ProcessGroupTransport._group
 
-    def note(self: ProcessGroupTransport, *arguments: object) -> tuple[dist.ProcessGroup, int]:
-        group, peer = original(self, *arguments)  # type: ignore[arg-type]
-        if group in self._channels.values():
-            used.add(arguments[2])  # type: ignore[arg-type]
-        return group, peer
+    def note(self: ProcessGroupTransport, peer: int, pair: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
+        if self._channels:
+            used.add(pair)
+        return original(self, peer, pair)
 
     with pytest.MonkeyPatch.context() as patch, channels_over_gloo():
         patch.setattr(ProcessGroupTransport, "_group", note)

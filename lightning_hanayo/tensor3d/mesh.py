@@ -216,7 +216,7 @@ class Mesh:
         sizes: the number of ranks along x, y and z.
         coordinates: this rank's, along x, y and z.
         axes: by name, one for each of `AXIS_NAMES`.
-        control: all ranks, for tensors in host memory (gloo); None for one rank.
+        control: all ranks, for tensors in host memory (gloo); None where there is no other.
     """
 
     def __init__(
@@ -224,12 +224,12 @@ class Mesh:
         sizes: MeshSizes,
         coordinates: tuple[int, int, int],
         axes: Mapping[str, MeshAxis],
-        control: dist.ProcessGroup | None = None,
+        control: MeshAxis | None = None,
     ) -> None:
         self.sizes = sizes
         self.coordinates = coordinates
         self._axes = dict(axes)
-        self._control: Any = control
+        self._control = MeshAxis(None, 1, 0) if control is None else control
 
     def __getstate__(self) -> dict[str, Any]:
         """A process group can't leave its process. A pickled mesh refuses, as its axes do."""
@@ -248,11 +248,12 @@ class Mesh:
         Without a `control` group the one of all axes takes its place: then it must carry tensors in host memory.
         """
         x, y, z = Topology(cube=sizes).coordinates(rank)[2:]
-        mesh = Mesh(sizes, (x, y, z), {}, control)
+        mesh = Mesh(sizes, (x, y, z), {}, MeshAxis(control, prod(sizes), rank))
         for names in AXIS_NAMES:
             group = make_group(names) if mesh.size(names) > 1 else None
             mesh._axes[names] = axis(group, mesh.size(names), mesh.index(names))
-        mesh._control = mesh._control or mesh._axes["xyz"].group
+        if control is None:
+            mesh._control = MeshAxis(mesh._axes["xyz"].group, prod(sizes), rank)
         return mesh
 
     @staticmethod
@@ -303,17 +304,12 @@ class Mesh:
         """Returns the largest of each number over all ranks, which call this. Waits for hosts, not for devices."""
         if self.num_ranks == 1:
             return list(numbers)
-        table = torch.tensor(numbers, dtype=torch.int64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._control.allreduce([table], options).wait()
-        return table.tolist()
+        return self._control.all_reduce_max(torch.tensor(numbers, dtype=torch.int64)).wait().tolist()
 
     def disconnect(self, reason: str) -> None:
         """Drop the process groups of all axes; every use of them is an error with this reason."""
-        for axis in self._axes.values():
+        for axis in (*self._axes.values(), self._control):
             axis.disconnect(reason)
-        self._control = _LostGroup(reason) if self.num_ranks > 1 else None
 
     def size(self, names: str) -> int:
         """Returns how many ranks there are along `names`, in any order; 1 for none."""

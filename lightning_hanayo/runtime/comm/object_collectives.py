@@ -55,7 +55,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None, source:
         return value
     is_source = dist.get_rank(group) == source
     values = [to_bytes(value) if is_source else None]
-    dist.broadcast_object_list(values, group=group, group_src=source, device=torch.device("cpu"))
+    dist.broadcast_object_list(values, group=group, group_src=source)
     return value if is_source else from_bytes(values[0])
 
 

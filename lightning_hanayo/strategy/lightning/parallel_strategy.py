@@ -270,7 +270,9 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         if self.user_collectives is not None and not self.user_collectives.runs_on_all_ranks:
             return self.user_collectives.decide(decision, of_all=all)
         votes = torch.tensor(int(decision))  # in host memory: no host waits for a device
-        dist.all_reduce(votes)
+        for group in (self.groups.replica, self.groups.data_control):  # together they reach all ranks
+            if group is not None:
+                dist.all_reduce(votes, group=group)
         return bool(votes == self.world_size) if all else bool(votes)
 
     @override

@@ -231,10 +231,6 @@ class Mesh:
         self._axes = dict(axes)
         self._control = MeshAxis(None, 1, 0) if control is None else control
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A process group can't leave its process. A pickled mesh refuses, as its axes do."""
-        return vars(self) | {"_control": self._control and _LostGroup(_PICKLED)}
-
     @staticmethod
     def of(
         sizes: MeshSizes,

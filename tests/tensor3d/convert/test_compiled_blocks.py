@@ -140,11 +140,12 @@ def compare(meshes: list[Sizes], backend: str, kinds: list[str]) -> dict[str, fl
     return errors
 
 
+FIRST: list[tuple[list[Sizes], str]] = [([(2, 1, 1)], "gated")]
 CASES: list[tuple[list[Sizes], str]] = [
+    *FIRST,
     *(([(1, 2, 2), (2, 1, 2), (4, 1, 1), (1, 4, 1)], kind) for kind in BLOCKS),
     *(([(2, 2, 2)], kind) for kind in BLOCKS),
 ]
-FIRST: list[tuple[list[Sizes], str]] = [([(2, 1, 2)], "gated")]
 
 
 @pytest.mark.timeout(240)

@@ -249,7 +249,7 @@ class Mesh:
             group = make_group(names) if mesh.size(names) > 1 else None
             mesh._axes[names] = axis(group, mesh.size(names), mesh.index(names))
         if control is None:
-            mesh._control = MeshAxis(mesh._axes["xyz"].group, prod(sizes), rank)
+            mesh._control = mesh._axes["xyz"]
         return mesh
 
     @staticmethod

@@ -38,7 +38,7 @@ def run(pieces: list[list[tuple[float, Any]]], **keywords: Any) -> PiecewiseLog:
 @pytest.mark.parametrize(
     ("keywords", "expected"),
     [({}, 1.75), ({"reduce_fx": "sum"}, 3.0), ({"reduce_fx": max}, 2.0), ({"reduce_fx": torch.min}, 1.0)],
-    ids=str,
+    ids=["mean", "sum", "max", "min"],
 )
 def test_values_are_reduced_as_the_user_says(logged: Any, keywords: dict[str, Any], expected: float) -> None:
     run([[(0.25, torch.tensor(1.0)), (0.75, 2.0)]], **keywords)

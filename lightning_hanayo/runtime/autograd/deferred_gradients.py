@@ -98,15 +98,20 @@ class DeferredGradients:
 
 
 def _check(factor: Tensor) -> None:
-    """Check that the factor is 1. On a device this does not wait; if the check fails there, it ends the process."""
+    """Check that the factor is 1. On a device this does not wait; if the check fails there, it ends the process.
+
+    It isn't finite where a loss in fp16 can't hold the loss scale. The gradients have then overflowed with it, and the
+    scaler skips the step.
+    """
+    is_expected = (factor == 1.0) | ~factor.isfinite()
     message = (
         "While batches accumulate, the loss that Lightning runs backward on was multiplied by something else than "
         "1 / accumulate_grad_batches. Scale it in training_step, or in an override of LightningModule.backward or "
         "on_before_backward."
     )
     if factor.device.type != "cpu":
-        torch._assert_async(factor == 1.0, message)
-    elif factor != 1.0:
+        torch._assert_async(is_expected, message)
+    elif not is_expected:
         raise UnsupportedError(message)
 
 

@@ -83,6 +83,20 @@ def test_an_unexpected_gradient_raises_an_error_while_batches_accumulate(paramet
         training_step(parameters, 4.0, accumulates=True).backward(torch.tensor(0.5))
 
 
+def test_a_loss_scale_that_a_loss_in_fp16_cannot_hold_overflows_while_batches_accumulate(
+    parameters: list[nn.Parameter],
+) -> None:
+    training_step(parameters, 3.0, accumulates=False).backward()
+    deferred = DeferredGradients(parameters, accumulates=True)
+    for parameter in parameters:
+        parameter.grad.fill_(torch.inf)  # the product of the micro-batch's loss and the scale is as large
+    deferred.stash()
+    scale = torch.tensor(2.0**17, dtype=torch.float64)
+    loss = deferred.surrogate_loss(torch.tensor(3.0, dtype=torch.float16), scale / 4)
+    (loss / 4 * scale).backward()
+    assert [p.grad.unique().item() for p in parameters] == [torch.inf] * 2
+
+
 def test_unused_parameters_get_no_gradient(parameters: list[nn.Parameter]) -> None:
     deferred = DeferredGradients([*parameters, unused := nn.Parameter(torch.zeros(1))], accumulates=False)
     parameters[0].grad = torch.ones(2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.habits.parts import Penalised, PenalisedWhole, full
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
-from tests.harness.training import Layout, Training, assert_close, make_loader, make_trainer, run
+from tests.harness.training import Layout, Training, assert_close, make_loader, make_strategy, make_trainer, run
 
 
 class PenalisedInStep(Penalised):
@@ -94,3 +94,18 @@ def fit(model: type[LightningModule]) -> None:
 def test_what_can_not_be_gathered_is_refused(pool: Pool, model: type[LightningModule]) -> None:
     with pytest.raises(RunFailed, match=MESSAGES[model]):
         pool.run(2, fit, model)
+
+
+def gathered_after_fit() -> set[torch.dtype]:
+    """The dtypes of a copy of a module that has kept the last batch's leaves."""
+    strategy = make_strategy(Layout(2, 1, 1), master_weights="fp32")
+    trainer = make_trainer(Layout(2, 1, 1), strategy=strategy, precision="bf16-true", max_steps=2)
+    batches = [batch | {"x": batch["x"].bfloat16()} for batch in models.vectors((8, 8))]
+    trainer.fit(models.build(PenalisedWhole), make_loader(batches))
+    whole = strategy.gather_model()
+    return set() if whole is None else {parameter.dtype for parameter in whole.parameters()}
+
+
+@pytest.mark.thorough
+def test_a_module_that_keeps_whole_parameters_can_be_copied_with_master_weights(pool: Pool) -> None:
+    assert pool.run(2, gathered_after_fit) == [{torch.bfloat16}, set()]

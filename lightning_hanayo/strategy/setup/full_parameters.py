@@ -92,6 +92,7 @@ class FullParameters:
             for leaf, is_used in zip(leaves, used, strict=True):
                 if is_used:
                     self._add(leaf, reduce=reduce)
+                leaf.whole.grad = None  # user code may keep the leaf
 
     def forget(self) -> None:
         """Drop all whole tensors and the process groups, after a failure."""

@@ -1,5 +1,6 @@
 """The pool sets ranks and environment, reports the cause first, and is unaffected by failures."""
 
+import _thread
 import os
 import signal
 import sys
@@ -71,6 +72,26 @@ def test_lightning_uses_the_workers_and_starts_no_process(pool: Pool) -> None:
     (first, *rest), (second, *same) = pool.run(2, train_data_parallel)
     assert (first, second) == (0, 1)
     assert rest == same and rest[:2] == [2, []]
+
+
+def threads_after_foreign_one() -> int:
+    """As autograd's thread of a GPU, one that Python has not started runs Python, and stays."""
+    has_run = threading.Event()
+
+    def run() -> None:
+        threading.current_thread()
+        has_run.set()
+        time.sleep(3600.0)
+
+    _thread.start_new_thread(run, ())
+    has_run.wait()
+    return threading.active_count()
+
+
+def test_a_thread_that_python_has_not_started_may_stay(pool: Pool) -> None:
+    (num_threads,) = pool.run(1, threads_after_foreign_one)
+    pool.end_workers()
+    assert num_threads == 2
 
 
 def test_run_returns_the_result_of_every_rank(pool: Pool) -> None:

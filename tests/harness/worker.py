@@ -21,6 +21,7 @@ from tests.harness.limits import VARIABLE, stretch_grace
 
 DUMP_STACKS = signal.SIGUSR1  # writes the stacks of all threads to the worker's log
 IGNORED_THREADS = ("TMonitor", "tqdm_monitor")  # of several versions of tqdm; they never end
+"""and dummies, which stand for threads of others that once ran Python: autograd's, of which each GPU has one"""
 JOIN_S = 2.0  # to wait for threads that are ending, on an idle machine
 
 
@@ -120,7 +121,11 @@ def _restored_process(rank: int, directory: str) -> Iterator[None]:
     slowness = float(os.environ.get(VARIABLE, "1"))
     _restore(environment)
     leftover = [
-        thread for thread in threading.enumerate() if thread not in before and thread.name not in IGNORED_THREADS
+        thread
+        for thread in threading.enumerate()
+        if thread not in before
+        and thread.name not in IGNORED_THREADS
+        and not isinstance(thread, threading._DummyThread)
     ]
     deadline = time.monotonic() + JOIN_S * slowness
     for thread in leftover:

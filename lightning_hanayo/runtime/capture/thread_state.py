@@ -29,7 +29,7 @@ class ThreadState:
     autocast: _Autocast
     autocast_cache: bool
     sdpa_kernels: tuple[bool, ...]
-    matmul_precision: str
+    matmul_precision: tuple[str, ...]
     default_dtype: torch.dtype
     default_device: str
     deterministic: bool
@@ -47,7 +47,7 @@ class ThreadState:
             autocast=_autocast(),
             autocast_cache=torch.is_autocast_cache_enabled(),
             sdpa_kernels=(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=_matmul_precision(),
             default_dtype=torch.get_default_dtype(),
             default_device=_default_device(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -99,6 +99,17 @@ class ThreadState:
 
 def _autocast() -> _Autocast:
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+
+
+def _matmul_precision() -> tuple[str, ...]:
+    """Of products in float32, on GPUs and on the CPU.
+
+    `torch.get_float32_matmul_precision` raises if one of these, as the newer way, is set without the other way.
+    """
+    backends = torch.backends
+    on_cpu = backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    chosen = (backends.cuda.matmul.fp32_precision, on_cpu)
+    return tuple("ieee" if one == "none" else one for one in chosen)  # "none": not chosen yet
 
 
 def _set_autocast(autocast: _Autocast, cache: bool) -> None:

@@ -32,6 +32,17 @@ def matmul_precision() -> Iterator[None]:
 
 
 @contextmanager
+def backend_precision() -> Iterator[None]:
+    """The newer way to choose it, after which `torch.get_float32_matmul_precision` raises."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@contextmanager
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     try:
@@ -46,7 +57,8 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = 
     "sdpa_kernel": (lambda: sdpa_kernel(SDPBackend.MATH), "sdpa kernels is"),
     "default dtype": (default_dtype, "default dtype is torch.float64, was torch.float32"),
     "default device": (lambda: torch.device("meta"), "default device is meta, was cpu"),
-    "matmul precision": (matmul_precision, "matmul precision is medium"),
+    "matmul precision": (matmul_precision, "matmul precision is ('tf32', 'bf16')"),
+    "a backend's matmul precision": (backend_precision, "matmul precision is ('tf32', 'ieee')"),
     "deterministic": (deterministic, "deterministic is True"),
 }
 

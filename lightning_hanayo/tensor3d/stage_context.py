@@ -96,10 +96,14 @@ class StageContext:
 
     def before_forward(self, sequence_length: int) -> None:
         """The stage's forward runs next, on sequences of this length; 0 if no all-gather needs it."""
-        self.sequence_length = sequence_length or None
+        self.sequence_length = self._padded_length(sequence_length)
         self.prefetch_order.begin()
 
     def before_backward(self, sequence_length: int) -> None:
         """The stage's backward runs next, with the length that its forward had."""
-        self.sequence_length = sequence_length or None
+        self.sequence_length = self._padded_length(sequence_length)
         self.prefetch_order.begin(recomputes=True)
+
+    def _padded_length(self, sequence_length: int) -> int | None:
+        """The length, if parts of such sequences are padded. Compiled code has a graph for each that it reads here."""
+        return sequence_length if sequence_length % self._mesh.size("y") else None

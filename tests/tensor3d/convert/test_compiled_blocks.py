@@ -22,6 +22,7 @@ from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGr
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.product_args import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
+from tests.harness.fake_groups import fake_world
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
@@ -161,6 +162,18 @@ def test_equal_those_as_written(pool: Pool, meshes: list[Sizes], kind: str) -> N
 def test_equal_those_as_written_by_inductor(pool: Pool) -> None:
     for errors in pool.run(4, compare, [(1, 2, 2)], "inductor", ["gated", "torch"]):
         assert {what: value for what, value in errors.items() if not value <= 1e-10} == {}
+
+
+def test_lengths_that_y_divides_share_one_graph() -> None:
+    """More of them than torch recompiles for: the second one makes the graph for any length."""
+    torch.compiler.reset()
+    with fake_world(0, 2):
+        context, block = StageContext(Mesh.create((1, 2, 1))), GatedBlock()
+        plan_parallelize([block], "blocks", (1, 2, 1)).install([block], context)
+        block.compile(backend="eager", fullgraph=True)
+        for length in range(8, 30, 2):
+            context.before_forward(length)
+            block(torch.randn(2, length // 2, WIDTH))
 
 
 def test_equal_blocks_share_one_graph_and_a_closed_context_refuses() -> None:

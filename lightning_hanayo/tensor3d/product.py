@@ -130,21 +130,28 @@ class BackwardRun:
         self._dtype = dtype
 
     def run(
-        self, gradients: Sequence[Tensor], sizes: Sequence[int | None], of_x: Tensor | None, *, needs_x: bool
+        self,
+        gradients: Sequence[Tensor],
+        sizes: Sequence[int | None],
+        of_x: Tensor | None,
+        *,
+        is_used: Sequence[bool],
+        needs_x: bool,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Returns the input's gradient, and that of each parameter; None where it is left for later.
+        """Returns the input's gradient, and that of each parameter; None where there is none, or it is left for later.
 
         Args:
             gradients: of the outputs.
             sizes: the forward's.
             of_x: the gradient of what else was computed from the gathered input, if anything was.
+            is_used: whether each output has a gradient. A weight whose output has none gets none, as in one process.
             needs_x: whether the input's gradient is wanted.
         """
         args, weight = self.args, self.args.weight
         pieces = zip(*map(args.split, gradients), strict=True)
         pending_gradients = [gather_each(args.reduce_scatter, piece, sizes) for piece in pieces]
         matrices = self._start_matrices() if needs_x else Pending.done([])
-        parameters = weight.parameters
+        parameters, trained = weight.parameters, weight.trained(is_used)
         needs_weight = any(parameter.requires_grad for parameter in parameters)
         is_watched = [_is_watched(parameter) for parameter in parameters]
         is_deferred = weight.queue is not None and weight.queue.is_open and not any(is_watched)
@@ -159,7 +166,7 @@ class BackwardRun:
                 pending_outputs.append(scatter_each(args.all_gather, [dx]))
         of_weights: list[Tensor | None] = [None] * len(parameters)
         if needs_weight:
-            of_weights = self._weight_gradients(gathered, is_watched, is_deferred=is_deferred)
+            of_weights = self._weight_gradients(gathered, trained, is_watched, is_deferred=is_deferred)
         return args.join_each([one.wait() for one in pending_outputs])[0] if needs_x else None, of_weights
 
     def _start_matrices(self) -> Pending[list[Tensor]]:
@@ -168,7 +175,7 @@ class BackwardRun:
         return Pending(None, cache(self.args.weight.start_all_gather(self._dtype).wait))
 
     def _weight_gradients(
-        self, gathered: list[list[Tensor]], is_watched: list[bool], *, is_deferred: bool
+        self, gathered: list[list[Tensor]], trained: list[bool], is_watched: list[bool], *, is_deferred: bool
     ) -> list[Tensor | None]:
         """Leave the products to the stage's queue, or compute them now and sum them until the backward ends."""
         weight, parameters = self.args.weight, self.args.weight.parameters
@@ -176,14 +183,14 @@ class BackwardRun:
             assert weight.queue is not None
             deferred = _Deferred(gathered, self._x, weight)
             for i, parameter in enumerate(parameters):
-                if parameter.requires_grad:
+                if trained[i]:
                     weight.queue.put(parameter, deferred.part(i))
             return [None] * len(parameters)
         computed = _compute(gathered, self._x, weight)
         if not any(is_watched):
-            weight.pending_gradients.add(parameters, computed)
+            weight.pending_gradients.add(parameters, computed, trained)
             return [None] * len(parameters)
-        return [g if p.requires_grad else None for g, p in zip(computed.wait(), parameters, strict=True)]
+        return [g if trains else None for g, trains in zip(computed.wait(), trained, strict=True)]
 
 
 class _Deferred:
@@ -224,7 +231,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_x: Tensor | None, *of_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        args, saved, count = ctx.args, ctx.saved_tensors, ctx.num_matrices
+        args, is_used = ctx.args, [one is not None for one in of_outputs]
+        if not any(is_used):  # layers read another input, perhaps this one after a change in place
+            return _reduce_scatter(args, of_x), *(None for _ in ctx.needs_input_grad[1:])
+        saved, count = ctx.saved_tensors, ctx.num_matrices
         if args.keep == "gathered":
             run = BackwardRun(args, SavedInput(saved[count:], None), list(saved[:count]), ctx.dtype)
         else:
@@ -232,8 +242,15 @@ class _Product(torch.autograd.Function):
         gradients = [
             saved[0].new_zeros(shape) if one is None else one for one, shape in zip(of_outputs, ctx.shapes, strict=True)
         ]
-        dx, of_weights = run.run(gradients, ctx.sizes, of_x, needs_x=ctx.needs_input_grad[0])
+        dx, of_weights = run.run(gradients, ctx.sizes, of_x, is_used=is_used, needs_x=ctx.needs_input_grad[0])
         return dx, None, None, *of_weights
+
+
+def _reduce_scatter(args: ProductArgs, of_x: Tensor | None) -> Tensor | None:
+    """The gradient of a gathered input as that of this rank's shard."""
+    if of_x is None:
+        return None
+    return args.join_each([scatter_each(args.all_gather, [piece]).wait() for piece in args.split(of_x)])[0]
 
 
 def _is_watched(parameter: Tensor) -> bool:

@@ -123,6 +123,11 @@ class ShardedWeight:
             return [self.parts[0].parameter]
         return list(dict.fromkeys(part.parameter for part in self.parts))
 
+    def trained(self, is_used: Sequence[bool]) -> list[bool]:
+        """Whether each parameter gets a gradient, where the outputs of these parts have one."""
+        used = {part.parameter for part, one in zip(self.parts, is_used, strict=True) if one}
+        return [parameter.requires_grad and parameter in used for parameter in self.parameters]
+
     @property
     def is_gathered(self) -> bool:
         """Whether the matrices are gathered from several ranks, so that they have memory of their own."""
@@ -246,16 +251,16 @@ class PendingGradients:
     """Weight gradients whose reduce-scatter over x is under way, while the backward goes on."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Sequence[Tensor], Pending[list[Tensor]]]] = []
+        self._pending: list[tuple[Sequence[Tensor], Pending[list[Tensor]], Sequence[bool]]] = []
         self._has_callback = False
 
-    def add(self, parameters: Sequence[Tensor], gradients: Pending[list[Tensor]]) -> None:
-        """Called inside a backward. At its end the gradients have been added to the `grad` of those that train."""
+    def add(self, parameters: Sequence[Tensor], gradients: Pending[list[Tensor]], trained: Sequence[bool]) -> None:
+        """Called inside a backward. At its end those of `trained` parameters have been added to their `grad`."""
         if not self._has_callback:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
             self._has_callback = True
-        self._pending.append((parameters, gradients))
+        self._pending.append((parameters, gradients, trained))
         while len(self._pending) > _MAX_PENDING:
             self._finish_first()
 
@@ -271,9 +276,9 @@ class PendingGradients:
         self._has_callback = False
 
     def _finish_first(self) -> None:
-        parameters, pending = self._pending.pop(0)
-        for parameter, gradient in zip(parameters, pending.wait(), strict=True):
-            if not parameter.requires_grad:
+        parameters, pending, trained = self._pending.pop(0)
+        for parameter, gradient, trains in zip(parameters, pending.wait(), trained, strict=True):
+            if not trains:
                 continue
             if parameter.grad is None:
                 parameter.grad = gradient

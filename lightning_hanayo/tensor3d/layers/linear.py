@@ -27,7 +27,7 @@ class SharedInput:
     """The input of several linear layers of one module: gathered once, and multiplied with all their weights at once.
 
     The module's forward begins with `all_gather`. Each layer then finds its output ready, unless it is called with
-    another input, or a second time.
+    another input, after the input was changed in place, or a second time.
     """
 
     def __init__(self, context: StageContext, style: ParallelStyle) -> None:
@@ -35,7 +35,7 @@ class SharedInput:
         self._style = style
         self._parts: list[StoredWeight] = []
         self._product: ShardedProduct | None = None
-        self._last: tuple[Tensor, dict[int, Tensor]] | None = None
+        self._last: tuple[Tensor, int, dict[int, Tensor]] | None = None
 
     def add(self, part: StoredWeight) -> int:
         """Returns the number of a layer with this weight."""
@@ -48,16 +48,26 @@ class SharedInput:
         """[.., n, ..] to the whole, without what pads its parts."""
         assert self._product is not None
         gathered, *outputs = self._product(x)
-        self._last = gathered, dict(enumerate(outputs))
+        if not torch.compiler.is_dynamo_compiling() and gathered.is_inference():
+            with torch.inference_mode(False):
+                gathered = gathered.clone()  # one whose version is counted
+        self._last = gathered, _version(gathered), dict(enumerate(outputs))
         return gathered
 
     def output(self, x: Tensor, number: int) -> Tensor | None:
         """Returns the product of `x` with a layer's weight, if `x` is what was gathered last. Returned once only."""
-        return self._last[1].pop(number, None) if self._last is not None and self._last[0] is x else None
+        if self._last is None or self._last[0] is not x or self._last[1] != _version(x):
+            return None
+        return self._last[2].pop(number, None)
 
     def clear(self) -> None:
         """The module's forward has ended: keep nothing alive for it."""
         self._last = None
+
+
+def _version(x: Tensor) -> int:
+    """How often `x` was changed in place. A compiler has no such number."""
+    return 0 if torch.compiler.is_dynamo_compiling() else x._version
 
 
 class LinearSharding:

@@ -60,9 +60,11 @@ class ShardedProduct:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns the gathered x, and the product with each part. Called by all ranks, in the same order."""
+        x = as_autocast(x)
         if torch.compiler.is_dynamo_compiling():
-            return self._call_compiled(as_autocast(x))
-        return products(x, self.args(), self.following())
+            return self._call_compiled(x)
+        gathered, *outputs = products(x, self.args(), self.following())
+        return (gathered if self._num_gathered > 1 else x), *outputs
 
     def args(self) -> ProductArgs:
         """How it runs now: for sequences of the length that the stage runs."""

@@ -11,6 +11,7 @@ or of compiled code, shows nothing.
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -90,12 +91,21 @@ def read_loss(loss: Tensor, stop: Collection[Node], num_samples: int | None, *, 
 
 
 def in_host_memory(graphs: Sequence[LossGraph]) -> list[LossGraph]:
-    """The same with numbers in place of counts on a device, of which all are copied at once."""
-    tensors = [term.count for graph in graphs for term in graph.terms if isinstance(term.count, Tensor)]
-    numbers = iter(torch.stack([one.double().reshape(()) for one in tensors]).tolist() if tensors else ())
+    """The same with numbers in place of counts that are tensors, of which those on one device are copied at once.
+
+    Next to a mean over labels on a GPU there may be a sum with a divisor in host memory.
+    """
+    counts: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for count in (term.count for graph in graphs for term in graph.terms):
+        if isinstance(count, Tensor):
+            counts[count.device].append(count)
+    numbers: dict[int, float] = {}
+    for tensors in counts.values():
+        copied = torch.stack([one.double().reshape(()) for one in tensors]).tolist()
+        numbers.update(zip(map(id, tensors), copied, strict=True))
 
     def read(term: LossTerm) -> LossTerm:
-        return replace(term, count=next(numbers)) if isinstance(term.count, Tensor) else term
+        return replace(term, count=numbers[id(term.count)]) if isinstance(term.count, Tensor) else term
 
     return [replace(graph, terms=tuple(map(read, graph.terms))) for graph in graphs]
 

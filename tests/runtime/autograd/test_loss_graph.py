@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_hanayo.runtime.autograd.loss_graph import LossGraph, LossTerm, read_loss
+from lightning_hanayo.runtime.autograd.loss_graph import LossGraph, LossTerm, in_host_memory, read_loss
 
 LABELS = torch.tensor([0, 1, -100, 2, 3, 4])
 WEIGHT = nn.Parameter(torch.randn(5, 5))
@@ -113,3 +113,18 @@ def test_layers_do_not_couple_samples() -> None:
 
 def test_a_loss_without_a_graph_shows_nothing() -> None:
     assert read_loss(torch.zeros(()), (), 6, couplings=True) == LossGraph(())
+
+
+def test_counts_are_copied_once_from_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a mean over labels on a GPU, plus 0.1 times a sum: 0.1 is in host memory."""
+    copies = []
+
+    def tolist(tensor: Tensor) -> list[float]:
+        copies.append(tensor.device.type)
+        return [5.0] * len(tensor) if tensor.is_meta else [float(one) for one in tensor]
+
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    on_device = LossTerm("cross_entropy", "mean", torch.empty((), dtype=torch.int64, device="meta"))
+    graph = LossGraph((on_device, LossTerm("sum", "sum", torch.tensor([10.0])), LossTerm("sum", "sum", 1.0)))
+    assert [[term.count for term in one.terms] for one in in_host_memory([graph, graph])] == [[5.0, 10.0, 1.0]] * 2
+    assert copies == ["meta", "cpu"]

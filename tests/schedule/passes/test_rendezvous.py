@@ -10,7 +10,7 @@ Where fewer messages hold up hosts, nothing can hang then: hosts wait for a part
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
@@ -104,6 +104,13 @@ def sizes() -> Iterator[tuple[str, int, int]]:
                 yield name, num_ranks, depth
 
 
+def posted_together(row: Iterable[Action]) -> Iterator[list[Kind]]:
+    """The kinds of the messages that a rank starts at once, in the order of the table."""
+    for is_message, run in groupby(row, key=lambda action: action.kind.is_message):
+        if is_message:
+            yield [action.kind for action in run]
+
+
 SMALL = [*((name, 2, 1) for name in schedule_names()), *(one for one in sizes() if one[1:] == (4, 2))]
 
 
@@ -117,6 +124,15 @@ def test_no_table_hangs(name: str, num_ranks: int, depth: int, request: pytest.F
             for schedule in variants(name, num_ranks, num_microbatches, depth):
                 for parts in batches(schedule):
                     assert hangs(*parts) == [], f"{schedule.name}, B = {num_microbatches}"
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_hosts_post_messages_in_the_tables_order(name: str) -> None:
+    """They start the sends between two computations before the receives: there is one send at most, and it is first."""
+    for schedule in variants(name, 4, 5, 1):
+        for part in chain(*batches(schedule)):
+            for kinds in chain(*map(posted_together, complete(part))):
+                assert not {Kind.SEND_F, Kind.SEND_B} & set(kinds[1:]), f"{schedule.name}: {kinds}"
 
 
 def reduced_together(*copies: Schedule) -> list[str]:

@@ -154,7 +154,6 @@ def test_another_world_gets_other_groups(calls: Calls) -> None:
 
 
 def test_cpus_need_no_nccl() -> None:
-    assert not hasattr(dist, "ProcessGroupNCCL") or torch.cuda.is_available()
     assert backend_for(torch.device("cpu")) == "gloo"
     assert backend_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
     with fake_world(0, 1):

@@ -247,6 +247,8 @@ class Session:
         self.failures.stop()
         self.attributes.restore()
         self._stop_whole_model()
+        if self._master_weights is not None:
+            self._master_weights.close()
         for relay in self._relays:
             relay.finish()
         if self._pipeline is not None:
@@ -265,6 +267,8 @@ class Session:
         self.failures.stop()
         self.attributes.restore()
         self._stop_whole_model()
+        if self._master_weights is not None:
+            self._master_weights.abandon()
         if self._pipeline is not None:
             self._pipeline.abandon()
             restore_forwards(self._pipeline)
@@ -279,9 +283,6 @@ class Session:
             self.cube.close()
 
     def _stop_whole_model(self) -> None:
-        if self._master_weights is not None:
-            self._master_weights.close()
-            self._master_weights = None
         raw_collectives.stop(self._raw)
         if self._norms is not None:
             norm_functions.stop(self._norms)

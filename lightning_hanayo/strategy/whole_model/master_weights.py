@@ -62,7 +62,13 @@ class MasterWeights:
             self._take_out()
 
     def close(self) -> None:
-        """The run has ended: free gradients and master weights. After a step that failed the weights are as before it.
+        """The run has ended: free gradients, and keep the master weights in host memory, for checkpoints."""
+        masters = {parameter: master.cpu() for parameter, master in self._masters.items()}
+        self.abandon()
+        self._masters = masters
+
+    def abandon(self) -> None:
+        """The run has failed: free gradients and master weights. After a step that failed the weights are as before it.
 
         Computes nothing: a device that has failed can't.
         """

@@ -3,9 +3,10 @@
 A block called outside a step runs as always. Names, parameters, class and repr of a block stay as they are.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -28,6 +29,21 @@ class _CompiledCall:
     """What `block.compile()` has set as the block's call. It is not copied or pickled, as in `nn.Module`."""
 
     call: Callable[..., Any]
+    _threads: set[int] = field(default_factory=set)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and know of it meanwhile."""
+        thread = threading.get_ident()
+        self._threads.add(thread)
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            self._threads.discard(thread)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this thread is in it: Dynamo calls the block's `forward` where it doesn't compile it, or no more."""
+        return threading.get_ident() in self._threads
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -77,10 +93,11 @@ def unpatch_blocks(blocks: Sequence[nn.Module]) -> None:
 
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The patched forward: asks the step's tracer, if there is one. Pickle needs the name `forward`."""
-    if torch.compiler.is_dynamo_compiling() and (
-        getattr(block, _COMPILED, None) is not None or getattr(block, _SINGLE_STAGE)
-    ):
+    compiled = getattr(block, _COMPILED, None)
+    if torch.compiler.is_dynamo_compiling() and (compiled is not None or getattr(block, _SINGLE_STAGE)):
         return _original(block, *args, **kwargs)  # the tracer has been asked already, or the whole step is compiled
+    if compiled is not None and compiled.is_running:
+        return _original(block, *args, **kwargs)
     tracer = None if vars(block)[_SINGLE_STAGE] else current_tracer()
     if tracer is None:
         return run_block(block, *args, **kwargs)
@@ -113,7 +130,7 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def run_original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the block's own forward, compiled if `block.compile()` was called."""
     compiled = vars(block).get(_COMPILED)
-    return _original(block, *args, **kwargs) if compiled is None else compiled.call(*args, **kwargs)
+    return _original(block, *args, **kwargs) if compiled is None else compiled.run(*args, **kwargs)
 
 
 def randomness_of(block: nn.Module) -> BlockRandomness | None:

@@ -78,3 +78,14 @@ def test_the_tracer_is_asked_before_a_blocks_compiled_code() -> None:
     unpatch_blocks([block])
     assert block._compiled_call_impl is compiled
     assert torch.equal(block(X), expected) and len(calls) == 2
+
+
+def test_a_block_runs_as_written_where_dynamo_has_given_up() -> None:
+    """So it does after several recompilations, or with TORCH_COMPILE_DISABLE=1."""
+    block = Block()
+    expected = block(X)
+    block.compile(backend="eager")
+    patch_blocks([block])
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(block(X), expected)
+    assert torch.equal(block(X), expected)

@@ -320,7 +320,7 @@ class Session:
         if plan.conversion is None or self._groups.cube is None:
             return None
         rank_zero_info(f"cube={self.topology.cube}\n{plan.conversion.report}")
-        return Cube(self._groups.cube, plan.conversion, self._options)
+        return Cube(self._groups.cube, plan.conversion, self._options, self.device)
 
     def _random_streams(self, trainer: "pl.Trainer", layout: Layout, seed: int) -> RandomStreams | None:
         """None where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws.

@@ -28,8 +28,9 @@ from lightning_hanayo.tensor3d.stage_context import StageContext
 class Cube:
     """Made once per module and layout: a second run finds the layers converted."""
 
-    def __init__(self, groups: CubeGroups, plan: ParallelizePlan, options: Options) -> None:
+    def __init__(self, groups: CubeGroups, plan: ParallelizePlan, options: Options, device: torch.device) -> None:
         self.plan = plan
+        self._device = device
         self.mesh = groups.mesh
         self._open_groups: CubeGroups | None = groups
         self._options = options
@@ -130,7 +131,8 @@ class Cube:
         shard = self._shards[parameter]
         if tuple(part.shape) != shard.local_shape(self.mesh) or not shard.axes:
             return part.detach().cpu()
-        return all_gather_whole(part, shard, self.mesh, torch.device("cpu"))
+        on_device = part.detach().to(self._device)  # after a run Lightning has moved it to the CPU
+        return all_gather_whole(on_device, shard, self.mesh, torch.device("cpu"))
 
     def shard(self, whole: Tensor, parameter: Tensor, place: tuple[int, int, int] | None = None) -> Tensor:
         """The shard at mesh coordinates (this rank's if None) of something shaped as the whole parameter; else all."""

@@ -42,7 +42,7 @@ class Staging:
     def __init__(self, device: str) -> None:
         self.device_type = device
         self.groups: list[StagedGroup] = []
-        on_gpu = device == "cuda"
+        on_gpu = device == "cuda" and torch.backends.cuda.is_built()  # else it is a pretended one
         self._arena = torch.empty(_ARENA_BYTES, dtype=torch.uint8, pin_memory=True) if on_gpu else None
         self._next = 0
 
@@ -131,6 +131,8 @@ class StagedGroup(dist.ProcessGroup):
         self, reads: Sequence[Tensor], writes: Sequence[Tensor], start: Start, *, is_message: bool = False
     ) -> Any:
         first, *_ = *reads, *writes
+        if self is not dist.group.WORLD and self._staging.device_type != "cpu":
+            assert first.device.type != "cpu", "NCCL carries no tensors of the CPU"
         if first.device.type != self._staging.device_type or (is_message and first.device.type == "cpu"):
             return start(reads, writes)
         lane, errors, flag = self._lane, list[BaseException](), self._staging.flag()

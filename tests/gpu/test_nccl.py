@@ -123,7 +123,8 @@ def test_two_ranks_share_a_gpu_if_nccl_lets_them(launch: Launch, device: str, la
     except RunFailed as error:
         if device == "cpu":
             raise
-        pytest.skip(f"NCCL runs no two ranks on one GPU here: {str(error.first.message).strip().splitlines()[-1]}")
+        why = f"{error.first.kind}: {error.first.message}".strip().splitlines()[-1]
+        pytest.skip(f"NCCL runs no two ranks on one GPU here: {why}")
     gap = mean_gap(merge(outcomes, layout), plain)
     launch.say(device, f"{layout} over NCCL, both ranks on one GPU: mean difference of a weight {gap:g}")
     assert gap <= 1e-4

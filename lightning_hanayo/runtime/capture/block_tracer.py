@@ -11,15 +11,18 @@ that thread (`num_local` is 0), the first call suspends the step too, until it i
 After its last block the step may call the first one again: a further pass, with or without gradients, like the first.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_number, edges_of
@@ -206,5 +209,18 @@ class BlockTracer:
         if self.num_called:
             self._begin_pass()
         self.has_gradients = torch.is_grad_enabled()
+        if self._grad_mode and not self.has_gradients and _in_reentrant_checkpoint():
+            raise UnsupportedError(
+                f"{user_line()} calls {self._name}[0] in torch.utils.checkpoint with use_reentrant=True. It calls the "
+                f"blocks again in the backward, when other ranks don't run theirs: gradients would be missing. Pass "
+                f"use_reentrant=False, or call checkpoint in the block's forward."
+            )
         if self.pass_number or self.has_gradients != self._grad_mode:
             self.line = user_line()
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -84,10 +84,12 @@ def run_forward(x: Tensor, args: ProductArgs, prefetch: Sequence[ShardedWeight])
     matrices = pending_matrices.wait()
     for following in prefetch:
         following.prefetch(x.dtype)
+    is_summed = scatter is not None and scatter.axis.size > 1
+    factors = matrices if is_summed else weight.split(matrices, 0)  # an output that stays is no part of another one
     gathered, pending_outputs = [], []
     for pending in pending_inputs:
         gathered.append(pending.wait())
-        ys = weight.split([multiply(gathered[-1], matrix) for matrix in matrices], -1)
+        ys = weight.split([multiply(gathered[-1], factor) for factor in factors], -1)
         pending_outputs.append(scatter_each(scatter, ys))
     sizes = [None if scatter is None else y.shape[scatter.dim] for y in ys]
     return ForwardResult(gathered, matrices, args.join_each([pending.wait() for pending in pending_outputs]), sizes)

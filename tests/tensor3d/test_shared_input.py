@@ -31,6 +31,7 @@ USES: dict[str, Callable[[Any, Tensor], list[Tensor]]] = {
     "another input": lambda layers, x: [layers["q"](2 * x), layers["k"](x), layers["v"](x)],
     "the input itself": lambda layers, x: [*ORDINARY(layers, x), x],
     "the input in place": lambda layers, x: ORDINARY(layers, x.mul_(2)),
+    "as one row": lambda layers, x: [y.view(-1).view(y.shape) for y in ORDINARY(layers, x)],
     "in place": lambda layers, x: [layers[name](x).mul_(2) for name in layers],
 }
 

@@ -114,14 +114,13 @@ def _product_shapes(
 
 
 @_define(
-    "product_backward(Tensor saved, Tensor[] matrices, Tensor[] gradients, bool[] is_used, Tensor? of_x, Tensor handle,"
-    " bool is_shard, SymInt[] gathered, SymInt[] shape) -> (Tensor, Tensor)"
+    "product_backward(Tensor saved, Tensor[] matrices, Tensor[] gradients, Tensor? of_x, Tensor handle, bool is_shard,"
+    " SymInt[] gathered, SymInt[] shape) -> (Tensor, Tensor)"
 )
 def _product_backward(
     saved: Tensor,
     matrices: list[Tensor],
     gradients: list[Tensor],
-    is_used: list[bool],
     of_x: Tensor | None,
     handle: Tensor,
     is_shard: bool,
@@ -132,7 +131,7 @@ def _product_backward(
     args = _target(handle).args()
     x = SavedInput(args.split(saved), args.all_gather if is_shard else None)
     run = BackwardRun(args, x, matrices or None, saved.dtype)
-    dx, of_weights = run.run(gradients, _sizes(args, gathered), of_x, is_used=is_used, needs_x=True)
+    dx, of_weights = run.run(gradients, _sizes(args, gathered), of_x, is_used=[True] * len(gradients), needs_x=True)
     assert dx is not None
     if torch.autograd._is_checkpoint_valid():
         for parameter, gradient in zip(args.weight.parameters, of_weights, strict=True):
@@ -155,7 +154,6 @@ def _backward_shapes(
     saved: Tensor,
     matrices: list[Tensor],
     gradients: list[Tensor],
-    is_used: list[bool],
     of_x: Tensor | None,
     handle: Tensor,
     is_shard: bool,
@@ -178,11 +176,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     saved, handle, *matrices = ctx.saved_tensors
     of_x, first = (gradients[0], 1) if ctx.gathers else (None, 0)
-    of_outputs = gradients[first : first + len(ctx.shapes)]
-    is_used = [one is not None for one in of_outputs]
-    whole = [saved.new_zeros(shape) if one is None else one for one, shape in zip(of_outputs, ctx.shapes, strict=True)]
+    of_outputs = [
+        saved.new_zeros(shape) if one is None else one
+        for one, shape in zip(gradients[first:], ctx.shapes, strict=False)
+    ]
     backward: Any = _product_backward
-    dx, of_handle = backward(saved, matrices, whole, is_used, of_x, handle, ctx.is_shard, ctx.gathered, ctx.shape)
+    dx, of_handle = backward(saved, matrices, of_outputs, of_x, handle, ctx.is_shard, ctx.gathered, ctx.shape)
     return dx, of_handle, None, None, None, None, None
 
 

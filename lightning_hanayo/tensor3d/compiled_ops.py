@@ -47,7 +47,7 @@ def new_handle(target: "RunsProducts | MeshAxis") -> Tensor:
     return torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-_library = torch.library.Library("hanayo_cube", "DEF")
+_library = torch.library.Library("hanayo_tensor3d", "DEF")
 
 
 def _define(schema: str) -> Any:
@@ -57,7 +57,7 @@ def _define(schema: str) -> Any:
 
     def register(function: Any) -> Any:
         torch.library.impl(_library, name, "CompositeExplicitAutograd")(torch.no_grad()(function))
-        return getattr(torch.ops.hanayo_cube, name).default
+        return getattr(torch.ops.hanayo_tensor3d, name).default
 
     return register
 
@@ -97,7 +97,7 @@ def compiled_product(
     return [one.contiguous() for one in (*whole, *ran.outputs, *(ran.matrices if rows else []))]
 
 
-@torch.library.register_fake("hanayo_cube::product", lib=_library)
+@torch.library.register_fake("hanayo_tensor3d::product", lib=_library)
 def _product_shapes(
     x: Tensor,
     handle: Tensor,
@@ -149,7 +149,7 @@ def _sizes(args: ProductArgs, gathered: list[int]) -> list[int | None]:
     return [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
 
 
-@torch.library.register_fake("hanayo_cube::product_backward", lib=_library)
+@torch.library.register_fake("hanayo_tensor3d::product_backward", lib=_library)
 def _backward_shapes(
     saved: Tensor,
     matrices: list[Tensor],
@@ -185,7 +185,7 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
     return dx, of_handle, None, None, None, None, None
 
 
-torch.library.register_autograd("hanayo_cube::product", _backward, setup_context=_save, lib=_library)
+torch.library.register_autograd("hanayo_tensor3d::product", _backward, setup_context=_save, lib=_library)
 
 
 @_define("all_reduce(Tensor x, Tensor handle) -> Tensor")
@@ -208,11 +208,11 @@ def _reduce_scatter(parts: Tensor, handle: Tensor) -> Tensor:
     return axis.reduce_scatter(parts).wait()
 
 
-torch.library.register_fake("hanayo_cube::all_reduce", lambda x, handle: x.new_empty(x.shape), lib=_library)
+torch.library.register_fake("hanayo_tensor3d::all_reduce", lambda x, handle: x.new_empty(x.shape), lib=_library)
 torch.library.register_fake(
-    "hanayo_cube::all_gather", lambda x, handle, size: x.new_empty([size, *x.shape]), lib=_library
+    "hanayo_tensor3d::all_gather", lambda x, handle, size: x.new_empty([size, *x.shape]), lib=_library
 )
-torch.library.register_fake("hanayo_cube::reduce_scatter", lambda x, handle: x.new_empty(x.shape[1:]), lib=_library)
+torch.library.register_fake("hanayo_tensor3d::reduce_scatter", lambda x, handle: x.new_empty(x.shape[1:]), lib=_library)
 
 
 def _save_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -220,13 +220,13 @@ def _save_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 torch.library.register_autograd(
-    "hanayo_cube::all_reduce",
+    "hanayo_tensor3d::all_reduce",
     lambda ctx, dy: (compiled_all_reduce(dy, ctx.saved_tensors[0]), None),
     setup_context=_save_handle,
     lib=_library,
 )
 torch.library.register_autograd(
-    "hanayo_cube::all_gather",
+    "hanayo_tensor3d::all_gather",
     lambda ctx, dy: (_reduce_scatter(dy, ctx.saved_tensors[0]), None, None),
     setup_context=_save_handle,
     lib=_library,

@@ -1,6 +1,6 @@
 """The relay: sends a plain value from pipeline rank 0 to rank 1, from there to rank 2, and so on. No rank waits back.
 
-rank 0 --value--> rank 1 --value--> rank 2 --value--> ...      frame | length, 8 B | JSON, up to 504 B |  (+ the rest)
+rank 0 --value--> rank 1 --value--> rank 2 --value--> ...      frame | length, 8 B | JSON, up to 1,016 B |  (+ the rest)
 
 Every message names its kind. A rank that receives another kind than it expects raises an error that names both.
 """
@@ -20,7 +20,7 @@ MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "value
 norm together now; that they agree on a decision of user code, such as a skipped step; what hooks may read of steps; the
 next pass through the stack"""
 
-_FRAME = 512
+_FRAME = 1024
 _ROOM = _FRAME - 8
 _TAG = 0
 _MAX_UNDER_WAY = 16

@@ -12,7 +12,9 @@ collectives in one order.
 
 import itertools
 import weakref
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +49,10 @@ def new_handle(target: "RunsProducts | MeshAxis") -> Tensor:
     return torch.tensor(float(number), dtype=torch.float64, device="cpu", requires_grad=True)
 
 
-_library = torch.library.Library("hanayo_tensor3d", "DEF")
+_NAMESPACE = f"hanayo_{zlib.crc32(Path(__file__).read_bytes()):08x}"
+"""changes with this file: inductor's cache on disk knows an operator by its name alone, and would call it with the
+arguments that it had in another version (torch 2.13)"""
+_library = torch.library.Library(_NAMESPACE, "DEF")
 
 
 def _define(schema: str) -> Any:
@@ -57,7 +62,7 @@ def _define(schema: str) -> Any:
 
     def register(function: Any) -> Any:
         torch.library.impl(_library, name, "CompositeExplicitAutograd")(torch.no_grad()(function))
-        return getattr(torch.ops.hanayo_tensor3d, name).default
+        return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     return register
 
@@ -97,7 +102,7 @@ def compiled_product(
     return [one.contiguous() for one in (*whole, *ran.outputs, *(ran.matrices if rows else []))]
 
 
-@torch.library.register_fake("hanayo_tensor3d::product", lib=_library)
+@torch.library.register_fake(f"{_NAMESPACE}::product", lib=_library)
 def _product_shapes(
     x: Tensor,
     handle: Tensor,
@@ -114,13 +119,14 @@ def _product_shapes(
 
 
 @_define(
-    "product_backward(Tensor saved, Tensor[] matrices, Tensor[] gradients, Tensor? of_x, Tensor handle, bool is_shard,"
-    " SymInt[] gathered, SymInt[] shape) -> (Tensor, Tensor)"
+    "product_backward(Tensor saved, Tensor[] matrices, Tensor[] gradients, bool[] is_used, Tensor? of_x,"
+    " Tensor handle, bool is_shard, SymInt[] gathered, SymInt[] shape) -> (Tensor, Tensor)"
 )
 def _product_backward(
     saved: Tensor,
     matrices: list[Tensor],
     gradients: list[Tensor],
+    is_used: list[bool],
     of_x: Tensor | None,
     handle: Tensor,
     is_shard: bool,
@@ -131,7 +137,7 @@ def _product_backward(
     args = _target(handle).args()
     x = SavedInput(args.split(saved), args.all_gather if is_shard else None)
     run = BackwardRun(args, x, matrices or None, saved.dtype)
-    dx, of_weights = run.run(gradients, _sizes(args, gathered), of_x, is_used=[True] * len(gradients), needs_x=True)
+    dx, of_weights = run.run(gradients, _sizes(args, gathered), of_x, is_used=is_used, needs_x=True)
     assert dx is not None
     if torch.autograd._is_checkpoint_valid():
         for parameter, gradient in zip(args.weight.parameters, of_weights, strict=True):
@@ -149,11 +155,12 @@ def _sizes(args: ProductArgs, gathered: list[int]) -> list[int | None]:
     return [size if dim == len(gathered) - 1 else gathered[dim] for size in args.weight.sizes]
 
 
-@torch.library.register_fake("hanayo_tensor3d::product_backward", lib=_library)
+@torch.library.register_fake(f"{_NAMESPACE}::product_backward", lib=_library)
 def _backward_shapes(
     saved: Tensor,
     matrices: list[Tensor],
     gradients: list[Tensor],
+    is_used: list[bool],
     of_x: Tensor | None,
     handle: Tensor,
     is_shard: bool,
@@ -176,16 +183,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     saved, handle, *matrices = ctx.saved_tensors
     of_x, first = (gradients[0], 1) if ctx.gathers else (None, 0)
-    of_outputs = [
-        saved.new_zeros(shape) if one is None else one
-        for one, shape in zip(gradients[first:], ctx.shapes, strict=False)
-    ]
+    of_outputs = gradients[first : first + len(ctx.shapes)]
+    is_used = [one is not None for one in of_outputs]
+    whole = [saved.new_zeros(shape) if one is None else one for one, shape in zip(of_outputs, ctx.shapes, strict=True)]
     backward: Any = _product_backward
-    dx, of_handle = backward(saved, matrices, of_outputs, of_x, handle, ctx.is_shard, ctx.gathered, ctx.shape)
+    dx, of_handle = backward(saved, matrices, whole, is_used, of_x, handle, ctx.is_shard, ctx.gathered, ctx.shape)
     return dx, of_handle, None, None, None, None, None
 
 
-torch.library.register_autograd("hanayo_tensor3d::product", _backward, setup_context=_save, lib=_library)
+torch.library.register_autograd(f"{_NAMESPACE}::product", _backward, setup_context=_save, lib=_library)
 
 
 @_define("all_reduce(Tensor x, Tensor handle) -> Tensor")
@@ -208,11 +214,11 @@ def _reduce_scatter(parts: Tensor, handle: Tensor) -> Tensor:
     return axis.reduce_scatter(parts).wait()
 
 
-torch.library.register_fake("hanayo_tensor3d::all_reduce", lambda x, handle: x.new_empty(x.shape), lib=_library)
+torch.library.register_fake(f"{_NAMESPACE}::all_reduce", lambda x, handle: x.new_empty(x.shape), lib=_library)
 torch.library.register_fake(
-    "hanayo_tensor3d::all_gather", lambda x, handle, size: x.new_empty([size, *x.shape]), lib=_library
+    f"{_NAMESPACE}::all_gather", lambda x, handle, size: x.new_empty([size, *x.shape]), lib=_library
 )
-torch.library.register_fake("hanayo_tensor3d::reduce_scatter", lambda x, handle: x.new_empty(x.shape[1:]), lib=_library)
+torch.library.register_fake(f"{_NAMESPACE}::reduce_scatter", lambda x, handle: x.new_empty(x.shape[1:]), lib=_library)
 
 
 def _save_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -220,13 +226,13 @@ def _save_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 torch.library.register_autograd(
-    "hanayo_tensor3d::all_reduce",
+    f"{_NAMESPACE}::all_reduce",
     lambda ctx, dy: (compiled_all_reduce(dy, ctx.saved_tensors[0]), None),
     setup_context=_save_handle,
     lib=_library,
 )
 torch.library.register_autograd(
-    "hanayo_tensor3d::all_gather",
+    f"{_NAMESPACE}::all_gather",
     lambda ctx, dy: (_reduce_scatter(dy, ctx.saved_tensors[0]), None, None),
     setup_context=_save_handle,
     lib=_library,

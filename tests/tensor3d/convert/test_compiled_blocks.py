@@ -4,8 +4,6 @@ block.compile(fullgraph=True)      one graph: no code of a layer breaks it
                                    the same outputs and gradients, weights gathered ahead, gradients left to the queue
 """
 
-import shutil
-import warnings
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -22,6 +20,7 @@ from lightning_hanayo.tensor3d.convert.specs.spec import BlockSpec, ProjectionGr
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.product_args import Keep
 from lightning_hanayo.tensor3d.stage_context import StageContext
+from tests.equivalence.test_compiled import needs_compiler, prepare_inductor
 from tests.harness.fake_groups import fake_world
 from tests.harness.mesh import CountingAxis, Sizes, error, make_mesh, part, process_group
 from tests.harness.pool import Pool
@@ -37,8 +36,11 @@ class Gated(nn.Module):
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 16, False), nn.Linear(16, WIDTH)
         self.act = nn.SiLU()
+        self.skips_up = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.skips_up:
+            return self.down(self.act(self.gate(x))[..., :16])  # type: ignore[no-any-return]
         y: Tensor = self.down(self.act(self.gate(x))[..., : self.up(x).shape[-1]] * self.up(x))
         return y
 
@@ -121,7 +123,7 @@ class Stage:
 
 def compare(meshes: list[Sizes], backend: str, kinds: list[str]) -> dict[str, float]:
     """Errors of compiled blocks."""
-    warnings.simplefilter("ignore")  # inductor's own
+    prepare_inductor()
     errors = {}
     with process_group():
         for sizes in meshes:
@@ -158,10 +160,31 @@ def test_equal_those_as_written(pool: Pool, meshes: list[Sizes], kind: str) -> N
 
 @pytest.mark.thorough
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@needs_compiler
 def test_equal_those_as_written_by_inductor(pool: Pool) -> None:
     for errors in pool.run(4, compare, [(1, 2, 2)], "inductor", ["gated", "torch"]):
         assert {what: value for what, value in errors.items() if not value <= 1e-10} == {}
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=(pytest.mark.thorough, needs_compiler))]
+)
+def test_a_layer_that_is_not_called_gets_no_gradient(pool: Pool, backend: str) -> None:
+    assert pool.run(1, without_gradient, backend) == [["mlp.up.weight"]]
+
+
+def without_gradient(backend: str) -> list[str]:
+    prepare_inductor()
+    torch.compiler.reset()
+    context, block = StageContext(Mesh.single()), GatedBlock()
+    block.mlp.skips_up = True
+    plan_parallelize([block], "blocks", (1, 1, 1)).install([block], context)
+    block.compile(backend=backend, fullgraph=True)
+    context.before_forward(LENGTH)
+    y = block(torch.randn(2, LENGTH, WIDTH))
+    context.before_backward(LENGTH)
+    y.sum().backward()
+    return [name for name, parameter in block.named_parameters() if parameter.grad is None]
 
 
 def test_lengths_that_y_divides_share_one_graph() -> None:

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
-from lightning_hanayo.checkpoint.state_dict import (
+from lightning_hanayo.checkpoint.full.state_dict import (
     gather_module_state,
     gather_optimizer_state,
     load_module_state,
     load_optimizer_state,
 )
+from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.deferred_init import is_deferred

@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.checkpoint.gather_tensors import gather
+from lightning_hanayo.checkpoint.full.gather_tensors import gather
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.plotting import save_trace
 from lightning_hanayo.runtime.profiling.measurement import costs_of, median_batch, on_one_clock, timeline_of, waits_of

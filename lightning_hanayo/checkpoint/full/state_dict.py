@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hanayo.checkpoint.gather_tensors import gather
+from lightning_hanayo.checkpoint.full.gather_tensors import gather
 from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
 from lightning_hanayo.runtime.comm.transport import Transport
 

@@ -1,7 +1,7 @@
 """The options of `HanayoStrategy`, checked when it is constructed."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,8 @@ from lightning_hanayo.schedule import CostModel
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight
 
 AutoInt = Literal["auto"] | int
+LOAD_ANYWAY = ("nan", "dtype", "optimizer_state", "samples")
+"""what a checkpoint is refused for unless `load_anyway` accepts it"""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Options:
     init_from: str | Path | Mapping[str, str | Path] | None
     master_weights: Literal["fp32"] | None
     tied_gradients: Literal["in_order", "at_once"]
+    # A model that was cut for other options of these can be used as it is.
+    save_full: bool = field(compare=False)
+    save_async: bool = field(compare=False)
+    verify_checkpoints: bool = field(compare=False)
+    load_anyway: Collection[str] = field(compare=False)
 
     def __post_init__(self) -> None:
         for name in ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches"):
@@ -67,6 +74,7 @@ class Options:
         self._names("cube_exclude", "('experts',)")
         self._check_batch_rule()
         self._check_folders()
+        self._check_checkpoints()
         check_schedule(self.schedule)
 
     @property
@@ -88,6 +96,22 @@ class Options:
                 f"init_from={value!r}: expected a folder with model.safetensors, a dictionary of such folders by the "
                 f"names of the modules they are for, or None"
             )
+
+    def _check_checkpoints(self) -> None:
+        for name in ("save_full", "save_async", "verify_checkpoints"):
+            if not isinstance(getattr(self, name), bool):
+                raise HanayoError(f"{name}={getattr(self, name)!r}: expected True or False")
+        if self.save_full and self.save_async:
+            raise HanayoError(
+                "save_full=True gathers the whole checkpoint on rank 0, which can't be done while training goes on. "
+                "Leave out save_async=True, or save folders and run `hanayo ckpt export` on those that you need whole."
+            )
+        self._names("load_anyway", "('optimizer_state',)")
+        for name in self.load_anyway:
+            if name not in LOAD_ANYWAY:
+                raise HanayoError(
+                    f"load_anyway={self.load_anyway!r}: {name!r} is unknown; {nearest(name, LOAD_ANYWAY)}"
+                )
 
     def _check_batch_rule(self) -> None:
         dim: Any = self.batch_dim

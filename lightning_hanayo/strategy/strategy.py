@@ -1,6 +1,6 @@
 """`HanayoStrategy`: Lightning's hooks, each a few lines that say when something happens; the work is done elsewhere."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -110,6 +110,16 @@ class HanayoStrategy(MeshParallelStrategy):
         tied_gradients: when the gradients of a weight that embedding and head share are added: "in_order", the two of
             each micro-batch to each other first, as one process does, which keeps the head's until the embedding's is
             there; or "at_once", without keeping any, in another order, so that the last bits differ.
+        save_full: how runs of several ranks save: False, a checkpoint is a folder in which each rank writes what it
+            holds, and that any layout reads; True, one file that a plain `Trainer` and `load_from_checkpoint` read, for
+            which rank 0 gathers the whole model and optimizer in its memory. One rank always saves one file.
+        save_async: whether training goes on while a checkpoint is written: a save copies what the rank holds to host
+            memory, and a thread writes it. An error of that thread is raised on all ranks before the next batch.
+        verify_checkpoints: whether all bytes of a checkpoint are compared with their hashes before it is loaded; sizes
+            always are.
+        load_anyway: what is accepted, with a warning, instead of refused when a checkpoint is loaded: "nan", NaN or
+            infinite weights; "dtype", weights that are converted; "optimizer_state", missing states, which start anew;
+            "samples", another number of samples per optimizer step.
 
     Raises:
         HanayoError: a bad value, or sizes that don't multiply to the number of processes; before any of them starts.
@@ -143,6 +153,10 @@ class HanayoStrategy(MeshParallelStrategy):
         init_from: str | Path | Mapping[str, str | Path] | None = None,
         master_weights: Literal["fp32"] | None = None,
         tied_gradients: Literal["in_order", "at_once"] = "in_order",
+        save_full: bool = False,
+        save_async: bool = False,
+        verify_checkpoints: bool = True,
+        load_anyway: Collection[str] = (),
     ) -> None:
         arguments = locals() | {"costs": costs_from(costs)}
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))

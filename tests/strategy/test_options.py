@@ -31,6 +31,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"whole": None}, "whole=None"),
     ({"init_from": 3}, "init_from=3: expected a folder with model.safetensors"),
     ({"init_from": {"net": None, 2: "folder"}}, "init_from={'net': None, 2: 'folder'}"),
+    ({"save_full": "yes"}, "save_full='yes': expected True or False"),
+    ({"save_full": True, "save_async": True}, "Leave out save_async=True"),
+    ({"load_anyway": "nan"}, "load_anyway='nan': expected a sequence of names"),
+    ({"load_anyway": ("nans",)}, "did you mean 'nan'"),
     ({"costs": "nowhere.json"}, "nowhere.json can't be read"),
 ]
 
@@ -52,6 +56,7 @@ def test_named(options: dict[str, Any], named: str) -> None:
         {"num_waves": "auto"},
         {"whole": ["a"], "split_batch": max},
         {"init_from": {"net": "folder"}},
+        {"save_async": True, "verify_checkpoints": False, "load_anyway": {"nan", "dtype"}},
     ],
 )
 def test_good_ones(options: dict[str, Any]) -> None:

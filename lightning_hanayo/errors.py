@@ -22,6 +22,10 @@ class UnsupportedError(HanayoError):
     """The model or the options use a feature that a pipeline doesn't support, such as manual optimization."""
 
 
+class CheckpointError(HanayoError):
+    """A checkpoint that is not whole, was changed, or can't be written or read. The message names the file."""
+
+
 class PeerFailed(SystemExit, Exception):
     """Another rank failed first and has shown the cause; this rank exits quietly with the same exit code.
 

@@ -1,0 +1,130 @@
+"""Writes safetensors files, one tensor after another, hashing what it writes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
+
+from lightning_hanayo.checkpoint.format.header import make_header
+from lightning_hanayo.errors import CheckpointError
+
+_CHUNK = 4 * 2**20
+"""bytes that are hashed and written at once, so that they are still in the processor's cache"""
+_DTYPES = {
+    "C128": torch.complex128,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Writable(Protocol):
+    """A file that is open for writing bytes."""
+
+    def write(self, data: memoryview | bytes, /) -> object:
+        """Write all of `data`."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What a manifest says of a file that was written."""
+
+    num_bytes: int
+    header_xxh3_128: str
+    xxh3_128: Mapping[str, str]
+    """of each tensor's bytes, by key"""
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Returns the dtype that safetensors and manifests call `name`, such as "F32"."""
+    return _DTYPES[name]
+
+
+def dtype_name(tensor: Tensor, name: str) -> str:
+    """Returns what safetensors and manifests call the dtype of a tensor with this name.
+
+    Raises:
+        CheckpointError: the format has no such tensors.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _NAMES:
+        kind = f"{tensor.dtype}" if tensor.layout is torch.strided else f"{tensor.dtype} in layout {tensor.layout}"
+        raise CheckpointError(
+            f"The tensor {name} ({kind}) can't be stored in a checkpoint folder. Save with "
+            f"HanayoStrategy(save_full=True), or convert it in on_save_checkpoint."
+        )
+    return _NAMES[tensor.dtype]
+
+
+def write_tensors(
+    file: Writable | BinaryIO,
+    tensors: Mapping[str, Tensor],
+    *,
+    value: Callable[[str], Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> WrittenFile:
+    """Write a safetensors file. No more than one tensor at a time is copied into host memory.
+
+    Args:
+        file: open for writing, at its beginning.
+        tensors: by key, on any device. They are written in order of falling element size, so that each is aligned.
+        value: returns the tensor of a key when it is written; then those in `tensors` may be on the meta device.
+        metadata: texts for the header. Default: {"format": "pt"}, which Hugging Face's libraries expect.
+
+    Example:
+        >>> with open("model.safetensors", "wb") as file:
+        ...     written = write_tensors(file, model.state_dict())
+
+    Raises:
+        CheckpointError: a tensor's dtype or layout can't be stored. Nothing was written then.
+        OSError: the file can't be written.
+    """
+    keys = sorted(tensors, key=lambda key: -tensors[key].element_size())
+    stored = {key: (dtype_name(tensors[key], key), tuple(tensors[key].shape)) for key in keys}
+    header = make_header(stored, {"format": "pt"} if metadata is None else metadata)
+    file.write(header)
+    num_bytes, hashes = len(header), {}
+    for key in keys:
+        tensor = tensors[key] if value is None else value(key)
+        assert (tensor.shape, tensor.dtype) == (tensors[key].shape, tensors[key].dtype), f"{key} isn't as announced"
+        data = _bytes_of(tensor)
+        hashes[key] = _write(file, data)
+        num_bytes += len(data)
+    return WrittenFile(num_bytes, xxh3_128(header).hexdigest(), hashes)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's entries one after another, in host memory."""
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return host.view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
+
+
+def _write(file: Writable | BinaryIO, data: memoryview) -> str:
+    hashed = xxh3_128()
+    for chunk in _chunks(data):
+        hashed.update(chunk)
+        file.write(chunk)
+    return hashed.hexdigest()
+
+
+def _chunks(data: memoryview) -> Iterator[memoryview]:
+    return (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))

@@ -1,0 +1,213 @@
+"""Opens a checkpoint folder: checks which files are there, reads tensors or regions of them, and documents.
+
+Opening, verifying and reading documents needs no torch.
+"""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xxhash import xxh3_128
+
+from lightning_hanayo.checkpoint.format.header import (
+    LENGTH_BYTES,
+    Entry,
+    InvalidHeader,
+    header_length,
+    read_header,
+    stored_as,
+)
+from lightning_hanayo.checkpoint.format.manifest import MANIFEST, MAX_BYTES, Manifest, damaged
+from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.checkpoint.format.storage import Storage
+from lightning_hanayo.checkpoint.format.stored import StoredPart, StoredTensor
+from lightning_hanayo.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TEMPORARY = ".tmp-"
+"""stands between the name of a checkpoint and the id of the save that is writing it"""
+
+
+class PartOf(NamedTuple):
+    """A part that a file holds, and the tensor that it belongs to."""
+
+    name: str
+    tensor: StoredTensor
+    part: StoredPart
+
+
+class CheckpointFolder:
+    """A checkpoint whose manifest was checked, and whose files are there and have their sizes.
+
+    Example:
+        >>> folder = CheckpointFolder("checkpoints/last.ckpt")
+        >>> folder.verify()
+        >>> folder.read("model/net.0.weight", Region.of_entries([range(10), range(4)])).shape
+        torch.Size([10, 4])
+
+    Raises:
+        CheckpointError: it isn't a checkpoint, isn't whole, or is damaged. The message names the file, and is the same
+            on all ranks that see the folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._storage = Storage.of(path)
+        self._headers: dict[str, dict[str, Entry]] = {}
+        with self._readable(MANIFEST):
+            self.manifest = Manifest.from_bytes(self._manifest_bytes(), self.where(MANIFEST))
+            self._check_sizes()
+
+    def where(self, file: str) -> str:
+        """Returns the path of one of its files, for messages."""
+        return f"{self.path.rstrip('/')}/{file}"
+
+    @cached_property
+    def parts(self) -> Mapping[str, Mapping[str, PartOf]]:
+        """What each file with tensors holds, by file and key."""
+        parts: dict[str, dict[str, PartOf]] = defaultdict(dict)
+        for name, tensor in self.manifest.tensors.items():
+            for part in tensor.parts:
+                parts[part.file][part.key] = PartOf(name, tensor, part)
+        return parts
+
+    def read(self, name: str, region: Region | None = None) -> "Tensor":
+        """Returns a tensor of the checkpoint, or a region of it, in memory of its own. Little more is read than that.
+
+        Args:
+            name: as in the manifest, such as "optimizer/0/net.0.weight/exp_avg".
+            region: None: the whole tensor.
+
+        Raises:
+            KeyError: there is no such tensor.
+            CheckpointError: a file can't be read, or its header isn't what was written. Other bytes are not checked.
+        """
+        from lightning_hanayo.checkpoint.load.read_tensor import read_region
+
+        tensor = self.manifest.tensors[name]
+        return read_region(tensor, Region.whole(tensor.shape) if region is None else region, self._part_bytes)
+
+    def text(self, stem: str) -> Any:
+        """Returns a JSON document of the checkpoint, whose hash is checked first.
+
+        Raises:
+            KeyError: there is no such document.
+            CheckpointError: its file is damaged, or can't be read.
+        """
+        file = self.manifest.texts[stem]
+        with self._readable(file):
+            data = bytes(self._storage.read(file))
+        self._check(file, data)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise damaged(self.where(file), f"it is no JSON ({error})") from None
+
+    def verify(self, files: Collection[str] | None = None) -> None:
+        """Read every byte of its files, or of some of them, and compare the hashes.
+
+        Raises:
+            CheckpointError: a byte isn't what was written, or can't be read. The message names the file, and the tensor
+                if it is one's.
+        """
+        for file in self.manifest.files if files is None else files:
+            self.verify_file(file)
+
+    def verify_file(self, file: str, keys: Collection[str] | None = None) -> None:
+        """Read a text, or the header of a file and these tensors in it (None: all). Raises as `verify` does."""
+        if file.endswith(".json"):
+            self.text(next(stem for stem, one in self.manifest.texts.items() if one == file))
+            return
+        for key, entry in self.header(file).items():
+            if keys is None or key in keys:
+                self._verify_part(self.parts[file][key], entry)
+
+    def header(self, file: str) -> Mapping[str, Entry]:
+        """Returns where a file has its tensors, by key, in order. Its hash is checked before it is looked at."""
+        if file not in self._headers:
+            with self._readable(file):
+                self._headers[file] = self._read_header(file)
+        return self._headers[file]
+
+    def _verify_part(self, one: PartOf, entry: Entry) -> None:
+        hashed = xxh3_128()
+        with self._readable(one.part.file):
+            for chunk in self._storage.chunks(one.part.file, entry.start, entry.stop):
+                hashed.update(chunk)
+        if hashed.hexdigest() != one.part.xxh3_128:
+            raise damaged(self.where(one.part.file), f"the values of {one.name} aren't those that were saved")
+
+    def _part_bytes(self, part: StoredPart, start: int, stop: int) -> memoryview:
+        """A range of a part's bytes, counted from its first one."""
+        entry = self.header(part.file)[part.key]
+        with self._readable(part.file):
+            return self._storage.read(part.file, entry.start + start, entry.start + stop)
+
+    def _read_header(self, file: str) -> dict[str, Entry]:
+        num_bytes = self.manifest.files[file].num_bytes
+        try:
+            length = header_length(self._storage.read(file, 0, min(LENGTH_BYTES, num_bytes)), num_bytes)
+            data = bytes(self._storage.read(file, 0, length))
+            self._check(file, data)
+            entries = read_header(data, num_bytes)
+        except InvalidHeader as error:
+            raise damaged(self.where(file), f"its header isn't that of a safetensors file: {error}") from None
+        expected = {key: stored_as(of.tensor.dtype, of.part.region.shape) for key, of in self.parts[file].items()}
+        if expected != {key: (entry.dtype, entry.shape) for key, entry in entries.items()}:
+            raise damaged(self.where(file), f"it has other tensors than {MANIFEST} says")
+        return entries
+
+    def _check(self, file: str, data: bytes) -> None:
+        """Compare the hash of a text, or of a header."""
+        if xxh3_128(data).hexdigest() != self.manifest.files[file].xxh3_128:
+            what = "" if file.endswith(".json") else " header"
+            raise damaged(self.where(file), f"its{what} isn't what save {self.manifest.save_id} wrote")
+
+    def _manifest_bytes(self) -> bytes:
+        """The content of the manifest, if this is a checkpoint of a reasonable size."""
+        sizes = self._storage.sizes([MANIFEST]) if self._storage.is_folder() else {}
+        if MANIFEST not in sizes:
+            raise CheckpointError(self._why_no_checkpoint())
+        if sizes[MANIFEST] > MAX_BYTES:
+            raise damaged(self.where(MANIFEST), f"it has {sizes[MANIFEST]} bytes")
+        return bytes(self._storage.read(MANIFEST))
+
+    def _why_no_checkpoint(self) -> str:
+        if TEMPORARY in os.path.basename(self.path.rstrip("/")):
+            return (
+                f"{self.path} is what a save that was interrupted has left, and not whole. Use "
+                f"{self.path.rpartition(TEMPORARY)[0]}, if it is there, or an earlier checkpoint."
+            )
+        if self._storage.is_folder():
+            return (
+                f"{self.path} has no {MANIFEST}: it is no checkpoint of HanayoStrategy, or the save that was "
+                f"writing it was interrupted. Use an earlier checkpoint."
+            )
+        if self._storage.is_file():
+            return f"{self.path} is a file, and not the folder of a checkpoint."
+        return f"There is no checkpoint {self.path}. Give a path that all ranks see."
+
+    def _check_sizes(self) -> None:
+        sizes = self._storage.sizes(self.manifest.files)
+        for file, stored in self.manifest.files.items():
+            if file not in sizes:
+                raise CheckpointError(
+                    f"{self.where(file)} is missing. Copy the whole folder {self.path} again, or use an earlier "
+                    f"checkpoint."
+                )
+            if sizes[file] != stored.num_bytes:
+                kind = "truncated" if sizes[file] < stored.num_bytes else "too long"
+                raise damaged(self.where(file), f"it is {kind}, {sizes[file]} instead of {stored.num_bytes} bytes")
+
+    @contextmanager
+    def _readable(self, file: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self.where(file)} can't be read: {error.strerror or error}") from None

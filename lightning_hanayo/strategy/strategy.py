@@ -24,7 +24,7 @@ from lightning_hanayo.checkpoint.full.state_dict import (
     load_module_state,
     load_optimizer_state,
 )
-from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
+from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.deferred_init import is_deferred

@@ -14,7 +14,7 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
+from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.strategy.setup import pretrained
 from tests.harness import models
 from tests.harness.models import Batch

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hanayo.checkpoint.pretrained_names import Merge, joined, listed, match_names, named_values, names_of
-from lightning_hanayo.checkpoint.safetensors_folder import SafetensorsFolder
+from lightning_hanayo.checkpoint.pretrained.names import Merge, joined, listed, match_names, named_values, names_of
+from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 from lightning_hanayo.partition.deferred_init import DeferredInit
 from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects

@@ -46,6 +46,16 @@ def all_gather_objects(
     return [_unpack(*one) for one in zip(values, gathered, strict=True)]
 
 
+def gather_objects(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Return every rank's `value`, which must be picklable, on rank 0 of the group, and [] on the others.
+
+    Called by all ranks of the group. Devices as in `all_gather_objects`.
+    """
+    values: list[Any] = [None] * group.size() if group.rank() == 0 else []
+    dist.gather_object(to_bytes(value), values or None, group=group, group_dst=0)
+    return [from_bytes(data) for data in values]
+
+
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
     """Return the `value` of rank `source` of the group (None: the world), which must be picklable, on all its ranks.
 

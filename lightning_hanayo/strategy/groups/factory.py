@@ -26,7 +26,7 @@ from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
 Partition = tuple[tuple[int, ...], ...]
 """the groups of ranks into which the world is divided: each rank is in one of them"""
 
-_Kind = Literal["control", "tensors", "up", "down"]
+_Kind = Literal["control", "background", "tensors", "up", "down"]
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,15 @@ class GroupFactory(ABC):
 
         A failed rank wakes those that wait for it over gloo by dropping its groups, which nobody else may hold.
         """
-        self._made = {key: group for key, group in self._made.items() if key[0] != "control"}
+        self._made = {key: group for key, group in self._made.items() if key[0] not in ("control", "background")}
 
     def control(self, partition: Partition) -> dist.ProcessGroup:
         """This rank's control group; the one that was made before, if the partition is the same."""
         return self._once("control", partition, lambda: self._make_control(partition))
+
+    def background(self, partition: Partition) -> dist.ProcessGroup:
+        """A second control group, for a thread that works while this rank's other threads use the first."""
+        return self._once("background", partition, lambda: self._make_control(partition))
 
     def tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
         """This rank's tensor group; the one that was made before, if the partition is the same.

@@ -1,0 +1,54 @@
+"""Tells what saves have made from other files, and finds what saves that were killed have left.
+
+checkpoints/last.ckpt/manifest.json                       names the files that count
+checkpoints/last.ckpt/model-00000-5f2c9a1b.safetensors    named, or of a save that didn't come to its end
+checkpoints/last.ckpt.tmp-5f2c9a1b/                       a new checkpoint, until it is complete
+checkpoints/last.ckpt.old-5f2c9a1b                        what was there, until it is replaced
+"""
+
+import os
+import re
+from collections.abc import Collection
+from typing import Literal
+
+from lightning_hanayo.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
+from lightning_hanayo.checkpoint.format.storage import Storage
+from lightning_hanayo.errors import CheckpointError
+
+_FILE = re.compile(r"(model|optimizer|state|manifest|marker)(-[a-z0-9-]+)?-[0-9a-f]{8}\.(safetensors|json)")
+_BESIDE = re.compile(r"\.(tmp|old)-[0-9a-f]{8}")
+
+
+def is_of_a_save(name: str) -> bool:
+    """Whether a file in a checkpoint's folder has the name of one that saves write."""
+    return name == MANIFEST or _FILE.fullmatch(name) is not None
+
+
+def is_checkpoint(storage: Storage, names: Collection[str]) -> bool:
+    """Whether a folder with files of these names is a checkpoint, which may be damaged."""
+    if MANIFEST not in names:
+        return False
+    return FORMAT.encode() in bytes(storage.read(MANIFEST)[:100]) or any(map(_FILE.fullmatch, names))
+
+
+def unnamed_files(storage: Storage) -> list[str]:
+    """Returns the files of saves that the folder's manifest doesn't name.
+
+    There are none if the manifest can't be read, because they may be its own.
+    """
+    names = storage.names()
+    written = [name for name in names if _FILE.fullmatch(name)]
+    if MANIFEST not in names:
+        return written
+    try:
+        named = Manifest.from_bytes(bytes(storage.read(MANIFEST)), storage.path).files
+    except CheckpointError:
+        return []
+    return [name for name in written if name not in named]
+
+
+def next_to(path: str, *kinds: Literal["tmp", "old"]) -> list[str]:
+    """Returns the paths of what saves have made next to a local checkpoint. Its folder must exist."""
+    parent, name = os.path.split(os.path.abspath(path))
+    matches = {one: _BESIDE.fullmatch(one[len(name) :]) for one in os.listdir(parent) if one.startswith(name)}
+    return [os.path.join(parent, one) for one, match in sorted(matches.items()) if match and match[1] in kinds]

@@ -1,0 +1,85 @@
+"""The ranks that write a checkpoint together, and the two collectives that they need."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects, gather_objects
+
+_T = TypeVar("_T")
+
+
+class PeersLost(RuntimeError):
+    """A collective has failed: another rank has ended, or doesn't answer. The message is the group's own."""
+
+
+class Peers(ABC):
+    """All ranks of the world, seen from one of them. Calls are made by all ranks, in the same order, in one thread.
+
+    Raises:
+        PeersLost: by both collectives.
+    """
+
+    rank: int
+    num_ranks: int
+
+    @abstractmethod
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in rank order."""
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value` on rank 0, and nothing on the others."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the process group: ranks that wait for this one are woken once nobody holds it."""
+
+
+class GroupPeers(Peers):
+    """The ranks of a process group over gloo. Nothing else may use the group at the same time."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.num_ranks = group.rank(), group.size()
+        self._group: dist.ProcessGroup | None = group
+
+    @override
+    def all_gather(self, value: Any) -> list[Any]:
+        return self._call(all_gather_objects, value)
+
+    @override
+    def gather(self, value: Any) -> list[Any]:
+        return self._call(gather_objects, value)
+
+    @override
+    def close(self) -> None:
+        self._group = None
+
+    def _call(self, collective: Callable[[dist.ProcessGroup, Any], _T], value: Any) -> _T:
+        if self._group is None:
+            raise PeersLost("the run has been abandoned")
+        try:
+            return collective(self._group, value)
+        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed meanwhile
+            raise PeersLost(str(error).partition("\n")[0]) from error
+
+
+class NoPeers(Peers):
+    """One process alone."""
+
+    rank, num_ranks = 0, 1
+
+    @override
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    @override
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    @override
+    def close(self) -> None:
+        pass

@@ -1,0 +1,61 @@
+"""Writes a checkpoint that is one file: under another name, until it is complete."""
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO
+
+from lightning_hanayo.checkpoint.format.storage import Storage
+from lightning_hanayo.checkpoint.save.problems import problem_of
+from lightning_hanayo.checkpoint.save.removal import remove_next_to
+from lightning_hanayo.errors import CheckpointError
+
+
+def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file that is the one of before until it is complete. One process calls it.
+
+    A folder of that name, such as the checkpoint of several ranks, is replaced, too.
+
+    Args:
+        path: local, or an URL that fsspec knows. Folders above it are made.
+        write: writes the content into an open file.
+
+    Example:
+        >>> write_file("last.ckpt", lambda file: torch.save(checkpoint, file))
+
+    Raises:
+        CheckpointError: it can't be written. What was there before is untouched, and nothing is left of the new file.
+    """
+    try:
+        _write(path, write)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} was not saved: {problem_of(error, path)}. What was there before is untouched."
+        ) from error
+
+
+def _write(path: str, write: Callable[[BinaryIO], object]) -> None:
+    target = Storage.of(path)
+    path = os.path.abspath(target.path) if target.is_local else path.rstrip("/")
+    parent, _, name = path.rpartition("/")
+    folder = Storage.of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
+    folder.make_folder()
+    save_id = secrets.token_hex(4)
+    new, old = f"{name}.tmp-{save_id}", f"{path}.old-{save_id}"
+    try:
+        if folder.is_local:
+            remove_next_to(path, "tmp")
+        with folder.create(new) as file:
+            write(file)
+        if target.is_local and target.is_folder() and not os.path.islink(path):
+            os.rename(path, old)
+        folder.replace(new, name)
+    except BaseException:
+        with suppress(OSError):
+            folder.remove(new)
+            if os.path.isdir(old):
+                os.rename(old, path)
+        raise
+    if folder.is_local:
+        remove_next_to(path, "tmp", "old")

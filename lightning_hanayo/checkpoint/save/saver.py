@@ -1,0 +1,116 @@
+"""Saves and removes checkpoints during a run, at once or in the background, alike on all ranks."""
+
+from functools import partial
+from threading import Event
+
+from lightning_hanayo.checkpoint.save.background import Background
+from lightning_hanayo.checkpoint.save.folder.commit import FolderSave
+from lightning_hanayo.checkpoint.save.folder.points import AtPoint, go_on
+from lightning_hanayo.checkpoint.save.part import RankPart
+from lightning_hanayo.checkpoint.save.peers import Peers
+from lightning_hanayo.checkpoint.save.removal import remove_checkpoint
+from lightning_hanayo.checkpoint.save.snapshot import HostBuffers, Snapshot
+from lightning_hanayo.errors import CheckpointError
+
+ABANDON_WITHIN = 2.0
+"""seconds for a save in flight to end by itself after a failure, and as many for it to stop"""
+
+
+class Saver:
+    """One rank's saves of a run. All ranks call its methods alike, and in the same order.
+
+    Example:
+        >>> saver = Saver(GroupPeers(group), background=GroupPeers(other_group))
+        >>> saver.save("checkpoints/last.ckpt", part)  # returns when the part is copied
+        >>> saver.poll()  # before each batch
+        >>> saver.finish()
+
+    Args:
+        peers: all ranks.
+        background: the same ranks over a group of its own, which the writing thread uses; None: `save` returns when the
+            checkpoint is there.
+        at: is called at each point of a save, by the thread that writes.
+
+    Raises:
+        CheckpointError: on all ranks alike. By `save`, `poll` and `finish` also for an earlier save in the background.
+    """
+
+    def __init__(self, peers: Peers, background: Peers | None = None, *, at: AtPoint = go_on) -> None:
+        self._peers = peers
+        self._background = background
+        self._at = at
+        self._is_abandoned = Event()
+        self._in_flight = False
+        self._start_afresh()
+
+    def save(self, path: str, part: RankPart) -> None:
+        """Save a folder. In the background: wait for the save before it, copy the part, and return."""
+        if self._background is None:
+            FolderSave(self._peers, path, part, at=self._at).run()
+            return
+        self._wait()
+        snapshot = self._buffers.snapshot(part)
+        self._tasks.add(partial(self._write, self._background, path, snapshot))
+        self._in_flight = True
+
+    def remove(self, path: str) -> None:
+        """Remove a checkpoint once the save in flight has been committed; never, if it fails."""
+        if self._peers.rank > 0:
+            return
+        if self._in_flight:
+            self._tasks.add(partial(remove_checkpoint, path))
+        else:
+            remove_checkpoint(path)
+
+    def poll(self) -> None:
+        """Look whether the save in flight has ended on all ranks, or failed on any."""
+        if self._in_flight:
+            self._settle()
+
+    def finish(self) -> None:
+        """Wait for the save in flight, and end the thread. More may be saved afterwards."""
+        try:
+            self._wait()
+        finally:
+            self._tasks.end()
+
+    def abandon(self) -> None:
+        """End soon after a failure of the run, which other ranks may not have; a save in flight may be given up."""
+        if not self._tasks.end(ABANDON_WITHIN):
+            self._is_abandoned.set()
+            self._tasks.end(ABANDON_WITHIN)
+        for peers in (self._peers, self._background):
+            if peers is not None:
+                peers.close()
+
+    def _write(self, peers: Peers, path: str, snapshot: Snapshot) -> None:
+        FolderSave(peers, path, snapshot.wait(), at=self._at, check=self._check).run()
+
+    def _check(self) -> None:
+        if self._is_abandoned.is_set():
+            raise CheckpointError("the run has failed meanwhile")
+
+    def _wait(self) -> None:
+        if self._in_flight:
+            self._tasks.wait()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Compare all ranks' states: go on, forget the save that has ended, or raise the error of the first rank."""
+        is_idle, error = self._tasks.is_idle, self._tasks.error  # in this order: once idle, no error comes
+        states = self._peers.all_gather((None if error is None else _text(error), is_idle))
+        texts = [text for text, _ in states if text is not None]
+        if texts:
+            self._tasks.end(ABANDON_WITHIN)  # its other ranks' saves end, too: they have agreed on it
+            self._start_afresh()
+            raise CheckpointError(texts[0]) from error
+        self._in_flight = not all(is_idle for _, is_idle in states)
+
+    def _start_afresh(self) -> None:
+        self._in_flight = False
+        self._tasks = Background()
+        self._buffers = HostBuffers()
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

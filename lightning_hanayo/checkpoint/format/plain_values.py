@@ -1,0 +1,251 @@
+"""Encodes Python values as JSON and back, without pickle; tensors become numbers of a list.
+
+    1, 0.5, "a", None, True, [1, 2]     as they are
+    {"lr": 0.1}                         {"dict": {"lr": 0.1}}
+    {3: (4, nan)}                       {"dict": [[3, {"tuple": [4, {"float": "nan"}]}]]}
+    a tensor                            {"tensor": 0}
+
+What is decoded equals what was encoded, to the bit, and has the same class. An object that is in two places becomes
+two, and a `nn.Parameter` becomes a tensor.
+"""
+
+import base64
+import math
+import re
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.checkpoint.format.tensor_file import dtype_name
+from lightning_hanayo.errors import CheckpointError, UnsupportedError
+
+_MAX_DEPTH = 100
+_MAX_DIMS = 32
+"""of NumPy's arrays"""
+_MAX_INT = 2**63
+"""Larger numbers are written as hexadecimal text: Python reads no decimal ones of more than 4,300 digits."""
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcSUmM][0-9]+(\[[0-9]*[A-Za-z]+\])?")
+_FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+"""of a defaultdict"""
+_KNOWN = "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, tensors, NumPy values, dtypes, devices, "
+_KNOWN += "paths, dates and durations"
+
+
+def encode(value: Any, where: str) -> tuple[Any, list[Tensor]]:
+    """Returns a value as JSON, and the tensors in it, in the order of their numbers.
+
+    Args:
+        where: what the value is, for messages: "callbacks".
+
+    Example:
+        >>> encode({"decay": 0.9, "mean": torch.zeros(2)}, "callbacks['EMA']")
+        ({'dict': {'decay': 0.9, 'mean': {'tensor': 0}}}, [tensor([0., 0.])])
+
+    Raises:
+        UnsupportedError: an object of an unknown class is in it. The message says where: callbacks['EMA']['decay'].
+        CheckpointError: a tensor in it has a dtype or layout that can't be stored.
+    """
+    encoder = _Encoder()
+    return encoder.encode(value, where, 0), encoder.tensors
+
+
+def decode(document: Any, get_tensor: Callable[[int], Tensor]) -> Any:
+    """Returns the value that `encode` was given.
+
+    Args:
+        document: JSON, of any origin.
+        get_tensor: returns the tensor with a number.
+
+    Raises:
+        CheckpointError: `encode` didn't make this document, or a tensor is missing.
+    """
+    return _decode(document, get_tensor, 0)
+
+
+@dataclass(frozen=True)
+class _Codec:
+    """How values of one class are made of simpler ones, and come back."""
+
+    kind: type
+    take_apart: Callable[[Any], Any]
+    """returns values that can be encoded"""
+    make: Callable[[Any], Any]
+
+
+_CODECS: Mapping[str, _Codec] = {
+    "tuple": _Codec(tuple, list, tuple),
+    "set": _Codec(set, lambda value: sorted(value, key=repr), set),
+    "frozenset": _Codec(frozenset, lambda value: sorted(value, key=repr), frozenset),
+    "ordered_dict": _Codec(OrderedDict, dict, OrderedDict),
+    "counter": _Codec(Counter, dict, lambda value: Counter(_typed(value, dict))),
+    "default_dict": _Codec(
+        defaultdict,
+        lambda value: [_factory_name(value), dict(value)],
+        lambda value: defaultdict(None if value[0] is None else _FACTORIES[value[0]], _typed(value[1], dict)),
+    ),
+    "namespace": _Codec(Namespace, vars, lambda value: Namespace(**value)),
+    "float": _Codec(float, repr, float),
+    "int": _Codec(int, hex, lambda value: int(value, 16)),
+    "complex": _Codec(complex, lambda value: [value.real, value.imag], lambda value: complex(*value)),
+    "bytes": _Codec(
+        bytes,
+        lambda value: base64.b64encode(value).decode(),
+        lambda value: base64.b64decode(value, validate=True),
+    ),
+    "size": _Codec(torch.Size, list, torch.Size),
+    "dtype": _Codec(torch.dtype, lambda value: str(value).removeprefix("torch."), lambda value: _torch_dtype(value)),
+    "device": _Codec(torch.device, str, lambda value: torch.device(_typed(value, str))),
+    "path": _Codec(PurePath, str, lambda value: Path(_typed(value, str))),
+    "date": _Codec(date, date.isoformat, date.fromisoformat),
+    "datetime": _Codec(datetime, datetime.isoformat, datetime.fromisoformat),
+    "timedelta": _Codec(
+        timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda value: timedelta(value[0], value[1], value[2]),
+    ),
+    "number": _Codec(
+        np.generic,
+        lambda value: [_numpy_dtype(value), value.tobytes().hex()],
+        lambda value: _array(value[0], [], bytes.fromhex(value[1]))[()],
+    ),
+    "array": _Codec(
+        np.ndarray,
+        lambda value: [_numpy_dtype(value), list(value.shape), torch.from_numpy(_bytes_of(value))],
+        lambda value: _array(value[0], value[1], _typed(value[2], Tensor).numpy().tobytes()),
+    ),
+}  # fmt: skip
+_TAGS = {codec.kind: tag for tag, codec in _CODECS.items()}
+_FAMILIES = (PurePath, np.generic)
+"""whose subclasses are stored alike"""
+
+
+class _Encoder:
+    """Encodes one value, and collects its tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def encode(self, value: Any, where: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise UnsupportedError(f"{where[:200]}... is nested more than {_MAX_DEPTH} deep, or contains itself")
+        if _is_json(value):
+            return value
+        if type(value) is list:
+            return [self.encode(one, f"{where}[{index}]", depth + 1) for index, one in enumerate(value)]
+        if type(value) is dict or type(value).__name__ == "AttributeDict":  # Lightning's, for hyperparameters
+            return {"dict": self._items(value, where, depth)}
+        if type(value) in (Tensor, nn.Parameter):
+            return {"tensor": self._number(value.detach(), where)}
+        return self._by_class(value, where, depth)
+
+    def _items(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
+        items = [(key, self.encode(one, f"{where}[{key!r}]", depth + 1)) for key, one in value.items()]
+        if all(type(key) is str for key in value):
+            return dict(items)
+        return [[self.encode(key, f"the key {key!r} of {where}", depth + 1), one] for key, one in items]
+
+    def _number(self, tensor: Tensor, where: str) -> int:
+        if tensor.is_meta:
+            raise UnsupportedError(f"{where} is a tensor without values, on the meta device")
+        dtype_name(tensor, where)
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def _by_class(self, value: Any, where: str, depth: int) -> Any:
+        kind = next((family for family in _FAMILIES if isinstance(value, family)), type(value))
+        try:
+            tag = _TAGS[kind]
+            simpler = _CODECS[tag].take_apart(value)
+        except LookupError:
+            raise UnsupportedError(
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which can't be stored without "
+                f"pickle. Store what it is made of: {_KNOWN}"
+            ) from None
+        return {tag: self.encode(simpler, where, depth + 1)}
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON has the value as it is."""
+    if type(value) is int:
+        return -_MAX_INT <= value < _MAX_INT
+    return value is None or type(value) in (bool, str) or (type(value) is float and math.isfinite(value))
+
+
+def _decode(document: Any, get_tensor: Callable[[int], Tensor], depth: int) -> Any:
+    if depth > 2 * _MAX_DEPTH + 10:
+        raise CheckpointError(f"The document is nested more than {_MAX_DEPTH} deep")
+    if isinstance(document, list):
+        return [_decode(one, get_tensor, depth + 1) for one in document]
+    if not isinstance(document, dict):
+        return document
+    if len(document) != 1:
+        raise CheckpointError(f"The document has {len(document)} kinds where one is expected")
+    ((tag, content),) = document.items()
+    try:
+        return _decode_tagged(tag, content, get_tensor, depth)
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"The document has an impossible {str(tag)[:20]!r}: {str(error)[:200]}") from None
+
+
+def _decode_tagged(tag: str, content: Any, get_tensor: Callable[[int], Tensor], depth: int) -> Any:
+    if tag == "dict" and isinstance(content, dict):
+        return {key: _decode(one, get_tensor, depth + 1) for key, one in content.items()}
+    if tag == "dict":
+        return dict(_pair(_decode(one, get_tensor, depth + 1)) for one in _typed(content, list))
+    if tag == "tensor":
+        return get_tensor(_typed(content, int))
+    return _CODECS[tag].make(_decode(content, get_tensor, depth + 1))
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    key, content = _typed(value, list)
+    return key, content
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
+    return value
+
+
+def _torch_dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, _typed(name, str))
+    return _typed(found, torch.dtype)  # type: ignore[no-any-return]
+
+
+def _factory_name(value: defaultdict[Any, Any]) -> Any:
+    """The name of a defaultdict's factory. Raises a LookupError if it isn't one of those that can be stored."""
+    names: dict[Any, str | None] = {kind: name for name, kind in _FACTORIES.items()} | {None: None}
+    return names[value.default_factory]
+
+
+def _numpy_dtype(value: Any) -> str:
+    """The name of a NumPy dtype. Raises a LookupError for objects and records, whose bytes aren't their values."""
+    name: str = value.dtype.str
+    if not _NUMPY_DTYPE.fullmatch(name):
+        raise LookupError(name)
+    return name
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """An array's bytes, one entry after another, in memory of their own."""
+    return np.array(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _array(dtype: Any, shape: Any, data: bytes) -> Any:
+    """The array [*shape] with these bytes."""
+    if not _NUMPY_DTYPE.fullmatch(_typed(dtype, str)) or len(_typed(shape, list)) > _MAX_DIMS:
+        raise ValueError(f"no array has the dtype {dtype} and {len(shape)} dimensions")
+    if any(_typed(size, int) < 0 for size in shape) or math.prod(shape) * np.dtype(dtype).itemsize != len(data):
+        raise ValueError(f"{shape} in {dtype} doesn't have {len(data)} bytes")
+    return np.ndarray(tuple(shape), np.dtype(dtype), bytearray(data))

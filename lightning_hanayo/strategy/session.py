@@ -1,6 +1,6 @@
 """One run of the Trainer on one rank: connections to other ranks, the pipeline, and what is changed for the run."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import guarded_hooks
+from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.lightning import (
     loaders,
@@ -157,15 +158,18 @@ class Session:
         """Whether the model is set up, and the run has not ended."""
         return self._is_open and self.has_pipeline
 
-    def set_up(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+    def set_up(self, trainer: "pl.Trainer", module: "pl.LightningModule", values: KeptValues | None = None) -> None:
         """Build the pipeline and adapt Trainer and module to it. Called by all ranks of the world.
 
-        The module is whole, and the same on all ranks, unless an earlier run has cut or converted it.
+        The module is whole, and the same on all ranks, unless an earlier run has cut or converted it. Each rank reads
+        its part of the `values`.
         """
         prepared = self._prepare(module)
         if not was_read(module):
             check_same_folders(self._options.init_folders.values())
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
+        if values is not None:
+            values.check(module, prepared.cube)
         if self.topology.replica_size > 1:
             run_uncompiled(module, plan.stack, self.attributes, cube=_block_kind(plan, prepared))
         seed = broadcast_object(torch.initial_seed())
@@ -178,7 +182,10 @@ class Session:
             prepared.attach(module, self.topology, self._options, self._groups)
         streams = self._random_streams(trainer, plan.layout, seed)
         example = user_hooks.example_run(module, self.device) if self._options.balance == "time" else None
-        self._pipeline = build_pipeline(module, plan, prepared, self._rank_context(seed, streams), example)
+        context = self._rank_context(seed, streams, () if values is None else values.names)
+        self._pipeline = build_pipeline(module, plan, prepared, context, example)
+        if values is not None:
+            values.put_in(module, prepared.cube)
         self._loss_weight = for_model(self._options.loss_weight, module, self._options.batch_dim)
         self._loss_watch = self._watch_losses(module)
         self._open_user_code(trainer, module)
@@ -206,9 +213,17 @@ class Session:
         self._released = []
         return PreparedModel()
 
-    def use_master_weights(self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]) -> None:
-        """Let the optimizers update fp32 copies of the parameters. Called by all ranks, once the model is set up."""
+    def use_master_weights(
+        self, module: "pl.LightningModule", optimizers: Sequence[Optimizer], values: KeptValues | None
+    ) -> None:
+        """Let the optimizers update fp32 copies of the parameters. Called by all ranks, once the model is set up.
+
+        Of the `values` they take what the parameters' dtype had no bits for.
+        """
         self._master_weights = MasterWeights(module.parameters(), optimizers)
+        if values is not None:
+            with self._master_weights.in_use():
+                values.put_in(module, self.cube)
 
     def master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""
@@ -303,7 +318,7 @@ class Session:
             ProcessGroupTransport(ranks, control=control, channels={}, device=self.device, on_failure=on_failure)
         )
 
-    def _rank_context(self, seed: int, streams: RandomStreams | None) -> RankContext:
+    def _rank_context(self, seed: int, streams: RandomStreams | None, given: Collection[str]) -> RankContext:
         return RankContext(
             self._options,
             self._groups,
@@ -314,6 +329,7 @@ class Session:
             self.failures.on_transfer,
             seed,
             streams,
+            given,
         )
 
     def _make_cube(self, plan: ModelPlan) -> Cube | None:

@@ -21,16 +21,16 @@ from typing_extensions import override
 from lightning_hanayo.checkpoint.full.state_dict import (
     gather_module_state,
     gather_optimizer_state,
-    load_module_state,
-    load_optimizer_state,
 )
 from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition import after_run
-from lightning_hanayo.partition.deferred_init import is_deferred
 from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import run_batch
+from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.checkpoints.load import Checkpoint, read_checkpoint
+from lightning_hanayo.strategy.checkpoints.load_optimizers import load_optimizers
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, wrap_loader
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
@@ -162,7 +162,7 @@ class HanayoStrategy(MeshParallelStrategy):
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._session: Session | None = None
         self._accumulates = False
-        self._restores_late = False
+        self._kept: KeptValues | None = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -216,11 +216,12 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         available(self.accelerator, "the accelerator is set by the Trainer").setup(trainer)
-        self._restores_late = self.restore_checkpoint_after_setup
         with self._unguarded():
+            if self._kept is not None:
+                self._kept.drop_replaced(self.module)
             self.model = self.precision_plugin.convert_module(self.module)
         self._check(trainer)  # again, for a model that `configure_model` has built since
-        self.session.set_up(trainer, self.module)
+        self.session.set_up(trainer, self.module, self._kept)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self.setup_optimizers(trainer)
@@ -231,15 +232,8 @@ class HanayoStrategy(MeshParallelStrategy):
         if fits:
             move_optimizers(self.optimizers, self.root_device)
             if self.options.master_weights is not None:
-                self.session.use_master_weights(self.module, self.optimizers)
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether setup gives the model its first values, which a checkpoint replaces. Asked before and after it."""
-        is_empty = self.lightning_module is not None and is_deferred(self.lightning_module)
-        options = self.options
-        return self._restores_late or is_empty or options.init_from is not None or options.master_weights is not None
+                self.session.use_master_weights(self.module, self.optimizers, self._kept)
+        self._kept = None
 
     @contextmanager
     @override
@@ -409,17 +403,27 @@ class HanayoStrategy(MeshParallelStrategy):
             return gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self._prepared_module.cube)
 
     @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        verify = self.options.verify_checkpoints
+        return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.options.init_from is not None:
             rank_zero_info("The checkpoint's values replace those of init_from.")
         with self._unguarded(), self._master_values():
-            load_module_state(self.module, checkpoint["state_dict"], self._prepared_module.cube, strict=strict)
+            source = Checkpoint.source_of(checkpoint)
+            kept = KeptValues(self.module, checkpoint["state_dict"], source, self.options, strict=strict)
+            if self._session is None or not self._session.has_pipeline:
+                self._kept = kept  # `setup` puts it into the parts that the ranks will have
+                return
+            kept.check(self.module, self._prepared_module.cube)
+            kept.put_in(self.module, self._prepared_module.cube)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        with self._master_values():  # torch casts states to the parameters' dtype
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                load_optimizer_state(optimizer, state, self._prepared_module.cube)
+        with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
+            load_optimizers(self.module, self.optimizers, checkpoint, self._prepared_module.cube, self.options)
         move_optimizers(self.optimizers, self.root_device)
 
     def _master_values(self) -> AbstractContextManager[None]:
@@ -454,7 +458,7 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._restores_late = False
+        self._kept = None
         if self._session is not None:
             self._session.close()
         move_optimizers(self.optimizers, torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""The whole checkpoint in one file: state dicts gathered from all ranks, and loaded by them."""
+"""The whole checkpoint in one file: state dicts gathered from all ranks."""

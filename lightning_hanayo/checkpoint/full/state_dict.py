@@ -1,4 +1,4 @@
-"""Gathers the state dicts of a module and its optimizers from all ranks of a pipeline, and loads them back."""
+"""Gathers the state dicts of a module and its optimizers from all ranks of a pipeline."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_by
 from lightning_hanayo.runtime.comm.transport import Transport
 
 Change = Callable[[Tensor, Tensor], Tensor]
-"""makes a shard from a full tensor or the reverse; the second tensor is the parameter that it belongs to"""
+"""makes a full tensor from a shard; the second tensor is the parameter that it belongs to"""
 
 
 class Sharding(Protocol):
@@ -19,9 +19,6 @@ class Sharding(Protocol):
 
     def unshard(self, shard: Tensor, parameter: Tensor) -> Tensor:
         """All-gather the full tensor from shards that are laid out as `parameter`. Called by all ranks of the cube."""
-
-    def shard(self, full: Tensor, parameter: Tensor) -> Tensor:
-        """This rank's shard of a tensor that has the shape of the full `parameter`; any other tensor unchanged."""
 
 
 def gather_module_state(
@@ -47,18 +44,6 @@ def gather_module_state(
     return state
 
 
-def load_module_state(
-    module: nn.Module, state: Mapping[str, Any], sharding: Sharding | None = None, *, strict: bool
-) -> None:
-    """Load a full state dict into the parameters and buffers that this rank owns."""
-    current = module.state_dict()
-    meta = {name for name, value in current.items() if isinstance(value, Tensor) and value.is_meta}
-    loaded = {name: current[name] if name in meta else value for name, value in state.items()}
-    if sharding is not None:
-        loaded |= _map_parameters(module, loaded, sharding.shard)
-    module.load_state_dict(loaded, strict=strict)
-
-
 def gather_optimizer_state(
     optimizer: Optimizer, transport: Transport, sharding: Sharding | None = None
 ) -> dict[str, Any]:
@@ -71,15 +56,6 @@ def gather_optimizer_state(
         entries = {index: value for part in gathered for index, value in part.items()}
         state["state"] = dict(sorted(entries.items()))
     return state
-
-
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], sharding: Sharding | None = None) -> None:
-    """Load those entries of a full state dict that belong to parameters of this rank."""
-    if _is_mock(optimizer):
-        optimizer.load_state_dict(dict(state))
-        return
-    own = _own_entries(optimizer, state, sharding.shard if sharding is not None else None)
-    optimizer.load_state_dict({**state, "state": own})
 
 
 def _sendable(value: Tensor) -> Tensor | dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from lightning_hanayo.strategy.process_groups import ProcessGroups
 from lightning_hanayo.strategy.setup.build_stages import build_stages
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.full_parameters import FullParameters
-from lightning_hanayo.strategy.setup.initial_values import fill_initial_values
+from lightning_hanayo.strategy.setup.initial_values import fill_initial_values, make_room
 from lightning_hanayo.strategy.setup.plan import ModelPlan
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import load_on_all_ranks
@@ -60,6 +60,8 @@ class RankContext:
     """for values of what was built on the meta device; equal on all ranks"""
     random_streams: RandomStreams | None
     """None: random numbers come from torch's own generators, unchanged"""
+    given: Collection[str] = ()
+    """the names of what gets its values from a checkpoint"""
 
     def transport(self, table: Schedule) -> ProcessGroupTransport:
         """A new transport for the table among the ranks of this rank's pipeline. Called by all ranks of the world."""
@@ -104,6 +106,7 @@ def build_pipeline(
     if plan.pretrained:
         load_on_all_ranks(plan.pretrained, model, own_modules, deferred, context.device, cube)
     if deferred is not None:
+        make_room(deferred, model, own_modules, context.given, context.device)
         fill_initial_values(deferred, own_modules, context.device, cube)
 
     streams = context.random_streams

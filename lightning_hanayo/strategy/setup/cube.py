@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.errors import available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
@@ -140,6 +141,13 @@ class Cube:
         if shard is None or tuple(whole.shape) != shard.shape or not shard.axes:
             return whole
         return shard.of(whole, self.mesh, place)
+
+    def region(self, parameter: Tensor) -> Region | None:
+        """Which entries of the whole parameter this rank holds; None: all."""
+        shard = self._shards.get(parameter)
+        if shard is None or not shard.axes:
+            return None
+        return Region.of_entries([dim.entries_at(self.mesh).tolist() for dim in shard.dims])
 
     @property
     def _groups(self) -> CubeGroups:

@@ -5,7 +5,8 @@ a cube    module 0      1      2      3  |  4      5 ...        its ranks build 
           rank   0      1      2      3  |  0      1            every rank its shards; then the whole ones are freed
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,17 @@ def fill_initial_values(
     count = cube.mesh.num_ranks
     for first in range(0, len(unbuilt), count):
         _build_and_distribute(deferred, unbuilt[first : first + count], device, cube)
+
+
+def make_room(
+    deferred: DeferredInit, model: nn.Module, modules: Iterable[nn.Module], names: Collection[str], device: torch.device
+) -> None:
+    """Give memory to what is on meta in `modules`, this rank's, and has one of the names: its values are read later."""
+    own = {tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())}
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if name in names and tensor in own and tensor.is_meta:
+            deferred.assign_one(tensor, torch.empty_like(tensor, device=device))
 
 
 def _build_and_distribute(

@@ -123,6 +123,11 @@ def _check(optimizer: Optimizer, scope: Scope | None, *, in_cube: bool) -> None:
         )
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is known to treat each element of a parameter alone, so that states have its shape."""
+    return _scope(optimizer) == "element"
+
+
 def _scope(optimizer: Optimizer) -> Scope | None:
     """What an element's update depends on: as the optimizer declares it, or as it is known; None: unknown."""
     if getattr(optimizer, "is_elementwise", False):

@@ -6,14 +6,12 @@ load     each rank reads and converts its own; then all ranks hear of an error t
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
@@ -21,10 +19,8 @@ from lightning_hanayo.checkpoint.pretrained.names import Merge, joined, listed, 
 from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 from lightning_hanayo.partition.deferred_init import DeferredInit
-from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
+from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks
 from lightning_hanayo.strategy.setup.cube import Cube
-
-_T = TypeVar("_T")
 
 _WAS_READ = "_hanayo_was_read"
 _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
@@ -82,7 +78,7 @@ def check_same_folders(folders: Iterable[Path]) -> None:
         HanayoError: on all ranks, if one sees other tensors, or can't read a folder.
     """
     for folder in folders:
-        signatures = _on_all_ranks(partial(_signature, folder))
+        signatures = on_all_ranks(partial(_signature, folder))
         for rank, signature in enumerate(signatures):
             if signature != signatures[0]:
                 raise HanayoError(
@@ -140,7 +136,7 @@ def load_on_all_ranks(
     Raises:
         HanayoError: on all ranks, if one couldn't read its part.
     """
-    readings = _on_all_ranks(lambda: load_pretrained(plans, model, modules, deferred, device, cube))
+    readings = on_all_ranks(lambda: load_pretrained(plans, model, modules, deferred, device, cube))
     object.__setattr__(model, _WAS_READ, True)
     _warn(plans, readings)
     rank_zero_info(_report(plans, readings))
@@ -208,24 +204,6 @@ def _check_equal(name: str, source: str | Merge, tensor: Tensor, value: Tensor) 
 
 def _signature(folder: Path) -> str:
     return SafetensorsFolder(folder).signature
-
-
-def _on_all_ranks(function: Callable[[], _T]) -> list[_T]:
-    """What the function returns on each rank, in rank order. If one raises a HanayoError, all do."""
-    own: list[_T] = []
-    failure: HanayoError | None = None
-    try:
-        own = [function()]
-    except HanayoError as error:
-        failure = error
-    world, outcome = dist.group.WORLD, (own, str(failure or ""))
-    outcomes = [outcome] if world is None else all_gather_objects(world, outcome)
-    if failure is not None:
-        raise failure
-    for rank, (_, message) in enumerate(outcomes):
-        if message:
-            raise HanayoError(f"rank {rank}: {message}")
-    return [one for found, _ in outcomes for one in found]
 
 
 def _own_sources(

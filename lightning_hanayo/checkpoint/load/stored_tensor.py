@@ -1,0 +1,96 @@
+"""A tensor whose values are in a checkpoint, as user code sees it: they are read when something computes with them.
+
+    v = checkpoint["state_dict"]["head.weight"]         nothing is read
+    v.shape, v.dtype, v.detach(), copy.deepcopy(v)      nothing is read
+    v.norm(), v[:10], parameter.copy_(v)                the whole tensor is read, and freed afterwards
+    v.mul_(2)                                           the whole tensor is read, and kept: it has other values now
+
+So a hook may filter, rename and copy the entries of a state dict on every rank, and each rank reads only its own part.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.partial_values import METADATA, in_place_target, name_of
+
+Read = Callable[[Region | None], Tensor]
+"""reads a region of a tensor, all of it if None, into memory of its own"""
+
+_IN_HOST_MEMORY = {"device": torch.device("cpu"), "is_cpu": True, "is_meta": False, "is_pinned": False}
+_ALIASES = frozenset(("detach", "data", "cpu", "contiguous"))
+"""what returns the same values in the same memory, of a tensor that lies in host memory in its own order"""
+
+
+class StoredTensor(Tensor):
+    """Has the shape and the dtype of a stored tensor; `read` gets its values."""
+
+    _read: Read
+    _changed: Tensor | None = None
+    """the values, once user code has changed them"""
+
+    @staticmethod
+    def of(shape: Sequence[int], dtype: torch.dtype, read: Read) -> "StoredTensor":
+        """A tensor of this shape, which `read` reads."""
+        made: StoredTensor = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(StoredTensor)
+        made._read = read
+        return made
+
+    def read(self, region: Region | None = None) -> Tensor:
+        """Return a region of the values, all of them if None, in memory of its own."""
+        if self._changed is None:
+            return self._read(region)
+        return self._changed.clone() if region is None else _taken(self._changed, region)
+
+    def part(self, region: Region) -> "StoredTensor":
+        """A region of it, which isn't read yet."""
+        return StoredTensor.of(region.shape, self.dtype, lambda inner: _taken(self.read(region), inner))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer what needs no values; read all values for anything else."""
+        name, kwargs = name_of(func), kwargs or {}
+        if name in _IN_HOST_MEMORY:
+            return _IN_HOST_MEMORY[name]
+        if name in _ALIASES:
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in METADATA:
+                return func(*args, **kwargs)
+            target = in_place_target(name, args, kwargs)
+            if isinstance(target, StoredTensor):
+                target._changed = target.read()
+            args, kwargs = tree_map(_with_values, (args, kwargs))
+            result = func(*args, **kwargs)
+        return target if isinstance(target, StoredTensor) else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StoredTensor":
+        """A copy isn't read either."""
+        memo[id(self)] = copied = StoredTensor.of(self.shape, self.dtype, self._read)
+        copied._changed = None if self._changed is None else self._changed.clone()
+        return copied
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Say what it is, without reading it."""
+        return f"<{tuple(self.shape)} in {self.dtype}, not read from its checkpoint yet>"
+
+
+def _with_values(leaf: Any) -> Any:
+    if not isinstance(leaf, StoredTensor):
+        return leaf
+    return leaf.read() if leaf._changed is None else leaf._changed
+
+
+def _taken(whole: Tensor, region: Region | None) -> Tensor:
+    """A region of a tensor, in memory of its own."""
+    part = whole
+    for dim, runs in enumerate(region.runs if region is not None else ()):
+        pieces = [part.narrow(dim, start, stop - start) for start, stop in runs or ((0, 0),)]
+        part = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return part.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: what is saved, loaded and resumed."""

@@ -1,0 +1,105 @@
+"""Keeps what a checkpoint has for a model until the model is cut; then each rank reads its part.
+
+Lightning         resume_start   on_load_checkpoint   load_model_state_dict   strategy.setup
+this package      headers read   may change entries   entries are kept        checked, cut, each rank reads its part
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_hanayo.checkpoint.load import module_state
+from lightning_hanayo.checkpoint.load.model_check import Source, check_fit, compare, names_translated_in
+from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.setup.cube import Cube
+
+_MAX_NAMES = 5
+
+
+class KeptValues:
+    """A state dict for a module, whole or cut.
+
+    Args:
+        module: its LightningModule.
+        state: what a checkpoint has for it. It may be changed afterwards: this keeps the entries of now.
+        source: where it comes from.
+        options: those of the strategy.
+        strict: whether all names must be the same.
+    """
+
+    def __init__(
+        self, module: nn.Module, state: Mapping[str, Any], source: Source, options: Options, *, strict: bool
+    ) -> None:
+        self._state = dict(state)
+        self._source = source
+        self._options = options
+        self._strict = strict
+        self._versions = _versions(module)
+        self._is_scanned = False
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all entries."""
+        return self._state.keys()
+
+    def drop_replaced(self, module: nn.Module) -> None:
+        """Called before the module changes: leave out what user code has given other values since.
+
+        A callback, such as one that averages weights, loads others in its `on_load_checkpoint`.
+        """
+        for name, version in _versions(module).items():
+            if version != self._versions.get(name, version):
+                self._state[name] = dict(module.state_dict(keep_vars=True)).get(name)
+
+    def check(self, module: nn.Module, cube: Cube | None) -> None:
+        """Compare names, shapes and dtypes. Called by all ranks, before a value changes.
+
+        Raises:
+            CheckpointError: on all ranks, what doesn't fit.
+        """
+        has_masters = self._options.master_weights is not None
+        expected = module_state.entries(module, cube, has_masters=has_masters)
+        differences = compare(expected, self._state, names_translated_in(module))
+        accepted = check_fit(
+            differences, self._source, type(module).__name__, strict=self._strict, accept=self._options.load_anyway
+        )
+        for line in accepted:
+            rank_zero_warn(line)
+
+    def put_in(self, module: nn.Module, cube: Cube | None) -> None:
+        """Read this rank's part of the values into the module. Called by all ranks of the world.
+
+        Raises:
+            CheckpointError: on all ranks, if one can't read its part, or would get weights that are no numbers.
+        """
+        values = module_state.own_values(module, self._state, cube)
+        if not self._is_scanned:
+            found = on_all_ranks(lambda: module_state.not_finite(module, values))
+            self._check_finite(sorted({name for names in found for name in names}))
+            self._is_scanned = True
+        with_common_errors(lambda: module_state.load(module, values, self._source, strict=self._strict))
+
+    def _check_finite(self, names: list[str]) -> None:
+        if not names:
+            return
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        message = f"{self._source} has NaN or infinite values in {', '.join(names[:_MAX_NAMES])}{more}"
+        if "nan" not in self._options.load_anyway:
+            raise CheckpointError(
+                f"{message}: the training had failed before it was saved. Load an earlier checkpoint, or accept them: "
+                f"HanayoStrategy(load_anyway=('nan',)). No value was changed."
+            )
+        rank_zero_warn(f"{message}: accepted")
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensor each name of the module stands for, and how often it was written."""
+    tensors: dict[str, Tensor] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    return {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}

@@ -20,6 +20,7 @@ from lightning_hanayo.runtime.comm.object_collectives import (
     all_gather_objects,
     broadcast_object,
     from_bytes,
+    gather_objects,
     to_bytes,
 )
 from tests.harness.pool import Pool
@@ -87,16 +88,18 @@ def test_parameters_sparse_tensors_and_tensors_without_values_are_pickled_by_the
     assert torch.equal(got[1].to_dense(), torch.eye(2)) and got[2].is_meta
 
 
-def exchanged() -> tuple[list[Any], Any]:
+def exchanged() -> tuple[list[Any], Any, list[Any]]:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
     gathered = all_gather_objects(world, {"rank": rank, "value": torch.tensor(float(rank))})
-    return gathered, broadcast_object(("from", rank), source=1)
+    return gathered, broadcast_object(("from", rank), source=1), gather_objects(world, ["to rank 0"] * rank)
 
 
 def test_all_ranks_get_all_values(pool: Pool) -> None:
-    for gathered, broadcast in pool.run(2, exchanged):
+    results = pool.run(2, exchanged)
+    assert [collected for _, _, collected in results] == [[[], ["to rank 0"]], []]
+    for gathered, broadcast, _ in results:
         assert [one["rank"] for one in gathered] == [0, 1] and [float(one["value"]) for one in gathered] == [0.0, 1.0]
         assert broadcast == ("from", 1)
 
@@ -132,5 +135,5 @@ def test_no_other_file_calls_torchs_object_collectives() -> None:
     package = Path(lightning_hanayo.__file__).parent
     calls = {path.name: set(object_collectives_of_torch(path)) for path in package.rglob("*.py")}
     assert {name: found for name, found in calls.items() if found} == {
-        "object_collectives.py": {"all_gather_object", "broadcast_object_list"}
+        "object_collectives.py": {"all_gather_object", "broadcast_object_list", "gather_object"}
     }

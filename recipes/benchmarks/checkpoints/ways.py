@@ -1,0 +1,211 @@
+"""Saves and loads a rank's tensors in each of the ways that are compared. All ranks call each function."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from typing_extensions import override
+
+from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.load.verify import verify_on_all_ranks
+from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
+from lightning_hanayo.checkpoint.save.peers import GroupPeers
+from lightning_hanayo.checkpoint.save.saver import Saver
+
+Tensors = Mapping[str, Tensor]
+
+
+class Way(ABC):
+    """A way to save and load."""
+
+    loads: tuple[str, ...] = ("",)
+    """kinds of loading"""
+
+    @abstractmethod
+    def save(self, path: Path, tensors: Tensors) -> None:
+        """Save; return when the tensors may be changed."""
+
+    @abstractmethod
+    def is_whole(self, path: Path) -> bool:
+        """Whether the save is complete."""
+
+    @abstractmethod
+    def load(self, path: Path, tensors: Tensors, kind: str) -> None:
+        """Replace the tensors' values by the saved ones."""
+
+    def poll(self) -> None:  # noqa: B027 - only background saves have something to do
+        """Begin a step."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait for the save in the background."""
+
+
+class Ours(Way):
+    """The package's own format."""
+
+    loads = ("verified", "sizes only")
+
+    def __init__(self, group: dist.ProcessGroup, background: dist.ProcessGroup | None = None) -> None:
+        self._peers = GroupPeers(group)
+        self._saver = Saver(self._peers, None if background is None else GroupPeers(background))
+
+    @override
+    def save(self, path: Path, tensors: Tensors) -> None:
+        parts = [
+            TensorPart(name, tensor, tuple(tensor.shape), Region.whole(tensor.shape), _kind(name))
+            for name, tensor in tensors.items()
+        ]
+        about = {"step": 1, "epoch": 0, "layout": {"pipe": self._peers.num_ranks}}
+        self._saver.save(str(path), RankPart(parts, {}, about))
+
+    @override
+    def is_whole(self, path: Path) -> bool:
+        return (path / "manifest.json").exists()
+
+    @override
+    def load(self, path: Path, tensors: Tensors, kind: str) -> None:
+        folder = CheckpointFolder(str(path))
+        if kind == "verified":
+            verify_on_all_ranks(folder, self._peers.rank, self._peers.num_ranks, self._peers.all_gather)
+        for name, tensor in tensors.items():
+            tensor.copy_(folder.read(name))
+
+    @override
+    def poll(self) -> None:
+        self._saver.poll()
+
+    @override
+    def finish(self) -> None:
+        self._saver.finish()
+
+
+class Torchs(Way):
+    """torch.distributed.checkpoint, with its defaults."""
+
+    def __init__(self, group: dist.ProcessGroup, *, in_background: bool) -> None:
+        self._group, self._in_background = group, in_background
+        self._saving: Future[Any] | None = None
+
+    @override
+    def save(self, path: Path, tensors: Tensors) -> None:
+        if self._in_background:
+            saving = async_save(dict(tensors), checkpoint_id=path, process_group=self._group)
+            self._saving = cast("Future[Any]", saving)
+        else:
+            save(dict(tensors), checkpoint_id=path, process_group=self._group)
+
+    @override
+    def is_whole(self, path: Path) -> bool:
+        return (path / ".metadata").exists()
+
+    @override
+    def load(self, path: Path, tensors: Tensors, kind: str) -> None:
+        load(dict(tensors), checkpoint_id=path, process_group=self._group)
+
+    @override
+    def finish(self) -> None:
+        if self._saving is not None:
+            self._saving.result()
+
+
+class OneFile(Way):
+    """All tensors go to rank 0, which writes them with `torch.save`; each rank maps the file to read its own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @override
+    def save(self, path: Path, tensors: Tensors) -> None:
+        whole = self._gather(tensors)
+        if self._group.rank() == 0:
+            path.mkdir(parents=True)
+            with (path / "part").open("wb") as file:
+                torch.save(whole, file)
+                file.flush()
+                os.fsync(file.fileno())
+            (path / "part").rename(path / "whole")
+        dist.barrier(self._group)
+
+    @override
+    def is_whole(self, path: Path) -> bool:
+        return (path / "whole").exists()
+
+    @override
+    def load(self, path: Path, tensors: Tensors, kind: str) -> None:
+        whole = torch.load(path / "whole", mmap=True, weights_only=True)
+        for name, tensor in tensors.items():
+            tensor.copy_(whole[name])
+
+    def _gather(self, tensors: Tensors) -> dict[str, Tensor]:
+        if self._group.rank() > 0:
+            dist.gather_object({name: tensor.shape for name, tensor in tensors.items()}, group=self._group, dst=0)
+            for tensor in tensors.values():
+                dist.send(tensor, 0, self._group)
+            return {}
+        shapes: list[Any] = [None] * self._group.size()
+        dist.gather_object({}, shapes, group=self._group, dst=0)
+        whole = dict(tensors)
+        for rank, names in enumerate(shapes):
+            for name, shape in names.items():
+                whole[name] = torch.empty(shape)
+                dist.recv(whole[name], rank, self._group)
+        return whole
+
+
+class BytesAlone(Way):
+    """Each rank writes its tensors' bytes to a file and reads them again: no way can be faster on this disk."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @override
+    def save(self, path: Path, tensors: Tensors) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        with self._file(path).open("wb", buffering=0) as file:
+            for tensor in tensors.values():
+                file.write(_bytes(tensor))
+            os.fsync(file.fileno())
+        dist.barrier(self._group)
+
+    @override
+    def is_whole(self, path: Path) -> bool:
+        return True
+
+    @override
+    def load(self, path: Path, tensors: Tensors, kind: str) -> None:
+        with self._file(path).open("rb", buffering=0) as file:
+            for tensor in tensors.values():
+                file.readinto(_bytes(tensor))
+
+    def _file(self, path: Path) -> Path:
+        return path / f"{self._group.rank()}"
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).numpy().data.cast("B")
+
+
+def _kind(name: str) -> Any:
+    return name.split("/")[0]
+
+
+def all_ways() -> dict[str, Way]:
+    """The ways by their names, each with a group of its own: a save in the background must not meet other messages."""
+    group = dist.new_group
+    return {
+        "ours": Ours(group()),
+        "ours, async": Ours(group(), group()),
+        "torch": Torchs(group(), in_background=False),
+        "torch, async": Torchs(group(), in_background=True),
+        "one file": OneFile(group()),
+        "bytes alone": BytesAlone(group()),
+    }

@@ -43,6 +43,7 @@ from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_
 from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
+from lightning_hanayo.strategy.whole_model.saves_on_exception import SavesOnException
 
 
 class HanayoStrategy(MeshParallelStrategy):
@@ -161,6 +162,7 @@ class HanayoStrategy(MeshParallelStrategy):
         arguments = locals() | {"costs": costs_from(costs)}
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._session: Session | None = None
+        self._saves_on_exception: SavesOnException | None = None
         self._accumulates = False
         self._kept: KeptValues | None = None
 
@@ -168,7 +170,7 @@ class HanayoStrategy(MeshParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_groups": None, "_session": None}
+        return state | {"_groups": None, "_session": None, "_saves_on_exception": None}
 
     @property
     def session(self) -> Session:
@@ -212,6 +214,10 @@ class HanayoStrategy(MeshParallelStrategy):
         self._session = Session(
             self.options, self.topology, self.groups, rank=self.global_rank, device=self.root_device
         )
+        self._saves_on_exception = SavesOnException(
+            self.module.trainer, self._session.failures, self.world_size, self._end_run
+        )
+        self._saves_on_exception.adapt_callbacks(self._session.attributes)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -386,6 +392,8 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module, session = self.module, self._session
+        if self._saves_on_exception is not None:
+            self._saves_on_exception.check()
         with self._unguarded(), self._master_values():
             self._prepared_module.check(module)
             if session is None or not session.has_pipeline or self.data_rank > 0:  # one pipeline writes the checkpoint
@@ -445,6 +453,11 @@ class HanayoStrategy(MeshParallelStrategy):
             self._abandon()
             if is_consequence:  # an error that is raised here leaves Lightning's handler, which would tear down
                 self.tear_down_trainer()
+
+    def _end_run(self, exception: BaseException) -> None:
+        """Do what Lightning's handler does, before another error leaves it."""
+        self.on_exception(exception)
+        self.tear_down_trainer()
 
     def _abandon(self) -> None:
         """Leave the run after a failure. A script that catches the error may start the next one."""

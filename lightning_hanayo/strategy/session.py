@@ -242,13 +242,21 @@ class Session:
             hook, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=self._groups.replica
         )
 
-    def gather_model(self, module: "pl.LightningModule") -> "pl.LightningModule | None":
-        """See `HanayoStrategy.gather_model`."""
+    def check_all_ranks(self, function: str) -> None:
+        """Check that the user code that runs now, and calls the function, runs on all ranks.
+
+        Raises:
+            UnsupportedError: it runs on pipeline rank 0 alone.
+        """
         if self.guard.scope in ("step", "alone"):
             raise UnsupportedError(
-                f"gather_model was called in {self.guard.hook_name or 'a step'}, which runs on pipeline rank 0 alone. "
+                f"{function} was called in {self.guard.hook_name or 'a step'}, which runs on pipeline rank 0 alone. "
                 f"Call it in a hook that runs on all ranks, such as on_train_epoch_end, or after fit."
             )
+
+    def gather_model(self, module: "pl.LightningModule") -> "pl.LightningModule | None":
+        """See `HanayoStrategy.gather_model`."""
+        self.check_all_ranks("gather_model")
         if self._data_rank > 0:  # the first pipeline sends to rank 0
             return None
         with self.guard.off():

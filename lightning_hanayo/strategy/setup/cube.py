@@ -113,6 +113,15 @@ class Cube:
         """How many ranks of the cube hold the same shard of it."""
         return self._shards[parameter].replicas(self.mesh)
 
+    def replica(self, parameter: Tensor) -> int:
+        """This rank's number among those that hold the same shard of it."""
+        axes = self._shards[parameter].axes
+        return self.mesh.index("".join(axis for axis in "xyz" if axis not in axes))
+
+    def region(self, parameter: Tensor) -> Region:
+        """Which entries of the whole parameter this rank holds."""
+        return Region.of_entries(dim.entries_at(self.mesh).tolist() for dim in self._shards[parameter].dims)
+
     @property
     def whole_shapes(self) -> dict[Tensor, tuple[int, ...]]:
         """The shapes of the parameters of which this rank holds a part."""

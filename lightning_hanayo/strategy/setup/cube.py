@@ -151,13 +151,6 @@ class Cube:
             return whole
         return shard.of(whole, self.mesh, place)
 
-    def region(self, parameter: Tensor) -> Region | None:
-        """Which entries of the whole parameter this rank holds; None: all."""
-        shard = self._shards.get(parameter)
-        if shard is None or not shard.axes:
-            return None
-        return Region.of_entries([dim.entries_at(self.mesh).tolist() for dim in shard.dims])
-
     @property
     def _groups(self) -> CubeGroups:
         return available(self._open_groups, "process groups exist until a run has failed")

@@ -1,5 +1,6 @@
 """Writes small checkpoint folders for tests, with each tensor cut as a test asks for."""
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from lightning_hanayo.checkpoint.format.manifest import MANIFEST, Manifest
+from lightning_hanayo.checkpoint.format.manifest import FORMAT, MANIFEST, VERSION, Manifest
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.checkpoint.format.stored import StoredFile, StoredPart, StoredTensor
@@ -75,3 +76,14 @@ def write_folder(
     with storage.create(MANIFEST) as opened:
         opened.write(manifest.to_bytes())
     return manifest
+
+
+def sealed(document: Any) -> bytes:
+    """A manifest with this content, and with the right hash."""
+    body = document if isinstance(document, bytes) else json.dumps(document).encode()
+    first = {"format": FORMAT, "version": VERSION, "xxh3_128": xxh3_128(body).hexdigest()}
+    return json.dumps(first).encode() + b"\n" + body
+
+
+def document_of(data: bytes) -> Any:
+    return json.loads(data.partition(b"\n")[2])

@@ -1,6 +1,6 @@
 """Writes safetensors files, one tensor after another, hashing what it writes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -104,27 +104,24 @@ def write_tensors(
     file.write(header)
     num_bytes, hashes = len(header), {}
     for key in keys:
-        tensor = tensors[key] if value is None else value(key)
-        assert (tensor.shape, tensor.dtype) == (tensors[key].shape, tensors[key].dtype), f"{key} isn't as announced"
-        data = _bytes_of(tensor)
-        hashes[key] = _write(file, data)
-        num_bytes += len(data)
+        hashes[key], length = _write(file, tensors[key], tensors[key] if value is None else value(key))
+        num_bytes += length
     return WrittenFile(num_bytes, xxh3_128(header).hexdigest(), hashes)
+
+
+def _write(file: Writable | BinaryIO, announced: Tensor, tensor: Tensor) -> tuple[str, int]:
+    """Write a tensor, and return the hash and the number of its bytes. It is freed before the next one is made."""
+    assert (tensor.shape, tensor.dtype) == (announced.shape, announced.dtype), "the header says something else"
+    data = _bytes_of(tensor)
+    hashed = xxh3_128()
+    for start in range(0, len(data), _CHUNK):
+        chunk = data[start : start + _CHUNK]
+        hashed.update(chunk)
+        file.write(chunk)
+    return hashed.hexdigest(), len(data)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's entries one after another, in host memory."""
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return host.view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
-
-
-def _write(file: Writable | BinaryIO, data: memoryview) -> str:
-    hashed = xxh3_128()
-    for chunk in _chunks(data):
-        hashed.update(chunk)
-        file.write(chunk)
-    return hashed.hexdigest()
-
-
-def _chunks(data: memoryview) -> Iterator[memoryview]:
-    return (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))

@@ -166,8 +166,8 @@ class CheckpointFolder:
     def _check(self, file: str, data: bytes) -> None:
         """Compare the hash of a text, or of a header."""
         if xxh3_128(data).hexdigest() != self.manifest.files[file].xxh3_128:
-            what = "" if file.endswith(".json") else " header"
-            raise damaged(self.where(file), f"its{what} isn't what save {self.manifest.save_id} wrote")
+            what = "its text" if file.endswith(".json") else "its header"
+            raise damaged(self.where(file), f"{what} isn't the one that save {self.manifest.save_id} wrote")
 
     def _manifest_bytes(self) -> bytes:
         """The content of the manifest, if this is a checkpoint of a reasonable size."""

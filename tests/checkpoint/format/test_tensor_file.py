@@ -1,0 +1,96 @@
+"""Files with tensors are written one tensor after another, in safetensors' own format."""
+
+import io
+from typing import Any
+from weakref import ReferenceType, ref
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load
+from torch import Tensor
+from xxhash import xxh3_128
+
+from lightning_hanayo.checkpoint.format.header import header_length, read_header
+from lightning_hanayo.checkpoint.format.tensor_file import write_tensors
+from lightning_hanayo.errors import CheckpointError
+
+MEGABYTE = 2**20
+
+
+def test_the_safetensors_library_reads_it() -> None:
+    file = io.BytesIO()
+    tensors = {
+        "a": torch.arange(6.0).view(2, 3),
+        "b": torch.tensor(True),
+        "c": torch.zeros(2, 0),
+        "d": torch.ones(3).half(),
+    }
+    write_tensors(file, tensors)
+    stored = load(file.getvalue())
+    assert {key: one.tolist() for key, one in stored.items()} == {key: one.tolist() for key, one in tensors.items()}
+    assert {key: one.dtype for key, one in stored.items()} == {key: one.dtype for key, one in tensors.items()}
+
+
+def test_views_are_written_as_what_they_show() -> None:
+    file = io.BytesIO()
+    base = torch.arange(6.0).view(2, 3)
+    wave = torch.tensor([1 + 2j])
+    write_tensors(file, {"t": base.t(), "row": base[1], "conj": wave.conj(), "grad": base.clone().requires_grad_()})
+    stored = load(file.getvalue())
+    assert stored["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert stored["row"].tolist() == [3, 4, 5]
+    assert stored["conj"].tolist() == [1 - 2j]
+    assert stored["grad"].tolist() == base.tolist()
+
+
+def test_it_says_what_it_wrote() -> None:
+    """Sizes and hashes are those of the bytes in the file, and each tensor is aligned."""
+    file = io.BytesIO()
+    written = write_tensors(
+        file, {"odd": torch.ones(3, dtype=torch.uint8), "a": torch.arange(3.0), "b": torch.ones(5).half()}
+    )
+    data = file.getvalue()
+    length = header_length(data[:8], len(data))
+    assert written.num_bytes == len(data)
+    assert written.header_xxh3_128 == xxh3_128(data[:length]).hexdigest()
+    entries = read_header(data[:length], len(data))
+    assert list(entries) == ["a", "b", "odd"]
+    assert [entry.start % width for entry, width in zip(entries.values(), [4, 2, 1], strict=True)] == [0, 0, 0]
+    hashes = {key: xxh3_128(data[entry.start : entry.stop]).hexdigest() for key, entry in entries.items()}
+    assert written.xxh3_128 == hashes
+
+
+class Counted:
+    """A file that counts how much of its writer's memory it sees at once."""
+
+    def __init__(self) -> None:
+        self.written = self.longest = 0
+
+    def write(self, data: memoryview | bytes) -> None:
+        self.written += len(data)
+        self.longest = max(self.longest, len(data))
+
+
+def test_values_are_made_one_at_a_time() -> None:
+    """Tensors on the meta device say what will come; each value is freed before the next one is made."""
+    made: list[ReferenceType[Any]] = []
+
+    def value(key: str) -> Tensor:
+        assert not any(memory() is not None for memory in made)
+        memory = np.full((2, MEGABYTE), float(key), dtype=np.float32)
+        made.append(ref(memory))
+        return torch.from_numpy(memory)
+
+    file = Counted()
+    written = write_tensors(file, {str(i): torch.empty(2, MEGABYTE, device="meta") for i in range(3)}, value=value)
+    assert file.written == written.num_bytes > 3 * 8 * MEGABYTE
+    assert file.longest <= 4 * MEGABYTE
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2).to_sparse(), torch.empty(2, dtype=torch.bits8)])
+def test_what_the_format_doesnt_have_is_refused_before_anything_is_written(tensor: Tensor) -> None:
+    file = Counted()
+    with pytest.raises(CheckpointError, match=r"The tensor b \(torch\.\w+.*\) can't be stored .*save_full=True"):
+        write_tensors(file, {"a": torch.ones(2), "b": tensor})
+    assert file.written == 0

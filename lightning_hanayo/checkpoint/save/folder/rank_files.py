@@ -82,7 +82,9 @@ class RankFiles:
         for part in parts:  # the key is the name, unless this rank has several parts of a tensor
             by_key[part.name if part.name not in by_key else f"{part.name}#{len(by_key)}"] = part
         file, name = self._create(files, f"{kind}-{self._rank:05d}", "safetensors")
-        written = write_tensors(_Counted(file, self._count), {key: part.tensor for key, part in by_key.items()})
+        tensors = {key: part.tensor for key, part in by_key.items()}
+        metadata = {"format": "pt", "file": name}  # so that no two files of any saves have the same header
+        written = write_tensors(_Counted(file, self._count), tensors, metadata=metadata)
         self._files[name] = StoredFile(written.num_bytes, written.header_xxh3_128)
         for key, part in by_key.items():
             stored = StoredPart(name, key, part.region, written.xxh3_128[key])

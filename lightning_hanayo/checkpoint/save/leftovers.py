@@ -36,7 +36,7 @@ def unnamed_files(storage: Storage) -> list[str]:
 
     There are none if the manifest can't be read, because they may be its own.
     """
-    names = storage.names()
+    names = storage.names() if storage.is_folder() else []
     written = [name for name in names if _FILE.fullmatch(name)]
     if MANIFEST not in names:
         return written

@@ -9,6 +9,8 @@ from typing_extensions import override
 
 from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects, gather_objects
 
+ANOTHER_ENDED = "another rank has ended, or doesn't answer"
+
 _T = TypeVar("_T")
 
 

@@ -32,7 +32,7 @@ def problem_of(error: Exception, path: str, needed: int | None = None, free: int
         return f"no space left in {path}{sizes}"
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         return f"{error.filename or path} is a file, and no folder"
-    return f"{error.filename or path} can't be written: {error.strerror or error}"
+    return f"{error.filename or path} can't be written: {error.strerror or f'{type(error).__name__}: {error}'}"
 
 
 def readable(num_bytes: int) -> str:

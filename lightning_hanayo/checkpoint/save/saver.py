@@ -7,7 +7,7 @@ from lightning_hanayo.checkpoint.save.background import Background
 from lightning_hanayo.checkpoint.save.folder.commit import FolderSave
 from lightning_hanayo.checkpoint.save.folder.points import AtPoint, go_on
 from lightning_hanayo.checkpoint.save.part import RankPart
-from lightning_hanayo.checkpoint.save.peers import Peers
+from lightning_hanayo.checkpoint.save.peers import ANOTHER_ENDED, Peers, PeersLost
 from lightning_hanayo.checkpoint.save.removal import remove_checkpoint
 from lightning_hanayo.checkpoint.save.snapshot import HostBuffers, Snapshot
 from lightning_hanayo.errors import CheckpointError
@@ -40,7 +40,7 @@ class Saver:
         self._background = background
         self._at = at
         self._is_abandoned = Event()
-        self._in_flight = False
+        self._in_flight: str | None = None
         self._start_afresh()
 
     def save(self, path: str, part: RankPart) -> None:
@@ -51,7 +51,7 @@ class Saver:
         self._wait()
         snapshot = self._buffers.snapshot(part)
         self._tasks.add(partial(self._write, self._background, path, snapshot))
-        self._in_flight = True
+        self._in_flight = path
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint once the save in flight has been committed; never, if it fails."""
@@ -98,16 +98,22 @@ class Saver:
     def _settle(self) -> None:
         """Compare all ranks' states: go on, forget the save that has ended, or raise the error of the first rank."""
         is_idle, error = self._tasks.is_idle, self._tasks.error  # in this order: once idle, no error comes
-        states = self._peers.all_gather((None if error is None else _text(error), is_idle))
+        own = None if error is None else _text(error)
+        try:
+            states = self._peers.all_gather((own, is_idle))
+        except PeersLost as lost:
+            unknown = f"{self._in_flight} may have been saved, or not: {ANOTHER_ENDED} ({lost})."
+            raise CheckpointError(own or unknown) from lost
         texts = [text for text, _ in states if text is not None]
         if texts:
             self._tasks.end(ABANDON_WITHIN)  # its other ranks' saves end, too: they have agreed on it
             self._start_afresh()
             raise CheckpointError(texts[0]) from error
-        self._in_flight = not all(is_idle for _, is_idle in states)
+        if all(is_idle for _, is_idle in states):
+            self._in_flight = None
 
     def _start_afresh(self) -> None:
-        self._in_flight = False
+        self._in_flight = None
         self._tasks = Background()
         self._buffers = HostBuffers()
 

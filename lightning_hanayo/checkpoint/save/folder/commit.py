@@ -30,7 +30,7 @@ from lightning_hanayo.checkpoint.save.folder.points import AtPoint, Point, go_on
 from lightning_hanayo.checkpoint.save.folder.rank_files import RankFiles, Written
 from lightning_hanayo.checkpoint.save.folder.target import Target, target_for
 from lightning_hanayo.checkpoint.save.part import RankPart
-from lightning_hanayo.checkpoint.save.peers import Peers, PeersLost
+from lightning_hanayo.checkpoint.save.peers import ANOTHER_ENDED, Peers, PeersLost
 from lightning_hanayo.checkpoint.save.problems import no_space, problem_of
 from lightning_hanayo.errors import CheckpointError, available
 
@@ -88,7 +88,7 @@ class FolderSave:
                     self._target.undo()
             if isinstance(error, PeersLost):
                 raise CheckpointError(
-                    f"{self._name} {self._outcome}: another rank has ended, or doesn't answer ({error}). What can be "
+                    f"{self._name} {self._outcome}: {ANOTHER_ENDED} ({error}). What can be "
                     f"read there is whole: it is what was there before, or the new checkpoint."
                 ) from error
             raise

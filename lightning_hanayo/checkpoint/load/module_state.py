@@ -27,8 +27,8 @@ class Sharding(Protocol):
     def whole_shapes(self) -> Mapping[Tensor, tuple[int, ...]]:
         """The shapes of the parameters of which this rank holds a part."""
 
-    def region(self, parameter: Tensor) -> Region | None:
-        """Which entries of a parameter this rank holds; None: all."""
+    def region(self, parameter: Tensor) -> Region:
+        """Which entries of a parameter this rank holds."""
 
     def shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
         """This rank's shard of a tensor that has the shape of the whole `parameter`; any other tensor unchanged."""
@@ -76,10 +76,9 @@ def own_part(value: Tensor, parameter: Tensor, sharding: Sharding | None) -> Ten
         return value
     if not isinstance(value, StoredTensor):
         return sharding.shard(value, parameter)
-    region = sharding.region(parameter)
-    if region is None or tuple(value.shape) != sharding.whole_shapes.get(parameter):
+    if tuple(value.shape) != sharding.whole_shapes.get(parameter):
         return value
-    return value.part(region)
+    return value.part(sharding.region(parameter))
 
 
 def not_finite(module: nn.Module, values: Mapping[str, Any]) -> list[str]:

@@ -26,6 +26,8 @@ _ADDED_LATER = frozenset(
 _MAX_NAMES = 5
 WITHOUT_STATE = "without_state"
 """in an optimizer's state dict: the names of the parameters that had no state when it was saved"""
+CLASS_NAME = "class_name"
+"""in an optimizer's state dict: its class, such as torch.optim.adamw.AdamW"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class OptimizerState:
     Raises:
         CheckpointError: it is another optimizer's, has other groups, or lacks states.
     """
+
+    _other_optimizer = "Configure the optimizer that it was saved with, or train on from its weights alone: init_from"
 
     def __init__(
         self,
@@ -98,13 +102,13 @@ class OptimizerState:
                     values = self._saved.states[name].items()
                     states[index] = {key: _own(value, parameter, sharding) for key, value in values}
                 index += 1
-        rest = {key: value for key, value in self._state.items() if key != WITHOUT_STATE}
+        rest = {key: value for key, value in self._state.items() if key not in (WITHOUT_STATE, CLASS_NAME)}
         self._optimizer.load_state_dict({**rest, "state": states, "param_groups": groups})
 
     def _by_name(self, state: Mapping[str, Any]) -> _Saved:
         saved, states = state["param_groups"], state["state"]
         without_state = frozenset(state.get(WITHOUT_STATE, ()))
-        if any(isinstance(one, str) for group in saved for one in group["params"]):
+        if any(isinstance(one, str) for group in saved for one in (*group["params"], *states)):
             return _Saved(saved, states, {}, without_state)
         sizes, own_sizes = [len(group["params"]) for group in saved], [len(group) for group in self._groups]
         if sizes != own_sizes:
@@ -128,13 +132,15 @@ class OptimizerState:
         return type(self._optimizer).__name__
 
     def _check_options(self) -> None:
+        saved_class = str(self._state.get(CLASS_NAME, "")).rpartition(".")[2]
+        if saved_class not in ("", self._name):
+            self._refuse(f"has the states of {saved_class}, not of this {self._name}", self._other_optimizer)
         options = set().union(*self._saved.groups)
         lacking = sorted(getattr(self._optimizer, "defaults", {}).keys() - options - _ADDED_LATER)
         if lacking and self._saved.groups:
             self._refuse(
                 f"was saved of another optimizer: its groups lack {_listed(lacking)}, which this {self._name} has",
-                "Configure the optimizer of the checkpoint, or load the weights alone: "
-                "`weights_only` checkpoints, or init_from",
+                self._other_optimizer,
             )
 
     def _matching(self, group: Sequence[tuple[str, Tensor]]) -> int | None:

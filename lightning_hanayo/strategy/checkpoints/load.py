@@ -14,8 +14,12 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 
+from lightning_hanayo.checkpoint.format.manifest import MANIFEST
 from lightning_hanayo.checkpoint.load import plain_file
+from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.load.folder_content import folder_content
 from lightning_hanayo.checkpoint.load.model_check import Source
+from lightning_hanayo.checkpoint.load.verify import verify_on_all_ranks
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
 
@@ -64,6 +68,8 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
         CheckpointError: on all ranks, if it is damaged, incomplete, no checkpoint, or would run code.
     """
     _check_seen(path)
+    if _is_folder(path, io):
+        return _read_folder(path, verify)
     if type(io) is not TorchCheckpointIO:
         content = io.load_checkpoint(path, weights_only=weights_only)
     elif _is_local(path) and plain_file.is_zip(path):
@@ -73,6 +79,32 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
     else:
         content = with_common_errors(lambda: _load_whole(path, io, weights_only))
     return with_common_errors(lambda: Checkpoint.of(content, Source(str(path))))
+
+
+def _is_folder(path: str | Path, io: CheckpointIO) -> bool:
+    """Whether it is a folder of this package, or one that is to be refused as such: other CheckpointIOs have others."""
+    system = get_filesystem(path)
+    is_ours = type(io) is TorchCheckpointIO or system.exists(f"{str(path).rstrip('/')}/{MANIFEST}")
+    return bool(system.isdir(str(path))) and is_ours
+
+
+def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
+    folder = with_common_errors(lambda: CheckpointFolder(path))
+    saves = on_all_ranks(lambda: folder.manifest.save_id)
+    if len(set(saves)) > 1:
+        raise CheckpointError(
+            f"Ranks see different checkpoints in {path}: those of the saves {', '.join(sorted(set(saves)))}. Give a "
+            f"path on a file system that all ranks share, or copy the folder to each node again."
+        )
+    if verify:
+        verify_on_all_ranks(folder, *_place(), _gather)
+    content = Checkpoint(with_common_errors(lambda: folder_content(folder)))
+    content.source = Source(str(path), folder.manifest.about.get("module"))
+    return content
+
+
+def _gather(problem: str | None) -> list[Any]:
+    return on_all_ranks(lambda: problem)
 
 
 def _load_whole(path: str | Path, io: CheckpointIO, weights_only: bool | None) -> Any:

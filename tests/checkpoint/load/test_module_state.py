@@ -47,9 +47,9 @@ class Rows:
         for parameter in self.whole_shapes:
             parameter.data = parameter.data[1::2].clone()
 
-    def region(self, parameter: Tensor) -> Region | None:
-        shape = self.whole_shapes.get(parameter)
-        return None if shape is None else Region.of_entries([range(1, shape[0], 2), range(shape[1])])
+    def region(self, parameter: Tensor) -> Region:
+        num_rows, num_columns = self.whole_shapes[parameter]
+        return Region.of_entries([range(1, num_rows, 2), range(num_columns)])
 
     def shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
         return whole[1::2].clone() if tuple(whole.shape) == self.whole_shapes.get(parameter) else whole

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from lightning_hanayo.checkpoint.load.model_check import Source
-from lightning_hanayo.checkpoint.load.optimizer_state import WITHOUT_STATE, OptimizerState
+from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME, WITHOUT_STATE, OptimizerState
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.partition.ownership import replace_with_placeholders
 
@@ -161,6 +161,10 @@ def test_states_of_other_parameters_are_refused_or_left_out() -> None:
 def test_another_optimizer_is_refused() -> None:
     sgd = trained(lambda module: SGD([{"params": g} for g in grouped(module)], lr=0.1, momentum=0.9))
     assert "was saved of another optimizer: its groups lack betas, eps, which this AdamW has" in refusal(sgd)
+
+
+    adam = by_name(trained()) | {CLASS_NAME: "torch.optim.adam.Adam"}  # its groups have the same options
+    assert "has the states of Adam, not of this AdamW" in refusal(adam)
 
 
 def grouped(module: nn.Module) -> list[list[nn.Parameter]]:

@@ -1,0 +1,86 @@
+"""What a checkpoint folder holds, as the dictionary that Lightning knows: its tensors aren't read before they are used.
+
+    {"state_dict": {"net.0.weight": a StoredTensor, ...},
+     "optimizer_states": [{"state": {"net.0.weight": {"exp_avg": a StoredTensor}}, "param_groups": [...]}],
+     "loops": ..., "callbacks": ..., ...}
+
+Optimizer states have the names of parameters in place of numbers.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_hanayo.checkpoint.format.manifest import damaged
+from lightning_hanayo.checkpoint.format.state_document import STATE, OptimizerDocument, StateDocument
+from lightning_hanayo.checkpoint.format.tensor_file import dtype_named
+from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME, WITHOUT_STATE
+from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
+
+
+def folder_content(folder: CheckpointFolder) -> dict[str, Any]:
+    """Read the document of a folder, and no tensor but those of callbacks and other values.
+
+    Raises:
+        CheckpointError: the document and the manifest don't belong together.
+    """
+    document = _state_document(folder)
+    content = {**document.checkpoint, "state_dict": _state_dict(folder, document)}
+    if document.optimizers is not None:
+        states = _optimizer_tensors(folder)
+        content["optimizer_states"] = [
+            _optimizer_state(one, states.get(str(index), {})) for index, one in enumerate(document.optimizers)
+        ]
+    return content
+
+
+def _state_document(folder: CheckpointFolder) -> StateDocument:
+    where = folder.where(folder.manifest.texts.get(STATE, f"{STATE}.json"))
+    try:
+        return StateDocument.decode(folder.text(STATE), lambda number: folder.read(f"{STATE}/{number}"), where)
+    except KeyError as error:
+        raise damaged(where, f"there is no {error}") from None
+
+
+def _state_dict(folder: CheckpointFolder, document: StateDocument) -> "OrderedDict[str, Any]":
+    state: OrderedDict[str, Any] = OrderedDict()
+    for name in document.names:
+        stored = f"model/{document.tied.get(name, name)}"
+        if name in document.values:
+            state[name] = document.values[name]
+        elif stored in folder.manifest.tensors:
+            state[name] = _stored(folder, stored)
+        else:
+            raise damaged(folder.path, f"it has no values of {name}")
+    state._metadata = dict(document.versions)  # type: ignore[attr-defined]
+    return state
+
+
+def _optimizer_tensors(folder: CheckpointFolder) -> dict[str, dict[str, dict[str, StoredTensor]]]:
+    """The tensors of all optimizers: by the optimizer's number, the parameter and the key."""
+    found: dict[str, dict[str, dict[str, StoredTensor]]] = {}
+    for name in folder.manifest.tensors:
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            index, _, place = rest.partition("/")
+            parameter, _, key = place.rpartition("/")
+            found.setdefault(index, {}).setdefault(parameter, {})[key] = _stored(folder, name)
+    return found
+
+
+def _optimizer_state(document: OptimizerDocument, tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    names = [name for group in document.param_groups for name in group["params"]]
+    ordered = dict.fromkeys([*(name for name in names if name in tensors or name in document.values), *tensors])
+    return {
+        **document.rest,
+        "state": {name: {**tensors.get(name, {}), **document.values.get(name, {})} for name in ordered},
+        "param_groups": [dict(group) for group in document.param_groups],
+        WITHOUT_STATE: list(document.without_state),
+        CLASS_NAME: document.class_name,
+    }
+
+
+def _stored(folder: CheckpointFolder, name: str) -> StoredTensor:
+    tensor = folder.manifest.tensors[name]
+    return StoredTensor.of(tensor.shape, dtype_named(tensor.dtype), lambda region: folder.read(name, region))

@@ -162,7 +162,6 @@ def test_another_optimizer_is_refused() -> None:
     sgd = trained(lambda module: SGD([{"params": g} for g in grouped(module)], lr=0.1, momentum=0.9))
     assert "was saved of another optimizer: its groups lack betas, eps, which this AdamW has" in refusal(sgd)
 
-
     adam = by_name(trained()) | {CLASS_NAME: "torch.optim.adam.Adam"}  # its groups have the same options
     assert "has the states of Adam, not of this AdamW" in refusal(adam)
 

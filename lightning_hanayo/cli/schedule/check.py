@@ -6,15 +6,16 @@ The exit code is 0 if the table is valid, and 2 with an error that names the cel
 """
 
 import json
+from argparse import ArgumentParser
 
 from lightning_hanayo.cli.error_messages import fail
-from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs
+from lightning_hanayo.cli.schedule.options import Options, add_costs
 from lightning_hanayo.cli.schedule.summary import backward_mode, sizes_text, summary_dict, summary_line
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.schedule import check_csv
 
 
-def add_options(parser: ScheduleParser) -> None:
+def add_options(parser: ArgumentParser) -> None:
     """Add the file and the costs to simulate it with."""
     parser.add_argument("file", metavar="FILE.csv", help="the table")
     add_costs(parser)

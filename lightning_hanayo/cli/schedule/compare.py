@@ -6,13 +6,14 @@ stage are those of the schedule with the most stages; the stages of the others h
 """
 
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_sizes
+from lightning_hanayo.cli.schedule.options import Options, add_costs, add_sizes
 from lightning_hanayo.cli.schedule.show import check_output, unit_seconds
 from lightning_hanayo.cli.schedule.summary import summary_dict
-from lightning_hanayo.cli.schedule.terminal import print_table
+from lightning_hanayo.cli.tables import print_table
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_ranking, save_trace
 from lightning_hanayo.schedule import schedule_names
@@ -20,7 +21,7 @@ from lightning_hanayo.schedule.comparison import Candidate, Comparison, compare
 from lightning_hanayo.schedule.passes.communication import messages_per_microbatch
 
 
-def add_options(parser: ScheduleParser) -> None:
+def add_options(parser: ArgumentParser) -> None:
     """Add sizes, costs and output files."""
     parser.add_argument("schedules", nargs="*", default=[], metavar="NAME", help="schedules to compare (default: all)")
     add_sizes(parser)

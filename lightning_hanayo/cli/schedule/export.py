@@ -5,14 +5,15 @@ without, only compute actions (compute_only).
 """
 
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 
-from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_schedule
+from lightning_hanayo.cli.schedule.options import Options, add_costs, add_schedule
 from lightning_hanayo.cli.schedule.summary import sizes_text
 from lightning_hanayo.errors import HanayoError
 
 
-def add_options(parser: ScheduleParser) -> None:
+def add_options(parser: ArgumentParser) -> None:
     """Add the schedule, the costs to build it for, and the file."""
     add_schedule(parser)
     parser.add_argument("file", metavar="OUT.csv", help="the file to write")

@@ -1,13 +1,12 @@
 """Defines the options that the subcommands share, and builds the schedule, costs and timeline that they ask for."""
 
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.cli.error_messages import OneLineErrors
 from lightning_hanayo.cli.schedule.argument_types import cost, integer, integer_or_auto, non_negative, positive
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.planner.profile import Profile
@@ -30,15 +29,7 @@ _COSTS = {
 }
 
 
-class ScheduleParser(OneLineErrors, ArgumentParser):
-    """Parses a subcommand's options, without abbreviations. It is argparse's own parser, which imports quickly."""
-
-    def __init__(self, prog: str, description: str | None) -> None:
-        layout = RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=layout)
-
-
-def add_schedule(parser: ScheduleParser) -> None:
+def add_schedule(parser: ArgumentParser) -> None:
     """Add a schedule: by name and sizes, or from a file."""
     names = ", ".join(schedule_names())
     parser.add_argument("schedule", metavar="NAME|FILE.csv", help=f"{names}, auto (the best); or a table of actions")
@@ -47,7 +38,7 @@ def add_schedule(parser: ScheduleParser) -> None:
     parser.add_argument("-V", "--stages-per-rank", type=integer, metavar="V", help=meaning)
 
 
-def add_sizes(parser: ScheduleParser, waves: Callable[[str], int | str] = integer, choice: str = "") -> None:
+def add_sizes(parser: ArgumentParser, waves: Callable[[str], int | str] = integer, choice: str = "") -> None:
     """Add the numbers of ranks, micro-batches and waves."""
     parser.add_argument("-P", "--ranks", type=integer, metavar="P", help=f"pipeline ranks (default {DEFAULT_RANKS})")
     parser.add_argument("-B", "--microbatches", type=integer, metavar="B", help="micro-batches per step (default P)")
@@ -55,7 +46,7 @@ def add_sizes(parser: ScheduleParser, waves: Callable[[str], int | str] = intege
     parser.add_argument("-W", "--waves", type=waves, metavar="W", help=meaning)
 
 
-def add_costs(parser: ScheduleParser) -> None:
+def add_costs(parser: ArgumentParser) -> None:
     """Add the costs, the activation budget, and the simulation's length."""
     meaning = "costs (in ms) and sizes that a training run has measured; other options override them"
     parser.add_argument("--costs", dest="profile", metavar="PROFILE.json", help=meaning)

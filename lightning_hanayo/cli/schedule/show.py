@@ -5,10 +5,11 @@ image), .html (an interactive page in one file), .json (a trace for ui.perfetto.
 """
 
 import json
+from argparse import ArgumentParser
 from pathlib import Path
 
 from lightning_hanayo.cli.schedule.argument_types import integer
-from lightning_hanayo.cli.schedule.options import Options, ScheduleParser, add_costs, add_schedule
+from lightning_hanayo.cli.schedule.options import Options, add_costs, add_schedule
 from lightning_hanayo.cli.schedule.summary import summary_dict, summary_line, title
 from lightning_hanayo.cli.schedule.terminal import print_timeline
 from lightning_hanayo.errors import HanayoError, nearest
@@ -17,7 +18,7 @@ from lightning_hanayo.plotting.image import FORMATS
 from lightning_hanayo.schedule import Schedule, Timeline
 
 
-def add_options(parser: ScheduleParser) -> None:
+def add_options(parser: ArgumentParser) -> None:
     """Add the schedule, its costs, and how to draw it."""
     add_schedule(parser)
     add_costs(parser)

@@ -1,15 +1,11 @@
-"""Prints timelines and tables: in colours in a terminal, as plain text in a pipe."""
+"""Prints timelines: in colours in a terminal, as plain text in a pipe."""
 
 import shutil
 import sys
-from collections.abc import Sequence
 
 from lightning_hanayo.plotting.palette import action_colour, legend_entries, text_colour, wave_legs
 from lightning_hanayo.schedule import Timeline, timeline_text
 from lightning_hanayo.schedule.text.timeline_text import timeline_lines
-
-PIPE_COLUMNS = 120
-"""characters per line of a table in a pipe"""
 
 
 def print_timeline(timeline: Timeline, columns: int | None) -> None:
@@ -32,17 +28,3 @@ def print_timeline(timeline: Timeline, columns: int | None) -> None:
         legend.append("  ", style=f"on {colour}")
         legend.append(f" {label}   ")
     console.print(legend)
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], is_dim: Sequence[bool]) -> None:
-    """Print a table. The first column is left-aligned, the others right-aligned."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
-    for row, dim in zip(rows, is_dim, strict=True):
-        table.add_row(*row, style="dim" if dim else None)
-    Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)

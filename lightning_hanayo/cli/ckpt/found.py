@@ -1,0 +1,149 @@
+"""Finds checkpoints and tells what they are, without reading their values and without torch.
+
+checkpoints/last.ckpt                    a folder with manifest.json
+checkpoints/best.ckpt                    one plain file of Lightning: a zip with archive/data.pkl, which isn't unpickled
+checkpoints/last.ckpt.tmp-5f2c9a1b/      a leftover of a save that was interrupted
+"""
+
+import os
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from lightning_hanayo.checkpoint.format.manifest import MANIFEST
+from lightning_hanayo.checkpoint.format.storage import Storage
+from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.save.leftovers import is_of_a_save, unnamed_files
+from lightning_hanayo.errors import CheckpointError, HanayoError
+
+Kind = Literal["folder", "file", "incomplete", "leftover"]
+_LEFTOVER = re.compile(r".+\.(tmp|old)-[0-9a-f]{8}")
+_MAX_OPCODES = 1000
+"""of a file's pickle, that are looked at: step and epoch are at its beginning"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, or what is left of one."""
+
+    path: str
+    kind: Kind
+    num_bytes: int
+    step: int | None = None
+    epoch: int | None = None
+    layout: str = ""
+    """such as "pipe=2 data=2 waves=1"; "" for a file, which has none"""
+    problem: str = ""
+    """why it isn't whole, as far as names and sizes tell; "" if it is"""
+
+
+def existing(path: str) -> str:
+    """Returns the path, where something is.
+
+    Raises:
+        HanayoError: there is nothing.
+    """
+    storage = Storage.of(path)
+    if not storage.is_folder() and not storage.is_file():
+        raise HanayoError(f"there is no {path}")
+    return path
+
+
+def look_at(path: str) -> Found | None:
+    """Returns what is at a path; None if that isn't a checkpoint. Only names, sizes and the manifest are read."""
+    storage = Storage.of(path)
+    name = os.path.basename(path.rstrip("/"))
+    if storage.is_folder():
+        return _folder(path, storage, is_leftover=bool(_LEFTOVER.fullmatch(name)))
+    if not storage.is_file() or not storage.is_local:
+        return None
+    num_bytes = os.path.getsize(storage.path)
+    if _LEFTOVER.fullmatch(name):
+        return Found(path, "leftover", num_bytes, problem=_INTERRUPTED)
+    return _file(path, storage.path, num_bytes)
+
+
+def look_into(path: str) -> list[Found]:
+    """Returns the checkpoints in a folder and in the folders below it; the one at the path, if it is one itself.
+
+    Raises:
+        HanayoError: there is no such path.
+    """
+    itself = look_at(existing(path))
+    return [itself] if itself is not None else list(_below(path))
+
+
+def _below(path: str) -> Iterator[Found]:
+    storage = Storage.of(path)
+    for name in storage.names() if storage.is_folder() else ():
+        inner = f"{path.rstrip('/')}/{name}"
+        found = look_at(inner)
+        if found is not None:
+            yield found
+        elif not (storage.is_local and os.path.islink(inner)):
+            yield from _below(inner)
+
+
+_INTERRUPTED = "a save that was interrupted has left it; the next save to the same path removes it"
+
+
+def _folder(path: str, storage: Storage, *, is_leftover: bool) -> Found | None:
+    names = storage.names()
+    num_bytes = sum(storage.sizes(names).values())
+    if is_leftover:
+        return Found(path, "leftover", num_bytes, problem=_INTERRUPTED)
+    if MANIFEST not in names and not any(map(is_of_a_save, names)):
+        return None
+    try:
+        manifest = CheckpointFolder(path).manifest
+    except CheckpointError as error:
+        return Found(path, "incomplete", num_bytes, problem=str(error))
+    layout = layout_text(manifest.layout)
+    unnamed = unnamed_files(storage)
+    problem = f"whole; with {len(unnamed)} files of an interrupted save" if unnamed else ""
+    return Found(path, "folder", num_bytes, manifest.step, manifest.epoch, layout, problem)
+
+
+def layout_text(layout: object) -> str:
+    """The sizes of a layout that say something.
+
+    Example:
+        >>> layout_text({"data": 1, "pipe": 2, "waves": 1, "schedule": "hanayo"})
+        'pipe=2 waves=1 schedule=hanayo'
+    """
+    items = layout.items() if isinstance(layout, dict) else ()
+    return " ".join(f"{key}={value}" for key, value in items if value != 1 or key == "waves")
+
+
+def _file(path: str, local: str, num_bytes: int) -> Found | None:
+    if not zipfile.is_zipfile(local):
+        is_checkpoint = path.endswith(".ckpt")  # truncated, or in the format of before torch 1.6
+        problem = "it has no directory: it is truncated, or older than torch 1.6"
+        return Found(path, "incomplete", num_bytes, problem=problem) if is_checkpoint else None
+    try:
+        with zipfile.ZipFile(local) as archive:
+            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            numbers = _numbers(archive, pickles[0]) if pickles else None
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        return Found(path, "incomplete", num_bytes, problem=str(error))
+    if numbers is None:
+        return None
+    return Found(path, "file", num_bytes, numbers.get("global_step"), numbers.get("epoch"))
+
+
+def _numbers(archive: zipfile.ZipFile, name: str) -> dict[str, int]:
+    """The numbers after the first texts of a pickle, of which nothing is run."""
+    numbers: dict[str, int] = {}
+    key = None
+    with archive.open(name) as file:
+        for opcode, argument, _ in islice(pickletools.genops(file), _MAX_OPCODES):
+            if "UNICODE" in opcode.name:
+                key = argument
+            elif type(argument) is int and "PUT" not in opcode.name and key is not None:
+                numbers.setdefault(key, argument)
+                key = None
+    return numbers

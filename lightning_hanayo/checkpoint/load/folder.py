@@ -6,7 +6,7 @@ Opening, verifying and reading documents needs no torch.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 TEMPORARY = ".tmp-"
 """stands between the name of a checkpoint and the id of the save that is writing it"""
+
+_Range = tuple[int, int, str]
+"""where a part begins and ends in its file, in bytes, and its key"""
 
 
 class PartOf(NamedTuple):
@@ -124,9 +127,12 @@ class CheckpointFolder:
         if file.endswith(".json"):
             self.text(next(stem for stem, one in self.manifest.texts.items() if one == file))
             return
-        for key, entry in self.header(file).items():
-            if keys is None or key in keys:
-                self._verify_part(self.parts[file][key], entry)
+        wanted = [
+            (entry.start, entry.stop, key) for key, entry in self.header(file).items() if keys is None or key in keys
+        ]
+        for parts in _adjacent(sorted(wanted)):
+            with self._readable(file):
+                self._verify_adjacent(file, parts)
 
     def header(self, file: str) -> Mapping[str, Entry]:
         """Returns where a file has its tensors, by key, in order. Its hash is checked before it is looked at."""
@@ -135,13 +141,19 @@ class CheckpointFolder:
                 self._headers[file] = self._read_header(file)
         return self._headers[file]
 
-    def _verify_part(self, one: PartOf, entry: Entry) -> None:
-        hashed = xxh3_128()
-        with self._readable(one.part.file):
-            for chunk in self._storage.chunks(one.part.file, entry.start, entry.stop):
-                hashed.update(chunk)
-        if hashed.hexdigest() != one.part.xxh3_128:
-            raise damaged(self.where(one.part.file), f"the values of {one.name} aren't those that were saved")
+    def _verify_adjacent(self, file: str, parts: Sequence[_Range]) -> None:
+        """Read parts that follow each other in a file at one go, and compare the hash of each."""
+        chunks = self._storage.chunks(file, parts[0][0], parts[-1][1])
+        chunk = memoryview(b"")
+        for start, stop, key in parts:
+            hashed, missing = xxh3_128(), stop - start
+            while missing:
+                chunk = chunk or next(chunks)
+                hashed.update(chunk[:missing])
+                chunk, missing = chunk[missing:], max(0, missing - len(chunk))
+            one = self.parts[file][key]
+            if hashed.hexdigest() != one.part.xxh3_128:
+                raise damaged(self.where(file), f"the values of {one.name} aren't those that were saved")
 
     def _part_bytes(self, part: StoredPart, start: int, stop: int) -> memoryview:
         """A range of a part's bytes, counted from its first one."""
@@ -211,3 +223,14 @@ class CheckpointFolder:
             yield
         except OSError as error:
             raise CheckpointError(f"{self.where(file)} can't be read: {error.strerror or error}") from None
+
+
+def _adjacent(ranges: Iterable[_Range]) -> list[list[_Range]]:
+    """Ranges in order, those together that follow each other without a gap."""
+    groups: list[list[_Range]] = []
+    for one in ranges:
+        if groups and groups[-1][-1][1] == one[0]:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups

@@ -1,7 +1,6 @@
 """A folder of safetensors is read in parts, and what is wrong with it is one clear error."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors.torch import save_file
 
 from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from tests.checkpoint.mapped_bytes import mapped_bytes
 
 MEGABYTE = 2**20
 
@@ -37,17 +37,6 @@ def test_tensors_are_found_by_name(tmp_path: Path, save: Callable[[Path], Path])
     assert [folder.tensors[name].dtype for name in "ab"] == [torch.float32, torch.bfloat16]
     assert dict(folder.mapped(["a"]))["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert [name for name, _ in folder.mapped("ba")] == ["b", "a"]
-
-
-def mapped_bytes(file: Path) -> int:
-    """How much of the file this process has in memory, as the kernel counts it."""
-    total, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            counts = line.endswith(str(file))
-        elif counts and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="counts pages with /proc")

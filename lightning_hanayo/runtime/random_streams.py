@@ -44,6 +44,11 @@ class RandomStreams:
         self._calls: dict[tuple[int, int], list[int]] = {}
         """by micro-batch and block: a number drawn from the caller's stream at each of its calls"""
 
+    def reseed(self, seed: int) -> None:
+        """Go on as the run that had this seed. Called by all ranks, between batches."""
+        _, data_rank = self._fixed
+        self._fixed = seed, data_rank
+
     @contextmanager
     def batch(self, key: str) -> Iterator[None]:
         """Make the random numbers of one batch depend on `key`, which is the same on all ranks and after a resume."""

@@ -83,6 +83,7 @@ def _run(
             return pipeline.follow(trains=trains, reduce=reduce, is_first=is_first)
     split = pipeline.split(batch, source_of(trainer))
     if trains:
+        session.samples.note(max(map(sum, split.sizes.parts), default=0))
         session.warn_of_statistics(trainer.lightning_module, split.num_microbatches)
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)

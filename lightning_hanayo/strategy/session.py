@@ -36,6 +36,7 @@ from lightning_hanayo.strategy.lightning import (
 )
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
+from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_values
@@ -80,8 +81,11 @@ class Session:
         is_cube = prod(topology.cube) > 1
         self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
         self.votes = StepVotes(self.replica_relay, rank, self.guard.off)
+        self.rank = rank
+        self.samples = SampleCount()
+        self.seed = 0
+        """of the random streams, the same on all ranks"""
         self._options = options
-        self._rank = rank
         self._open_groups: ProcessGroups | None = groups
         self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
         self._pipeline: Pipeline | None = None
@@ -148,6 +152,12 @@ class Session:
         weighting = LossWeighting(self._loss_weight, self.topology.data, self._groups.data_control)
         return weighting.for_training(pieces, sizes) if trains else weighting.for_evaluation(pieces, sizes)
 
+    def reseed(self, seed: int) -> None:
+        """Let the random streams go on as those of the run that had this seed. Called by all ranks."""
+        self.seed = seed
+        if self.pipeline.random_streams is not None:
+            self.pipeline.random_streams.reseed(seed)
+
     @property
     def has_pipeline(self) -> bool:
         """Whether the model is set up."""
@@ -172,7 +182,7 @@ class Session:
             values.check(module, prepared.cube)
         if self.topology.replica_size > 1:
             run_uncompiled(module, plan.stack, self.attributes, cube=_block_kind(plan, prepared))
-        seed = broadcast_object(torch.initial_seed())
+        seed = self.seed = broadcast_object(torch.initial_seed())
         if prepared.cube is None:
             if self.topology.world_size > 1:
                 broadcast_values(whole_values(module), self.device)
@@ -260,7 +270,7 @@ class Session:
         if self._data_rank > 0:  # the first pipeline sends to rank 0
             return None
         with self.guard.off():
-            return PreparedModel.of(module).gather_model(module, self.attributes, is_wanted=self._rank == 0)
+            return PreparedModel.of(module).gather_model(module, self.attributes, is_wanted=self.rank == 0)
 
     def close(self) -> None:
         """End the run, once the other ranks have received what this one sent. After `abandon`: do nothing."""

@@ -26,11 +26,14 @@ from lightning_hanayo.checkpoint.pretrained.safetensors_folder import Safetensor
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.planner.profile import costs_from
+from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.checkpoints.load import Checkpoint, read_checkpoint
 from lightning_hanayo.strategy.checkpoints.load_optimizers import load_optimizers
+from lightning_hanayo.strategy.checkpoints.one_file import gathered, saved_run
+from lightning_hanayo.strategy.checkpoints.resume import KEY, Resume, resume_state
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, wrap_loader
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
@@ -163,6 +166,7 @@ class HanayoStrategy(MeshParallelStrategy):
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._session: Session | None = None
         self._saves_on_exception: SavesOnException | None = None
+        self._resume: Resume | None = None
         self._accumulates = False
         self._kept: KeptValues | None = None
 
@@ -170,7 +174,7 @@ class HanayoStrategy(MeshParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_groups": None, "_session": None, "_saves_on_exception": None}
+        return state | {"_groups": None, "_session": None, "_saves_on_exception": None, "_resume": None}
 
     @property
     def session(self) -> Session:
@@ -433,6 +437,25 @@ class HanayoStrategy(MeshParallelStrategy):
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
             load_optimizers(self.module, self.optimizers, checkpoint, self._prepared_module.cube, self.options)
         move_optimizers(self.optimizers, self.root_device)
+        self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
+
+    @override
+    def on_train_start(self) -> None:
+        if self._resume is not None:
+            self._resume.start(self.options.load_anyway)
+            self._resume = None
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if "optimizer_states" in checkpoint and self.session.is_running:
+            with self._unguarded():
+                state = resume_state(self.module.trainer, self.session)
+                checkpoint[KEY] = gathered(state, self.data_rank, self._gather)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _gather(self, value: Any) -> list[Any]:
+        world = dist.group.WORLD
+        return [value] if world is None else all_gather_objects(world, value)
 
     def _master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""

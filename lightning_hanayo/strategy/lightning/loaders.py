@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -20,11 +21,13 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
+from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.plan import BatchSource
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.runtime.generators import generator_states
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
@@ -61,9 +64,8 @@ GetGroup = Callable[[], dist.ProcessGroup]
 
 
 class _LoaderWrapper:
-    def __init__(self, loader: Any, get_relay: GetRelay) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._get_relay = get_relay
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "_get_relay", "_get_cube") or name.startswith("__"):
@@ -80,6 +82,16 @@ class _LoaderWrapper:
 class PlaceholderLoader(_LoaderWrapper):
     """Placeholder batches on the ranks above 0: as many as the user's loader has, or as rank 0 announces."""
 
+    def __init__(self, loader: Any, get_relay: GetRelay) -> None:
+        super().__init__(loader)
+        self._get_relay = get_relay
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):  # nothing is read here, so there is no position
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
     def __iter__(self) -> Iterator[PlaceholderBatch]:
         if _has_certain_length(self.loader):
             for _ in range(len(self)):
@@ -93,6 +105,10 @@ class PlaceholderLoader(_LoaderWrapper):
 class AnnouncingLoader(_LoaderWrapper):
     """The user's loader on pipeline rank 0, where its length isn't certain: announces each batch and the end."""
 
+    def __init__(self, loader: Any, get_relay: GetRelay) -> None:
+        super().__init__(loader)
+        self._get_relay = get_relay
+
     def __iter__(self) -> Iterator[Any]:
         relay = self._get_relay()
         for batch in self.loader:
@@ -104,8 +120,8 @@ class AnnouncingLoader(_LoaderWrapper):
 class CubeLoader(_LoaderWrapper):
     """The user's loader on a cube of ranks: the first of them reads it, and broadcasts each batch to the others."""
 
-    def __init__(self, loader: Any, get_relay: GetRelay, get_cube: GetGroup) -> None:
-        super().__init__(loader, get_relay)
+    def __init__(self, loader: Any, get_cube: GetGroup) -> None:
+        super().__init__(loader)
         self._get_cube = get_cube
 
     def __iter__(self) -> Iterator[Any]:
@@ -117,6 +133,49 @@ class CubeLoader(_LoaderWrapper):
         else:
             while batch := broadcast_object((), self._get_cube()):
                 yield batch[0]
+
+
+class ResumableLoader(_LoaderWrapper):
+    """A loader with `state_dict()` and `load_state_dict()`, where data is read."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.state_before: Any = None
+        self.random_before: dict[str, Tensor] = {}
+        """the loader's state and the random generators' before the batch that was read last, if it has no length"""
+        self._is_loaded = False
+
+    def load_state_dict(self, state: Any) -> None:
+        """Let the next iteration continue where the state says."""
+        self.loader.load_state_dict(state)
+        self._is_loaded = True
+
+    def __iter__(self) -> Iterator[Any]:
+        """Continue; a state at the end of the data is that of the epoch before."""
+        was_loaded, self._is_loaded = self._is_loaded, False
+        random_state, is_empty = torch.get_rng_state(), True
+        for batch in self._read():
+            is_empty = False
+            yield batch
+        if is_empty and was_loaded:
+            torch.set_rng_state(random_state)
+            yield from self._read()
+
+    def _read(self) -> Iterator[Any]:
+        is_read_ahead = sized_len(self.loader) is None
+        batches = iter(self.loader)
+        while True:
+            if is_read_ahead:
+                self.state_before, self.random_before = self.loader.state_dict(), generator_states(torch.device("cpu"))
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+
+def _has_state(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _has_certain_length(loader: Any) -> bool:
@@ -136,7 +195,8 @@ def wrap_loader(loader: Any, pipe_rank: int, get_relay: GetRelay, get_cube: GetG
     """What a rank iterates over instead of the user's `loader`. `get_cube` is None without a cube."""
     if pipe_rank > 0:
         return PlaceholderLoader(loader, get_relay)
-    shared = loader if get_cube is None else CubeLoader(loader, get_relay, get_cube)
+    own = ResumableLoader(loader) if _has_state(loader) else loader
+    shared = own if get_cube is None else CubeLoader(own, get_cube)
     return shared if _has_certain_length(loader) else AnnouncingLoader(shared, get_relay)
 
 

@@ -118,6 +118,10 @@ class Cube:
         axes = self._shards[parameter].axes
         return self.mesh.index("".join(axis for axis in "xyz" if axis not in axes))
 
+    def sharded_axes(self, parameter: Tensor) -> str:
+        """The axes over which it is sharded."""
+        return self._shards[parameter].axes
+
     def region(self, parameter: Tensor) -> Region:
         """Which entries of the whole parameter this rank holds."""
         return Region.of_entries(dim.entries_at(self.mesh).tolist() for dim in self._shards[parameter].dims)

@@ -20,6 +20,7 @@ ALLOWED = PACKAGE / "strategy" / "lightning"
 USED = {
     "imported": {
         "_LoggerConnector",
+        "_Loop",
         "_SubprocessScriptLauncher",
         "_init_dist_connection",
         "_optimizer_to_device",
@@ -32,6 +33,8 @@ USED = {
         "_broadcast_sigterm_tensor",
         "_callback_metrics",
         "_combined_loader",
+        "_combined_loader_states_to_load",
+        "_data_fetcher",
         "_logged_metrics",
         "_logger_connector",
         "_mode",
@@ -127,6 +130,6 @@ def name_is_own(name: str) -> bool:
 
 def test_every_private_name_is_listed() -> None:
     listed = set().union(*USED.values())
-    used = {name for path in ALLOWED.glob("*.py") for name, _ in uses(path)}
-    used |= {name for path in ALLOWED.glob("*.py") for name in defines(path) if name in listed}
+    used = {name for path in ALLOWED.rglob("*.py") for name, _ in uses(path)}
+    used |= {name for path in ALLOWED.rglob("*.py") for name in defines(path) if name in listed}
     assert used == listed

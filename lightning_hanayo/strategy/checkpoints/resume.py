@@ -1,0 +1,241 @@
+"""What a checkpoint holds besides Lightning's values, so that a resumed run equals the one that was not interrupted.
+
+one document, from rank 0           the seed of the random streams, samples per step, the layout
+one per data rank, where it reads   the states of its loaders
+tensors                             random/<rank>/now/<generator>, random/<rank>/before/<generator> before a batch
+                                    that was read ahead, gradient/<number>/<parameter> between two steps
+
+`resume_state` collects it on each rank; `Resume` puts it back, on any layout, and says what can't be put back.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.checkpoint.save.part import TensorPart
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.runtime.generators import generator_states, set_generators
+from lightning_hanayo.strategy.checkpoints.gradients import PREFIX, AccumulatedGradients
+from lightning_hanayo.strategy.lightning.loops import resumed
+from lightning_hanayo.strategy.lightning.loops.loader_states import batch_size, loader_states, random_states_before
+from lightning_hanayo.strategy.losses.step_samples import WAY_OUT, StepSamples, accumulation
+from lightning_hanayo.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_hanayo.strategy.session import Session
+
+KEY = "lightning_hanayo"
+"""of Lightning's dictionary; a plain Trainer leaves it alone"""
+RANDOM = "random/"
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """What one rank adds to a checkpoint."""
+
+    document: Mapping[str, Any]
+    """of the whole run; rank 0's counts"""
+    data_document: Mapping[str, Any] | None
+    """of this data rank, on the rank that reads its data; None on the others, and where there is nothing"""
+    tensors: Sequence[TensorPart]
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a checkpoint says of the run that saved it, however it is stored."""
+
+    document: Mapping[str, Any]
+    data_documents: Mapping[int, Mapping[str, Any]]
+    """by data rank"""
+    names: Collection[str] = ()
+    """of all its tensors"""
+    read: Callable[[str, Region | None], Tensor] = field(default=lambda name, region: torch.empty(0), repr=False)
+    """reads a region of a tensor by its name, all of it if None"""
+
+    @property
+    def samples(self) -> StepSamples:
+        """What an optimizer step took."""
+        return StepSamples(**self.document["samples"])
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The sizes of the layout, and the number of micro-batches."""
+        return dict(self.document["layout"])
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks that saved."""
+        return Topology(data=self.layout["data"], pipe=self.layout["pipe"], cube=tuple(self.layout["cube"]))
+
+    def loader_states(self, data_rank: int) -> Sequence[Any]:
+        """The states of the loaders of a data rank; none if they had none."""
+        states: Sequence[Any] = self.data_documents.get(data_rank, {}).get("loaders", ())
+        return states
+
+    def random_states(self, rank: int, topology: Topology, when: str) -> dict[str, Tensor]:
+        """The states of the generators of a rank: its own on the same layout, else those of its data rank's reader."""
+        data_rank = topology.coordinates(rank)[0]
+        saved = rank if topology == self.topology else data_rank * self.topology.replica_size
+        prefix = f"{RANDOM}{saved}/{when}/"
+        return {name.removeprefix(prefix): self.read(name, None) for name in self.names if name.startswith(prefix)}
+
+
+def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
+    """Collect what this rank adds to a checkpoint of a run of `fit`. Called by all ranks; no rank waits for another."""
+    rank = session.rank
+    document = {"seed": session.seed, "samples": vars(_samples(trainer, session)), "layout": _layout(session)}
+    states = loader_states(trainer) if _reads_data(session.topology, rank) else []
+    random = {"now": generator_states(session.device), "before": random_states_before(trainer) if states else {}}
+    with session.guard.off():
+        accumulates = resumed.num_accumulated(trainer) and not resumed.was_in_batch(trainer)
+        gradients = list(_gradients(trainer, session).parts()) if accumulates else []
+    tensors = [
+        _whole(f"{RANDOM}{rank}/{when}/{name}", state) for when in random for name, state in random[when].items()
+    ]
+    return ResumeState(document, {"loaders": states} if states else None, [*tensors, *gradients])
+
+
+class Resume:
+    """Puts back what a checkpoint holds of its run: once the loops are restored, and again when training starts.
+
+    Args:
+        saved: None: a plain Trainer's checkpoint, or one of an earlier version.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", session: "Session", saved: SavedRun | None) -> None:
+        self._trainer = trainer
+        self._session = session
+        self._saved = saved
+        resumed.correct_loops(trainer)
+
+    def start(self, accept: Collection[str]) -> None:
+        """Called by all ranks in `on_train_start`. `accept`: what "load_anyway" names.
+
+        Raises:
+            HanayoError: optimizer steps would take other samples than they did.
+        """
+        trainer, session, saved = self._trainer, self._session, self._saved
+        lines = list(_lines(trainer, session, saved))
+        if saved is not None:
+            if "samples" not in accept:
+                lines += self._keep_samples(saved)
+            session.samples.largest = max(session.samples.largest, saved.samples.batch)
+            session.reseed(saved.document["seed"])
+            self._restore_gradients(saved)
+        resumed.read_data_anew(trainer, session.attributes, self._states(), self._set_generators)
+        for line in lines:
+            rank_zero_info(f"Resuming: {line}")
+
+    def _set_generators(self, when: str) -> None:
+        if self._saved is not None:
+            states = self._saved.random_states(self._session.rank, self._session.topology, when)
+            set_generators(states, self._session.device)
+
+    def _states(self) -> Sequence[Any]:
+        """Those of the loaders that this rank reads."""
+        topology, rank = self._session.topology, self._session.rank
+        if self._saved is None or not _reads_data(topology, rank):
+            return ()
+        return self._saved.loader_states(topology.coordinates(rank)[0])
+
+    def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
+        trainer, session = self._trainer, self._session
+        before, now = saved.samples, _samples(trainer, session)
+        _check_position(trainer, saved, now)
+        if now.batch == 0:
+            session.samples.expect(before, now)
+            return
+        scaled = accumulation(before, now)
+        if scaled != trainer.accumulate_grad_batches:
+            trainer.accumulate_grad_batches = scaled
+            yield (
+                f"accumulate_grad_batches={now.accumulate} becomes {scaled}, so that an optimizer step still takes "
+                f"{before.total} samples: {StepSamples(now.batch, now.data, scaled)}"
+            )
+
+    def _restore_gradients(self, saved: SavedRun) -> None:
+        is_same = self._trainer.accumulate_grad_batches == saved.samples.accumulate
+        if is_same and resumed.num_accumulated(self._trainer):
+            with self._session.guard.off():
+                _gradients(self._trainer, self._session).restore(saved.names, saved.read)
+
+
+def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None) -> Iterator[str]:
+    """What can't be as in the uninterrupted run."""
+    accumulated, in_epoch = resumed.num_accumulated(trainer), resumed.is_in_epoch(trainer)
+    if saved is None:
+        yield "the checkpoint holds no random states: shuffled data and random numbers may differ from then on."
+    elif (layout := saved.layout) != _layout(session):
+        yield (
+            f"the checkpoint was saved on {layout}, this is {_layout(session)}: values are added up in another order, "
+            f"so they agree within rounding errors."
+        )
+    if in_epoch:
+        yield (
+            f"{resumed.num_batches(trainer)} batches of the epoch have been trained: metrics logged with on_epoch=True "
+            f"are of the rest alone, and on_train_epoch_start is not called again."
+        )
+    if in_epoch and (saved is None or not saved.loader_states(0)):
+        yield (
+            "the training loader has no state_dict() and load_state_dict(): the epoch is read from its start again, up "
+            "to its usual number of batches. Save at the end of epochs, or use a loader that has them."
+        )
+    if accumulated and not any(name.startswith(PREFIX) for name in (saved.names if saved is not None else ())):
+        yield f"the checkpoint holds no gradients of the {accumulated} batches accumulated since the last step."
+    if resumed.was_in_batch(trainer):
+        yield "the checkpoint was saved inside a batch, which a loader with a state does not give again."
+
+
+def _check_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) -> None:
+    """Check that so many batches of an epoch mean what they meant.
+
+    Raises:
+        HanayoError: a batch of all data ranks has another size, or each data rank has read its own samples.
+    """
+    before = saved.samples
+    if not resumed.is_in_epoch(trainer) or (before.batch, before.data) == (now.batch or before.batch, now.data):
+        return
+    if not now.batch or saved.loader_states(0) or before.batch * before.data != now.batch * now.data:
+        raise HanayoError(
+            f"the checkpoint was saved in the middle of an epoch, after {resumed.num_batches(trainer)} batches of "
+            f"{before.batch} samples on {before.data} data ranks; with {now.batch or 'other'} samples on {now.data} "
+            f"data ranks the epoch can't go on there. Resume with the same sizes up to the end of the epoch, or from a "
+            f"checkpoint of the end of an epoch. {WAY_OUT}"
+        )
+
+
+def _samples(trainer: "pl.Trainer", session: "Session") -> StepSamples:
+    """What an optimizer step takes; the batch is known from the loader, or from batches that were read."""
+    size = batch_size(trainer) or session.samples.largest
+    return StepSamples(size, session.topology.data, trainer.accumulate_grad_batches)
+
+
+def _layout(session: "Session") -> dict[str, Any]:
+    topology, num_microbatches = session.topology, session.pipeline.layout.num_microbatches
+    return {
+        "data": topology.data,
+        "pipe": topology.pipe,
+        "cube": list(topology.cube),
+        "num_microbatches": num_microbatches,
+    }
+
+
+def _reads_data(topology: Topology, rank: int) -> bool:
+    """Whether the rank is the one of its data rank that reads the loader."""
+    return rank % topology.replica_size == 0
+
+
+def _gradients(trainer: "pl.Trainer", session: "Session") -> AccumulatedGradients:
+    data_rank = session.topology.coordinates(session.rank)[0]
+    parameters = dict(trainer.lightning_module.named_parameters())
+    return AccumulatedGradients(parameters, session.cube, data_rank, session.topology.data)
+
+
+def _whole(name: str, tensor: Tensor) -> TensorPart:
+    return TensorPart(name, tensor, tuple(tensor.shape), Region.whole(tensor.shape), "state")

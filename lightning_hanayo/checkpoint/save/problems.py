@@ -31,7 +31,7 @@ def problem_of(error: Exception, path: str, needed: int | None = None, free: int
         sizes += "" if free is None or not sizes else f", {readable(free)} were free"
         return f"no space left in {path}{sizes}"
     if isinstance(error, (FileExistsError, NotADirectoryError)):
-        return f"{error.filename or path} is a file, and no folder"
+        return f"{str(error.filename or path).rstrip('/')} is a file, and no folder"
     return f"{error.filename or path} can't be written: {error.strerror or f'{type(error).__name__}: {error}'}"
 
 

@@ -1,0 +1,104 @@
+"""A checkpoint that is one file: the one of before, or the new one, whatever happens in between."""
+
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+import pytest
+
+from lightning_hanayo.checkpoint.format.storage import LocalStorage
+from lightning_hanayo.checkpoint.save.peers import NoPeers
+from lightning_hanayo.checkpoint.save.plain_file import write_file
+from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.errors import CheckpointError
+from tests.checkpoint.save.states import part_of, step_of
+
+
+def content(text: str) -> Any:
+    return lambda file: file.write(text.encode())
+
+
+def test_the_file_of_before_is_there_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    write_file(str(path), content("first"))
+
+    def write(file: BinaryIO) -> None:
+        file.write(b"second")
+        file.flush()
+        assert path.read_text() == "first"
+
+    write_file(str(path), write)
+    assert path.read_text() == "second"
+    assert os.listdir(path.parent) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), KeyboardInterrupt(), ValueError("a bug")], ids=repr
+)
+def test_after_any_error_nothing_is_left_of_the_new_file(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "last.ckpt"
+    write_file(str(path), content("first"))
+
+    def fail(file: BinaryIO) -> None:
+        file.write(b"second")
+        raise error
+
+    with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)):
+        write_file(str(path), fail)
+    assert path.read_text() == "first"
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt.tmp-0123abcd").write_text("half")
+    (tmp_path / "last.ckpt.tmp-mine").write_text("another's")
+    write_file(str(tmp_path / "last.ckpt"), content("whole"))
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "last.ckpt.tmp-mine"]
+
+
+def test_a_folder_of_several_ranks_is_replaced_by_a_file_and_the_other_way_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "last.ckpt")
+    part = part_of(0, 1, num_ranks=1)
+    Saver(NoPeers()).save(path, part)
+    replace = LocalStorage.replace
+
+    def refuse(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(LocalStorage, "replace", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write_file(path, content("one file"))
+    assert step_of(path) == 1
+
+    monkeypatch.setattr(LocalStorage, "replace", replace)
+    write_file(path, content("one file"))
+    assert Path(path).read_text() == "one file"
+    Saver(NoPeers()).save(path, part)
+    assert step_of(path) == 1
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_file_through_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/notes is a file, and no folder. What was there"):
+        write_file(str(tmp_path / "notes" / "last.ckpt"), content("x"))
+
+
+@pytest.mark.parametrize("path", ["memory://last.ckpt", "memory://checkpoints/last.ckpt"])
+def test_a_remote_file_is_the_one_of_before_if_the_new_one_fails(path: str) -> None:
+    files = fsspec.filesystem("memory")
+    write_file(path, content("first"))
+    write_file(path, content("second"))
+
+    def fail(file: BinaryIO) -> None:
+        file.write(b"third")
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(CheckpointError):
+        write_file(path, fail)
+    assert files.cat_file(path) == b"second"
+    assert [one for one in files.find("/") if "last" in one] == [path.removeprefix("memory:/")]
+    files.rm("/", recursive=True)

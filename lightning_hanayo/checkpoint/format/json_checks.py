@@ -16,20 +16,23 @@ def require(condition: bool, problem: str) -> None:
 
 def typed(value: Any, kind: type, what: str) -> Any:
     """Returns the value, which must be of just this type."""
-    require(type(value) is kind, f"{what} is {_short(value)} instead of a {kind.__name__}")
+    if type(value) is not kind:
+        raise ImpossibleError(f"{what} is {_short(value)} instead of a {kind.__name__}")
     return value
 
 
 def count(value: Any, what: str) -> int:
     """Returns the value, which must be a number from 0 on that fits into 64 bits."""
-    require(type(value) is int and 0 <= value < 2**63, f"{what} is {_short(value)}")
-    return int(value)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ImpossibleError(f"{what} is {_short(value)}")
+    return value
 
 
 def matching(value: Any, pattern: re.Pattern[str], what: str) -> str:
     """Returns the value, which must be a text that matches the whole pattern."""
-    require(isinstance(value, str) and pattern.fullmatch(value) is not None, f"{what} is {_short(value)}")
-    return str(value)
+    if not isinstance(value, str) or pattern.fullmatch(value) is None:
+        raise ImpossibleError(f"{what} is {_short(value)}")
+    return value
 
 
 def _short(value: Any) -> str:

@@ -102,7 +102,7 @@ def _runs(name: str, document: Any) -> Runs:
     for one in typed(document, list, f"the runs of {name}"):
         match one:
             case [int(start), int(stop)] if 0 <= start < stop < 2**63:
-                runs.append((int(start), int(stop)))
+                runs.append((start, stop))
             case _:
                 raise ImpossibleError(f"{name} has a run that is no pair of indices")
     return tuple(runs)

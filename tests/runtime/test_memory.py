@@ -4,7 +4,6 @@ bytes of rank 1 after each action, counted tensor by tensor   <=   1.05 x the si
 """
 
 import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from lightning_hanayo.runtime.comm.headers import MAX_SPARE_BUFFERS
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.schedule import Action, Schedule, build, simulate
+from tests.harness.live_bytes import Live
 from tests.harness.thorough import covered
 from tests.runtime.loopback_pipeline import LoopbackPipeline
 from tests.schedule.samples import split
@@ -53,29 +51,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return functional.cross_entropy((x @ self.embedding.weight.T).flatten(0, 1), tokens.flatten())
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all storages that were made under it and still exist."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
-                storage = tensor.untyped_storage()
-                self._known.add(storage._cdata)
-                self.num_bytes += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return result
-
-    def _gone(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.num_bytes -= num_bytes
 
 
 class Watch(Trace):

@@ -30,9 +30,6 @@ class Sharding(Protocol):
     def region(self, parameter: Tensor) -> Region:
         """Which entries of a parameter this rank holds."""
 
-    def shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """This rank's shard of a tensor that has the shape of the whole `parameter`; any other tensor unchanged."""
-
 
 def entries(module: nn.Module, sharding: Sharding | None, *, has_masters: bool) -> dict[str, Entry | None]:
     """What the module's state dict has in a single process, by name; None for what is no tensor.
@@ -71,14 +68,10 @@ def own_values(module: nn.Module, state: Mapping[str, Any], sharding: Sharding |
 
 
 def own_part(value: Tensor, parameter: Tensor, sharding: Sharding | None) -> Tensor:
-    """This rank's part of something that has the whole parameter's shape; anything else unchanged."""
-    if sharding is None:
+    """This rank's part, not read yet, of something that has the whole parameter's shape; anything else unchanged."""
+    if sharding is None or tuple(value.shape) != sharding.whole_shapes.get(parameter):
         return value
-    if not isinstance(value, StoredTensor):
-        return sharding.shard(value, parameter)
-    if tuple(value.shape) != sharding.whole_shapes.get(parameter):
-        return value
-    return value.part(sharding.region(parameter))
+    return StoredTensor.around(value).part(sharding.region(parameter))
 
 
 def not_finite(module: nn.Module, values: Mapping[str, Any]) -> list[str]:

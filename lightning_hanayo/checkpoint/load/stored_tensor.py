@@ -40,6 +40,13 @@ class StoredTensor(Tensor):
         made._read = read
         return made
 
+    @staticmethod
+    def around(tensor: Tensor) -> "StoredTensor":
+        """A tensor that is in memory, or in a mapped file, as one that is read when it is used."""
+        if isinstance(tensor, StoredTensor):
+            return tensor
+        return StoredTensor.of(tensor.shape, tensor.dtype, lambda region: _taken(tensor, region))
+
     def read(self, region: Region | None = None) -> Tensor:
         """Return a region of the values, all of them if None, in memory of its own."""
         if self._changed is None:
@@ -48,7 +55,12 @@ class StoredTensor(Tensor):
 
     def part(self, region: Region) -> "StoredTensor":
         """A region of it, which isn't read yet."""
-        return StoredTensor.of(region.shape, self.dtype, lambda inner: _taken(self.read(region), inner))
+
+        def read(inner: Region | None) -> Tensor:
+            values = self.read(region)
+            return values if inner is None else _taken(values, inner)
+
+        return StoredTensor.of(region.shape, self.dtype, read)
 
     @classmethod
     def __torch_function__(

@@ -51,9 +51,6 @@ class Rows:
         num_rows, num_columns = self.whole_shapes[parameter]
         return Region.of_entries([range(1, num_rows, 2), range(num_columns)])
 
-    def shard(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        return whole[1::2].clone() if tuple(whole.shape) == self.whole_shapes.get(parameter) else whole
-
 
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_a_rank_of_a_cube_loads_its_shards_and_reads_no_others(is_stored: bool) -> None:
@@ -70,7 +67,7 @@ def test_a_rank_of_a_cube_loads_its_shards_and_reads_no_others(is_stored: bool) 
 
     load(module, own_values(module, {n: stored(v) for n, v in whole.items()}, cube), SOURCE, strict=True)
     for name, parameter in module.named_parameters():
-        assert torch.equal(parameter, cube.shard(whole[name], parameter)), name
+        assert torch.equal(parameter, whole[name][1::2] if parameter.dim() > 1 else whole[name]), name
     held = sum(value.numel() for value in module.state_dict().values())
     assert sum(num_read) == (held if is_stored else 0)
 

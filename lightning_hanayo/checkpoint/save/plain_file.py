@@ -4,7 +4,7 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.checkpoint.save.problems import problem_of
@@ -35,6 +35,36 @@ def write_file(path: str, write: Callable[[BinaryIO], object]) -> None:
         ) from error
 
 
+class _Watched:
+    """A file that keeps the error of its last write: torch's archive writer raises one of its own instead."""
+
+    error: OSError | None = None
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _call(write: Callable[[BinaryIO], object], file: BinaryIO) -> None:
+    """Write, and raise what the file raised, if anything."""
+    watched = _Watched(file)
+    try:
+        write(watched)  # type: ignore[arg-type]
+    except Exception as error:
+        if watched.error is not None:
+            raise watched.error from error
+        raise
+
+
 def _write(path: str, write: Callable[[BinaryIO], object]) -> None:
     target = Storage.of(path)
     path = os.path.abspath(target.path) if target.is_local else path.rstrip("/")
@@ -47,7 +77,7 @@ def _write(path: str, write: Callable[[BinaryIO], object]) -> None:
         if folder.is_local:
             remove_next_to(path, "tmp")
         with folder.create(new) as file:
-            write(file)
+            _call(write, file)
         if target.is_local and target.is_folder() and not os.path.islink(path):
             os.rename(path, old)
         folder.replace(new, name)

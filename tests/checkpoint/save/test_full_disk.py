@@ -6,10 +6,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_hanayo.checkpoint.format.storage import LocalStorage
 from lightning_hanayo.checkpoint.save.folder.points import Point
@@ -84,7 +86,7 @@ def test_one_plain_file_on_a_full_disk_keeps_the_one_of_before(small_disk: Path)
     write_file(str(path), lambda file: file.write(b"before"))
     (small_disk / "filler").write_bytes(b"0" * (free_bytes(small_disk) - 100_000))
     with pytest.raises(CheckpointError, match="no space left in .*What was there before is untouched"):
-        write_file(str(path), lambda file: file.write(b"0" * 200_000))
+        write_file(str(path), partial(torch.save, {"weight": torch.zeros(200_000)}))
     assert path.read_bytes() == b"before"
     assert sorted(os.listdir(small_disk)) == ["filler", "last.ckpt"]
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from warnings import warn
 
+from lightning_hanayo.checkpoint.format.manifest import Manifest
 from lightning_hanayo.checkpoint.format.tensor_file import dtype_name
 from lightning_hanayo.checkpoint.save.folder.manifest_of import manifest_of
 from lightning_hanayo.checkpoint.save.folder.points import AtPoint, Point, go_on
@@ -149,9 +150,10 @@ class FolderSave:
     def _commit(self, written: Sequence[Written]) -> None:
         """Make what all ranks have written the checkpoint. Called by rank 0."""
         target = available(self._target, "rank 0 has chosen it")
-        manifest = manifest_of(target.save_id, written, self._part.about)
+        manifest = manifest_of(target.save_id, written, self._part.about).to_bytes()
+        Manifest.from_bytes(manifest, self._path)  # what the reader would refuse isn't written
         self._check()
-        target.commit(manifest.to_bytes(), self._at)
+        target.commit(manifest, self._at)
         self._outcome = "was saved"
         self._at(Point.COMMITTED)
 

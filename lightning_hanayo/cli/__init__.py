@@ -19,7 +19,7 @@ COMMANDS = {
     "predict": (_TRAINER, "compute a model's predictions"),
     "check": ("lightning_hanayo.cli.check", "check that the training is the same as in one process"),
     "schedule": ("lightning_hanayo.cli.schedule", "show, compare, check and export pipeline schedules"),
-    "ckpt": ("lightning_hanayo.cli.ckpt", "list, show, verify and remove checkpoints"),
+    "ckpt": ("lightning_hanayo.cli.ckpt", "list, check, compare, convert and remove checkpoints"),
 }
 
 

@@ -240,6 +240,69 @@ def test_rm_removes_leftovers() -> None:
     assert list(Path("runs").iterdir()) == []
 
 
+# diff, export, import
+
+
+def save_plain(path: str, **changed: Any) -> None:
+    """Write a file of Lightning, with an optimizer's states."""
+    moments = {"step": torch.tensor(3.0), "exp_avg": torch.ones(3, 4)}
+    optimizer = {"state": {0: moments}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    weights = {"net.0.weight": torch.arange(12.0).reshape(3, 4)}
+    content = {"epoch": 2, "global_step": 1000, "loops": {"a": [1, 2]}, "pytorch-lightning_version": "2.6.6"}
+    torch.save(content | {"state_dict": weights, "optimizer_states": [optimizer]} | changed, path)
+
+
+def test_diff_of_a_folder_and_the_file_that_it_was_made_of(capsys: Captured) -> None:
+    save_plain("plain.ckpt")
+    assert run("import plain.ckpt folder.ckpt") == 0
+    assert run("diff folder.ckpt plain.ckpt") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "equal: 10 tensors and values"
+    assert run("export folder.ckpt again.ckpt --to file") == 0
+    capsys.readouterr()
+    assert printed("diff plain.ckpt again.ckpt", capsys)["equal"]
+
+
+def test_diff_names_each_difference_and_its_size(capsys: Captured) -> None:
+    save_plain("a.ckpt")
+    changed = torch.arange(12.0).reshape(3, 4)
+    changed[0, 0], changed[2, 3] = 0.5, float("nan")
+    save_plain("b.ckpt", global_step=1001, state_dict={"net.0.weight": changed, "net.1.weight": torch.ones(1)})
+    found = printed("diff a.ckpt b.ckpt", capsys, code=1)["differences"]
+    assert [(one["name"], one["what"], one["largest"]) for one in found] == [
+        ("global_step", "1000 and 1001", 1),
+        ("state_dict/net.0.weight", "2 of 12 values", float("inf")),
+        ("state_dict/net.1.weight", "only in the second", None),
+    ]
+    assert run("diff a.ckpt b.ckpt --model -n 1") == 1
+    output = capsys.readouterr().out
+    assert "2 of 2 tensors and values differ, first state_dict/net.0.weight" in output and "and 1 more" in output
+
+
+def test_diff_tells_shapes_and_dtypes(capsys: Captured) -> None:
+    save_plain("a.ckpt", state_dict={"w": torch.ones(2), "v": torch.ones(2)})
+    save_plain("b.ckpt", state_dict={"w": torch.ones(3), "v": torch.ones(2).half()})
+    found = printed("diff a.ckpt b.ckpt", capsys, code=1)["differences"]
+    assert [one["what"] for one in found] == ["shapes [2] and [3]", "float32 and float16"]
+
+
+def test_export_says_what_it_has_written(capsys: Captured) -> None:
+    save_plain("plain.ckpt")
+    assert printed("export plain.ckpt out --to safetensors", capsys)["files"] == ["model.safetensors"]
+    assert run("export plain.ckpt out --to safetensors") == 2
+    assert "out exists" in capsys.readouterr().err
+    assert run("export plain.ckpt other --to huggingface") == 2
+    assert "--config" in capsys.readouterr().err
+
+
+def test_export_of_a_damaged_checkpoint_gives_one(capsys: Captured) -> None:
+    save_plain("plain.ckpt")
+    assert run("import plain.ckpt folder.ckpt") == 0
+    [file] = Path("folder.ckpt").glob("model-*")
+    flip(str(file), -1)
+    assert run("export folder.ckpt whole.ckpt --to file") == 1
+    assert "net.0.weight" in capsys.readouterr().err and not Path("whole.ckpt").exists()
+
+
 def test_sizes_are_read_and_written_as_people_do() -> None:
     assert [size_text(one) for one in (0, 999, 1000, 2_500_000)] == ["0 B", "999 B", "1.0 KB", "2.5 MB"]
     assert [size(one) for one in ("5GB", "1.5 kb", "7B")] == [5 * 10**9, 1500, 7]

@@ -112,7 +112,7 @@ def write_tensors(
 def _write(file: Writable | BinaryIO, announced: Tensor, tensor: Tensor) -> tuple[str, int]:
     """Write a tensor, and return the hash and the number of its bytes. It is freed before the next one is made."""
     assert (tensor.shape, tensor.dtype) == (announced.shape, announced.dtype), "the header says something else"
-    data = _bytes_of(tensor)
+    data = bytes_of(tensor)
     hashed = xxh3_128()
     for start in range(0, len(data), _CHUNK):
         chunk = data[start : start + _CHUNK]
@@ -121,7 +121,7 @@ def _write(file: Writable | BinaryIO, announced: Tensor, tensor: Tensor) -> tupl
     return hashed.hexdigest(), len(data)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's entries one after another, in host memory."""
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Returns a tensor's entries one after another, in host memory."""
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return host.view(torch.uint8).numpy().data if host.numel() else memoryview(b"")

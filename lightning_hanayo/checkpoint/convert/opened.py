@@ -1,0 +1,57 @@
+"""Opens a checkpoint of any kind as the dictionary that Lightning knows. Its tensors are read when they are used."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_hanayo.checkpoint.format.storage import Storage
+from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.load.folder_content import folder_content
+from lightning_hanayo.checkpoint.load.plain_file import is_zip, load_mapped, verify
+from lightning_hanayo.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A checkpoint that was verified."""
+
+    path: str
+    content: dict[str, Any]
+    """as Lightning knows it; of a folder, states of optimizers have names of parameters in place of numbers"""
+    folder: CheckpointFolder | None = None
+    """None for a plain file"""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """what the manifest of a folder says"""
+
+    @property
+    def state_dict(self) -> dict[str, Any]:
+        """The module's."""
+        state: dict[str, Any] = self.content["state_dict"]
+        return state
+
+
+def open_checkpoint(path: str, *, check_hashes: bool = True) -> OpenedCheckpoint:
+    """Verify a checkpoint, and open it.
+
+    Args:
+        path: of a checkpoint folder (local or an fsspec URL) or of a plain, local file.
+        check_hashes: False: only sizes are checked.
+
+    Raises:
+        CheckpointError: it isn't a checkpoint, isn't whole, or can't be read without running code.
+    """
+    storage = Storage.of(path)
+    if not (storage.is_local and storage.is_file()):
+        folder = CheckpointFolder(path)
+        if check_hashes:
+            folder.verify()
+        return OpenedCheckpoint(path, folder_content(folder), folder, folder.manifest.about)
+    if not is_zip(Path(storage.path)):
+        raise CheckpointError(f"{path} is no checkpoint: neither a folder of this package nor a file of torch.save")
+    if check_hashes:
+        verify(storage.path)
+    content = load_mapped(storage.path, weights_only=True)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
+    return OpenedCheckpoint(path, content)

@@ -1,0 +1,264 @@
+"""Checkpoints in other formats: plain Trainers read the file, transformers its folder, and folders are made of both."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import LightningModule, Trainer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hanayo.checkpoint.convert import export_checkpoint, import_checkpoint
+from lightning_hanayo.checkpoint.convert.weights_folder import write_weights
+from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.checkpoint.format.state_document import StateDocument
+from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
+from lightning_hanayo.checkpoint.save.peers import NoPeers
+from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.errors import CheckpointError, HanayoError, UnsupportedError
+
+
+class Model(LightningModule):
+    """A small model with a buffer, and an optimizer with states."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.arange(32.0).reshape(8, 4), batch_size=4)
+
+
+def trainer(folder: Path, epochs: int) -> Trainer:
+    return Trainer(
+        default_root_dir=folder, accelerator="cpu", devices=1, max_epochs=epochs, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+def trained(folder: Path) -> tuple[Path, Model]:
+    """A plain file after two epochs, and the model after three."""
+    torch.manual_seed(0)
+    model = Model()
+    first = trainer(folder, 2)
+    first.fit(model)
+    first.save_checkpoint(folder / "plain.ckpt")
+    trainer(folder, 3).fit(model, ckpt_path=folder / "plain.ckpt")
+    return folder / "plain.ckpt", model
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of a checkpoint are equal, tensors to the bit."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_a_plain_file_becomes_a_folder_and_the_same_file_again(tmp_path: Path) -> None:
+    plain, model = trained(tmp_path)
+    import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"))
+    folder = CheckpointFolder(tmp_path / "folder.ckpt")
+    folder.verify()
+    assert "optimizer/0/net.2.bias/exp_avg" in folder.manifest.tensors
+    written = export_checkpoint(folder.path, str(tmp_path / "again.ckpt"), to="file")
+    assert (written.num_tensors, written.left_out, written.notes) == (9, (), [])
+    again = torch.load(tmp_path / "again.ckpt", weights_only=True)
+    assert same(torch.load(plain, weights_only=True), again)
+
+    resumed = Model()
+    trainer(tmp_path, 3).fit(resumed, ckpt_path=tmp_path / "again.ckpt")
+    assert same(dict(resumed.state_dict()), dict(model.state_dict()))
+    loaded = Model.load_from_checkpoint(tmp_path / "again.ckpt")
+    assert same(dict(loaded.state_dict()), again["state_dict"])
+
+
+def test_several_groups_have_no_names_but_weights_alone_have(tmp_path: Path) -> None:
+    plain, _ = trained(tmp_path)
+    content = torch.load(plain, weights_only=True)
+    [state] = content["optimizer_states"]
+    [group] = state["param_groups"]
+    state["param_groups"] = [{**group, "params": group["params"][:2]}, {**group, "params": group["params"][2:]}]
+    torch.save(content, plain)
+    with pytest.raises(UnsupportedError, match="2 groups of 6 parameters.*--weights-only"):
+        import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"))
+    import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"), weights_only=True)
+    assert {name.split("/")[0] for name in CheckpointFolder(tmp_path / "folder.ckpt").manifest.tensors} == {"model"}
+
+
+def test_a_damaged_checkpoint_is_not_exported_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    plain, _ = trained(tmp_path)
+    import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"))
+    with pytest.raises(HanayoError, match="plain.ckpt exists"):
+        export_checkpoint(str(tmp_path / "folder.ckpt"), str(plain), to="file")
+    [file] = (tmp_path / "folder.ckpt").glob("model-*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="model-00000"):
+        export_checkpoint(str(tmp_path / "folder.ckpt"), str(tmp_path / "whole.ckpt"), to="file")
+    assert not (tmp_path / "whole.ckpt").exists()
+
+
+def test_safetensors_have_the_names_of_the_module(tmp_path: Path) -> None:
+    plain, _ = trained(tmp_path)
+    written = export_checkpoint(str(plain), str(tmp_path / "weights"), to="safetensors")
+    assert written.files == ["model.safetensors"]
+    expected = torch.load(plain, weights_only=True)["state_dict"]
+    assert same(load_file(tmp_path / "weights" / "model.safetensors"), dict(expected))
+
+
+def test_large_weights_are_sharded_with_an_index(tmp_path: Path) -> None:
+    tensors = {f"w{number}": torch.full((10,), float(number)) for number in range(5)}
+    files = write_weights(tmp_path, tensors, max_shard_size=80)
+    assert files[:3] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 200}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
+
+
+# models of transformers
+
+
+def tiny(name: str) -> Any:
+    """A small model of transformers, in evaluation mode."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"vocab_size": 40, "max_position_embeddings": 32}
+    match name:
+        case "gpt2":
+            config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=32)
+            return transformers.GPT2LMHeadModel(config).eval()
+        case "llama":
+            config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, tie_word_embeddings=False)
+            return transformers.LlamaForCausalLM(config).eval()
+        case "bert":
+            return transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
+        case _:
+            config = transformers.MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=2)
+            return transformers.MixtralForCausalLM(config).eval()
+
+
+def save(path: Path, module: nn.Module, prefix: str = "net") -> str:
+    """Save a module that holds a model of transformers, in two halves of each tensor where it has rows."""
+    model: Any = module.get_submodule(prefix)
+    first: dict[int, str] = {}
+    state = module.state_dict()
+    tied = {name: one for name in state if (one := first.setdefault(state[name].data_ptr(), name)) != name}
+    parts = []
+    for name in state.keys() - tied.keys():
+        value, shape = state[name], tuple(state[name].shape)
+        rows = [range(0, shape[0], 2), range(1, shape[0], 2)] if shape and shape[0] > 1 else []
+        for some in rows:
+            region = Region.of_entries([some, *map(range, shape[1:])])
+            parts.append(TensorPart(f"model/{name}", value[list(some)], shape, region, "model"))
+        if not rows:
+            parts.append(TensorPart(f"model/{name}", value, shape, Region.whole(shape), "model"))
+    text, _ = StateDocument({"epoch": 1, "global_step": 2}, list(state), tied).encode()
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    about = {"step": 2, "epoch": 1, "layout": {}, "tied": tied}
+    about["huggingface"] = [{"prefix": prefix, "class": type(model).__name__, "config": config}]
+    Saver(NoPeers()).save(str(path), RankPart(parts, {"state": text}, about))
+    return str(path)
+
+
+def around(model: nn.Module, **others: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"net": model, **others})
+
+
+def same_logits(one: Any, other: Any) -> bool:
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        return torch.equal(one(tokens).logits, other(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])
+def test_from_pretrained_gives_equal_logits(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    path = save(tmp_path / "last.ckpt", around(model, probe=nn.Linear(2, 2)))
+    written = export_checkpoint(path, str(tmp_path / "out"), to="huggingface", max_shard_size=20_000)
+    assert written.left_out == ["probe.weight", "probe.bias"]
+    assert "config.json" in written.files and "model.safetensors.index.json" in written.files
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert same_logits(loaded.eval(), model)
+    model.save_pretrained(tmp_path / "own", max_shard_size="1GB")
+    stored = load_file(tmp_path / "own" / "model.safetensors")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == stored.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_a_folder_of_hugging_face_becomes_a_checkpoint(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    model.save_pretrained(tmp_path / "own")
+    import_checkpoint(str(tmp_path / "own"), str(tmp_path / "folder.ckpt"), module="net")
+    export_checkpoint(str(tmp_path / "folder.ckpt"), str(tmp_path / "whole.ckpt"), to="file")
+    state = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
+    expected = around(model).state_dict()
+    assert same(dict(state), dict(expected))
+    export_checkpoint(str(tmp_path / "folder.ckpt"), str(tmp_path / "out"), to="huggingface")
+    assert same(load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "own/model.safetensors"))
+
+
+def test_a_plain_file_needs_a_configuration(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    torch.save({"state_dict": around(model).state_dict()}, tmp_path / "plain.ckpt")
+    with pytest.raises(HanayoError, match="doesn't say that it has a model of transformers.*--config"):
+        export_checkpoint(str(tmp_path / "plain.ckpt"), str(tmp_path / "out"), to="huggingface")
+    model.config.architectures = ["GPT2LMHeadModel"]
+    model.config.save_pretrained(tmp_path / "config")
+    export_checkpoint(
+        str(tmp_path / "plain.ckpt"), str(tmp_path / "out"), to="huggingface", config=str(tmp_path / "config")
+    )
+    assert same_logits(type(model).from_pretrained(tmp_path / "out").eval(), model)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    path = save(tmp_path / "last.ckpt", around(model))
+    larger = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=40, architectures=["GPT2LMHeadModel"])
+    larger.save_pretrained(tmp_path / "config")
+    with pytest.raises(HanayoError, match=r"lacks tensors of GPT2LMHeadModel: net\.transformer\.h\.2\."):
+        export_checkpoint(path, str(tmp_path / "out"), to="huggingface", config=str(tmp_path / "config"))
+    larger.n_layer, larger.vocab_size = 2, 50
+    larger.save_pretrained(tmp_path / "config")
+    with pytest.raises(HanayoError, match=r"wte\.weight is \(40, 16\) in the checkpoint, and \(50, 16\)"):
+        export_checkpoint(path, str(tmp_path / "out"), to="huggingface", config=str(tmp_path / "config"))
+    with pytest.raises(HanayoError, match="there is no format 'hugginface': did you mean 'huggingface'"):
+        export_checkpoint(path, str(tmp_path / "out"), to="hugginface")  # type: ignore[arg-type]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["config", "last.ckpt"]
+
+
+def test_weights_that_were_untied_are_not_exported_as_tied(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    model.lm_head.weight = nn.Parameter(torch.zeros(40, 16))
+    path = save(tmp_path / "last.ckpt", around(model))
+    with pytest.raises(HanayoError, match="different values.*tie_word_embeddings=false"):
+        export_checkpoint(path, str(tmp_path / "out"), to="huggingface")
+
+
+def test_a_folder_with_missing_weights_is_not_imported(tmp_path: Path) -> None:
+    tiny("gpt2").save_pretrained(tmp_path / "own")
+    weights = load_file(tmp_path / "own/model.safetensors")
+    del weights["transformer.h.1.ln_1.bias"]
+    save_file(weights, tmp_path / "own/model.safetensors")
+    with pytest.raises(HanayoError, match=r"no values for transformer\.h\.1\.ln_1\.bias of GPT2LMHeadModel"):
+        import_checkpoint(str(tmp_path / "own"), str(tmp_path / "folder.ckpt"))

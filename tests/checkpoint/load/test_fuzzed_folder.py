@@ -14,11 +14,14 @@ from xxhash import xxh3_128
 
 from lightning_hanayo.checkpoint.format.manifest import MANIFEST
 from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.checkpoint.format.state_document import OptimizerDocument, StateDocument
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.load.folder_content import folder_content
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.folders import SAVE_ID, document_of, sealed, write_folder
 
 FILE = f"model-00000-{SAVE_ID}.safetensors"
+STATE = f"state-{SAVE_ID}.json"
 HASH = "0" * 32
 NUMBERS = st.integers() | st.sampled_from([0, 1, 2, 3, 2**31, 2**62, 2**63, 10**30])
 VALUES = st.recursive(
@@ -70,14 +73,26 @@ def edited(data: st.DataObject, clean: bytes) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with an optimizer and one callback, of which the state dict and the other values are read, too."""
     path = tmp_path_factory.mktemp("fuzz") / "last.ckpt"
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "params": ["a", "b"]}
+    state = StateDocument(
+        {"loops": {"epoch": 3, "nan": float("nan")}, "callbacks": {"EMA": [torch.ones(2)]}},
+        ["a", "b", "c", "tied", "_extra_state"],
+        tied={"tied": "a"},
+        values={"_extra_state": {"version": 1}},
+        optimizers=[OptimizerDocument("torch.optim.Adam", [group], {"a": {"step": 3}}, ["b"])],
+    )
+    encoded, others = state.encode()
     whole = {"model/a": torch.arange(24.0).view(6, 4), "model/b": torch.tensor(1), "model/c": torch.zeros(0, 2)}
+    whole |= {"optimizer/0/a/exp_avg": torch.zeros(6, 4)} | {f"state/{i}": one for i, one in enumerate(others)}
     heads = [Region.of_entries([[0, 2, 4], range(4)]), Region.of_entries([[1, 3, 5], range(4)])]
-    write_folder(path, whole, {"model/a": heads}, texts={"state": b'{"a": [1]}'})
+    write_folder(path, whole, {"model/a": heads}, texts={"state": json.dumps(encoded).encode()})
+    assert read_all(path) == "read"
     return path
 
 
-def read_all(path: Path) -> None:
+def read_all(path: Path) -> str:
     """Open, verify and read everything; a refusal is fine."""
     try:
         folder = CheckpointFolder(path)
@@ -86,8 +101,11 @@ def read_all(path: Path) -> None:
             folder.read(name)
         for stem in folder.manifest.texts:
             folder.text(stem)
+        folder_content(folder)
     except CheckpointError as error:
         assert "\n" not in str(error)
+        return "refused"
+    return "read"
 
 
 def fuzz_values(folder: Path, data: st.DataObject) -> None:
@@ -122,7 +140,17 @@ def fuzz_header(folder: Path, data: st.DataObject) -> None:
     read_all(folder)
 
 
-FUZZES = [fuzz_values, fuzz_bytes, fuzz_header]
+def fuzz_document(folder: Path, data: st.DataObject) -> None:
+    """The values of the state document are changed, and the manifest has the right size and hash of it."""
+    state = json.dumps(changed(data, json.loads((folder / STATE).read_bytes()))).encode()
+    (folder / STATE).write_bytes(state)
+    document = document_of((folder / MANIFEST).read_bytes())
+    document["files"][STATE] = {"bytes": len(state), "xxh3_128": xxh3_128(state).hexdigest()}
+    (folder / MANIFEST).write_bytes(sealed(document))
+    read_all(folder)
+
+
+FUZZES = [fuzz_values, fuzz_bytes, fuzz_header, fuzz_document]
 
 
 def run(fuzz: Callable[[Path, st.DataObject], None], folder: Path, data: st.DataObject) -> None:

@@ -13,7 +13,7 @@ from xxhash import xxh3_128
 from lightning_hanayo.checkpoint.format.manifest import FORMAT, MANIFEST, VERSION, Manifest
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.format.stored import StoredFile, StoredPart, StoredTensor
+from lightning_hanayo.checkpoint.format.stored import StoredFile, StoredPart, WholeTensor
 from lightning_hanayo.checkpoint.format.tensor_file import dtype_name, write_tensors
 
 Cut = Mapping[str, Sequence[Region]]
@@ -62,7 +62,7 @@ def write_folder(
         for rank, region in enumerate(regions[name]):
             file = f"{name.split('/')[0]}-{rank:05}-{save_id}.safetensors"
             parts.append(StoredPart(file, name, region, hashes[file][name]))
-        stored[name] = StoredTensor(tuple(whole.shape), dtype_name(whole, name), tuple(parts))
+        stored[name] = WholeTensor(tuple(whole.shape), dtype_name(whole, name), tuple(parts))
     manifest = Manifest(
         save_id,
         10,

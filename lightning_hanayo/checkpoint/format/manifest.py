@@ -18,7 +18,7 @@ from lightning_hanayo.checkpoint.format.header import ITEM_BYTES
 from lightning_hanayo.checkpoint.format.json_checks import ImpossibleError, count, matching, require, typed
 from lightning_hanayo.checkpoint.format.stored import (
     StoredFile,
-    StoredTensor,
+    WholeTensor,
     known_file,
     parse_file,
     parse_tensor,
@@ -57,7 +57,7 @@ class Manifest:
     created: str
     layout: Mapping[str, Any]
     files: Mapping[str, StoredFile]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, WholeTensor]
     texts: Mapping[str, str]
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -179,9 +179,7 @@ def _manifest(document: Any) -> Manifest:
     )
 
 
-def _check_files(
-    files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor], texts: Mapping[str, str]
-) -> None:
+def _check_files(files: Mapping[str, StoredFile], tensors: Mapping[str, WholeTensor], texts: Mapping[str, str]) -> None:
     """Each file must be named by parts that fit into it, or by one text, and each key by one part."""
     num_bytes: dict[str, int] = defaultdict(int)
     keys = Counter((part.file, part.key) for tensor in tensors.values() for part in tensor.parts)

@@ -27,7 +27,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class WholeTensor:
     """A tensor of the single-process model. `dtype` is named as safetensors does: "F32"."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class StoredFile:
     xxh3_128: str
 
 
-def tensor_document(name: str, tensor: StoredTensor) -> dict[str, Any]:
+def tensor_document(name: str, tensor: WholeTensor) -> dict[str, Any]:
     """Returns what a manifest says of a tensor, without keys that are the tensor's name, and runs of whole parts."""
     whole = Region.whole(tensor.shape)
     parts = []
@@ -71,7 +71,7 @@ def parse_file(name: str, document: Any) -> StoredFile:
     )
 
 
-def parse_tensor(name: str, document: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
+def parse_tensor(name: str, document: Any, files: Mapping[str, StoredFile]) -> WholeTensor:
     """Returns the tensor that a manifest's document describes, in these files, or raises an ImpossibleError."""
     require(name.isprintable(), f"the name {name!r} can't be shown")
     document = typed(document, dict, f"the tensor {name!r}")
@@ -83,7 +83,7 @@ def parse_tensor(name: str, document: Any, files: Mapping[str, StoredFile]) -> S
     parts = tuple(_part(name, shape, one, files) for one in typed(document.get("parts"), list, f"the parts of {name}"))
     problem = partition_problem(shape, [part.region for part in parts])
     require(problem is None, f"the parts of {name} don't make it up: {problem}")
-    return StoredTensor(shape, dtype, parts)
+    return WholeTensor(shape, dtype, parts)
 
 
 def _part(name: str, shape: tuple[int, ...], document: Any, files: Mapping[str, StoredFile]) -> StoredPart:

@@ -24,7 +24,7 @@ from lightning_hanayo.checkpoint.format.header import (
 from lightning_hanayo.checkpoint.format.manifest import MANIFEST, MAX_BYTES, Manifest, damaged
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.format.stored import StoredPart, StoredTensor
+from lightning_hanayo.checkpoint.format.stored import StoredPart, WholeTensor
 from lightning_hanayo.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class PartOf(NamedTuple):
     """A part that a file holds, and the tensor that it belongs to."""
 
     name: str
-    tensor: StoredTensor
+    tensor: WholeTensor
     part: StoredPart
 
 

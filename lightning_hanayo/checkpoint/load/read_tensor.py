@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.checkpoint.format.region import Overlap, Region
-from lightning_hanayo.checkpoint.format.stored import StoredPart, StoredTensor
+from lightning_hanayo.checkpoint.format.stored import StoredPart, WholeTensor
 from lightning_hanayo.checkpoint.format.tensor_file import dtype_named
 
 PartBytes = Callable[[StoredPart, int, int], memoryview]
@@ -24,7 +24,7 @@ _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 """what is copied for an entry of so many bytes: NumPy doesn't know all of torch's dtypes"""
 
 
-def read_region(tensor: StoredTensor, wanted: Region, part_bytes: PartBytes) -> Tensor:
+def read_region(tensor: WholeTensor, wanted: Region, part_bytes: PartBytes) -> Tensor:
     """Returns the wanted entries of a stored tensor, on the CPU.
 
     Args:

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_hanayo.checkpoint.format.manifest import Manifest
 from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.stored import StoredFile, StoredPart, StoredTensor
+from lightning_hanayo.checkpoint.format.stored import StoredFile, StoredPart, WholeTensor
 from lightning_hanayo.errors import CheckpointError
 from tests.checkpoint.folders import SAVE_ID, document_of, sealed
 
@@ -25,7 +25,7 @@ def manifest(**changes: Any) -> Manifest:
         "created": "2026-01-01T00:00:00",
         "layout": {"pipe": 2},
         "files": {FILE: StoredFile(100, HASH), f"state-{SAVE_ID}.json": StoredFile(2, HASH)},
-        "tensors": {"model/a": StoredTensor((2, 3), "F32", (part,))},
+        "tensors": {"model/a": WholeTensor((2, 3), "F32", (part,))},
         "texts": {"state": f"state-{SAVE_ID}.json"},
         "about": {"module": "GPT"},
     }
@@ -143,6 +143,6 @@ def test_a_checkpoint_that_could_not_be_read_is_not_written() -> None:
     tensor = manifest().tensors["model/a"]
     half = StoredPart(FILE, "model/a", Region.of_entries([[0], range(3)]), HASH)
     with pytest.raises(CheckpointError, match=r"can't be saved: .* the parts of model/a don't make it up: entries are"):
-        manifest(tensors={"model/a": StoredTensor(tensor.shape, tensor.dtype, (half,))}).to_bytes()
+        manifest(tensors={"model/a": WholeTensor(tensor.shape, tensor.dtype, (half,))}).to_bytes()
     with pytest.raises(CheckpointError, match="it contains NaN"):
         manifest(about={"loss": float("nan")}).to_bytes()

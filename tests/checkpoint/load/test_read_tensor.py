@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.storage import LocalStorage
-from lightning_hanayo.checkpoint.format.stored import StoredPart, StoredTensor
+from lightning_hanayo.checkpoint.format.stored import StoredPart, WholeTensor
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.load.read_tensor import read_region
 from tests.checkpoint.folders import part_of, write_folder
@@ -21,8 +21,8 @@ MEGABYTE = 2**20
 counts_pages = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="counts pages with /proc")
 
 
-def stored(shape: tuple[int, ...], regions: list[Region]) -> StoredTensor:
-    return StoredTensor(shape, "F32", tuple(StoredPart(f"{i}", "a", one, "") for i, one in enumerate(regions)))
+def stored(shape: tuple[int, ...], regions: list[Region]) -> WholeTensor:
+    return WholeTensor(shape, "F32", tuple(StoredPart(f"{i}", "a", one, "") for i, one in enumerate(regions)))
 
 
 def test_of_each_part_the_wanted_rows_are_asked_for() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_hanayo.checkpoint.format.manifest import Manifest
 from lightning_hanayo.checkpoint.format.region import partition_problem
-from lightning_hanayo.checkpoint.format.stored import StoredTensor
+from lightning_hanayo.checkpoint.format.stored import WholeTensor
 from lightning_hanayo.checkpoint.save.folder.rank_files import Written, WrittenPart
 from lightning_hanayo.errors import CheckpointError
 
@@ -40,11 +40,11 @@ def manifest_of(save_id: str, written: Sequence[Written], about: Mapping[str, An
     )
 
 
-def _whole(name: str, parts: Sequence[WrittenPart]) -> StoredTensor:
+def _whole(name: str, parts: Sequence[WrittenPart]) -> WholeTensor:
     """The tensor that ranks have written parts of."""
     kinds = {(part.shape, part.dtype) for part in parts}
     (shape, dtype), *others = sorted(kinds)
     problem = f"also {others[0]}" if others else partition_problem(shape, [part.stored.region for part in parts])
     if problem:
         raise CheckpointError(f"the ranks' parts of {name} {shape}, {dtype}, do not make up the whole: {problem}")
-    return StoredTensor(shape, dtype, tuple(part.stored for part in parts))
+    return WholeTensor(shape, dtype, tuple(part.stored for part in parts))

@@ -47,8 +47,23 @@ def unnamed_files(storage: Storage) -> list[str]:
     return [name for name in written if name not in named]
 
 
+def temporary_path(path: str, kind: Literal["tmp", "old"], save_id: str) -> str:
+    """Returns the path next to a checkpoint under which a save writes what is new, or keeps what was there before."""
+    parent, slash, name = path.rpartition("/")
+    return f"{parent}{slash}{_without_number(name)}.{kind}-{save_id}"
+
+
+def _without_number(name: str) -> str:
+    """The name without what Lightning (2.6) looks for: the digits after `ckpt_` are a SLURM checkpoint's number for it.
+
+    It would take `hpc_ckpt_3.ckpt.tmp-5f2c9a1b` for the latest, number 35291.
+    """
+    return name.replace("ckpt_", "ckpt-")
+
+
 def next_to(path: str, *kinds: Literal["tmp", "old"]) -> list[str]:
     """Returns the paths of what saves have made next to a local checkpoint. Its folder must exist."""
     parent, name = os.path.split(os.path.abspath(path))
+    name = _without_number(name)
     matches = {one: _BESIDE.fullmatch(one[len(name) :]) for one in os.listdir(parent) if one.startswith(name)}
     return [os.path.join(parent, one) for one, match in sorted(matches.items()) if match and match[1] in kinds]

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from lightning_hanayo.checkpoint.format.storage import Storage
+from lightning_hanayo.checkpoint.save.leftovers import temporary_path
 from lightning_hanayo.checkpoint.save.problems import problem_of
 from lightning_hanayo.checkpoint.save.removal import remove_next_to
 from lightning_hanayo.errors import CheckpointError
@@ -72,7 +73,7 @@ def _write(path: str, write: Callable[[BinaryIO], object]) -> None:
     folder = Storage.of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
     folder.make_folder()
     save_id = secrets.token_hex(4)
-    new, old = f"{name}.tmp-{save_id}", f"{path}.old-{save_id}"
+    new, old = temporary_path(name, "tmp", save_id), temporary_path(path, "old", save_id)
     try:
         if folder.is_local:
             remove_next_to(path, "tmp")

@@ -73,12 +73,14 @@ class Saver:
             self._wait()
         finally:
             self._tasks.end()
+            self._buffers = HostBuffers()
 
     def abandon(self) -> None:
         """End soon after a failure of the run, which other ranks may not have; a save in flight may be given up."""
         if not self._tasks.end(ABANDON_WITHIN):
             self._is_abandoned.set()
             self._tasks.end(ABANDON_WITHIN)
+        self._start_afresh()  # a thread that still waits for other ranks is left alone
         for peers in (self._peers, self._background):
             if peers is not None:
                 peers.close()

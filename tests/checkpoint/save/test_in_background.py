@@ -181,9 +181,10 @@ def test_a_save_in_flight_is_given_up_on_all_ranks_after_a_failure(path: str, mo
             held.wait()
             peers.close = lambda: None  # type: ignore[method-assign]  # rank 0 shall hear it from the save
             saver._background.close = lambda: None  # type: ignore[method-assign, union-attr]
+            tasks = saver._tasks
             saver.abandon()
             held.let_go()
-            saver._tasks.end()
+            tasks.end()
         else:
             saver._tasks.wait()
             errors.append(str(saver._tasks.error))
@@ -201,8 +202,10 @@ def test_abandoning_does_not_wait_for_ranks_that_are_gone(path: str, monkeypatch
     backgrounds = ThreadPeers.of_all(2)
     saver = Saver(NoPeers(), backgrounds[0])
     saver.save(path, part_of(0, 1))
+    tasks = saver._tasks
     saver.abandon()  # the other rank never comes
-    saver._tasks.end()
-    assert isinstance(saver._tasks.error, CheckpointError)
-    assert isinstance(saver._tasks.error.__cause__, PeersLost)
+    saver.finish()
+    tasks.end()
+    assert isinstance(tasks.error, CheckpointError)
+    assert isinstance(tasks.error.__cause__, PeersLost)
     assert os.listdir(os.path.dirname(path)) == []

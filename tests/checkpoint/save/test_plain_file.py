@@ -6,8 +6,10 @@ from typing import Any, BinaryIO
 
 import fsspec
 import pytest
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lightning_hanayo.checkpoint.format.storage import LocalStorage
+from lightning_hanayo.checkpoint.save.folder.points import Point
 from lightning_hanayo.checkpoint.save.peers import NoPeers
 from lightning_hanayo.checkpoint.save.plain_file import write_file
 from lightning_hanayo.checkpoint.save.saver import Saver
@@ -79,6 +81,27 @@ def test_a_folder_of_several_ranks_is_replaced_by_a_file_and_the_other_way_round
     Saver(NoPeers()).save(path, part)
     assert step_of(path) == 1
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_slurm_checkpoints_are_not_mistaken_for_what_a_killed_save_has_left(tmp_path: Path) -> None:
+    """Lightning takes all digits after `hpc_ckpt_` in any name for the number of the latest checkpoint."""
+    latest = _CheckpointConnector._CheckpointConnector__max_ckpt_version_in_folder  # type: ignore[attr-defined]
+
+    def look(file: BinaryIO) -> None:
+        file.write(b"new")
+        assert len(os.listdir(tmp_path)) == 2
+        assert latest(str(tmp_path), "hpc_ckpt_") == 2
+
+    write_file(str(tmp_path / "hpc_ckpt_2.ckpt"), content("old"))
+    write_file(str(tmp_path / "hpc_ckpt_3.ckpt"), look)
+    assert latest(str(tmp_path), "hpc_ckpt_") == 3
+
+    def look_again(point: Point) -> None:
+        if point < Point.COMMITTED:
+            assert latest(str(tmp_path), "hpc_ckpt_") == 3
+
+    Saver(NoPeers(), at=look_again).save(str(tmp_path / "hpc_ckpt_4.ckpt"), part_of(0, 1, num_ranks=1))
+    assert step_of(str(tmp_path / "hpc_ckpt_4.ckpt")) == 1
 
 
 def test_a_file_through_a_file_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_hanayo.checkpoint.format.manifest import MANIFEST
 from lightning_hanayo.checkpoint.format.storage import LocalStorage, Storage
 from lightning_hanayo.checkpoint.save.folder.points import AtPoint, Point
-from lightning_hanayo.checkpoint.save.leftovers import is_checkpoint, is_of_a_save, unnamed_files
+from lightning_hanayo.checkpoint.save.leftovers import is_checkpoint, is_of_a_save, temporary_path, unnamed_files
 from lightning_hanayo.checkpoint.save.removal import remove_next_to
 from lightning_hanayo.errors import CheckpointError
 
@@ -92,7 +92,7 @@ class NewFolder(Target):
     @cached_property
     @override
     def storage(self) -> LocalStorage:
-        return LocalStorage(f"{self.path}.tmp-{self.save_id}")
+        return LocalStorage(temporary_path(self.path, "tmp", self.save_id))
 
     @override
     def prepare(self) -> None:
@@ -124,7 +124,7 @@ class NewFolder(Target):
 
     @property
     def _old(self) -> str:
-        return f"{self.path}.old-{self.save_id}"
+        return temporary_path(self.path, "old", self.save_id)
 
 
 class RemoteFolder(Target):

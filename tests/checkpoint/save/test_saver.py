@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,8 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.fixture(params=["local", "remote"])
-def any_path(request: pytest.FixtureRequest, path: str) -> Iterator[str]:
-    if request.param == "local":
-        yield path
-        return
-    import fsspec
-
-    yield "memory://checkpoints/last.ckpt"
-    fsspec.filesystem("memory").rm("/checkpoints", recursive=True)
+def any_path(request: pytest.FixtureRequest, path: str) -> str:
+    return path if request.param == "local" else "memory://checkpoints/last.ckpt"
 
 
 def save(path: str, step: int) -> None:

@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT = "lightning_hanayo checkpoint"
 VERSION = 1
 MAX_BYTES = 2**30
-"""A longer manifest isn't read."""
+"""A longer manifest isn't read, nor another JSON document."""
 _SAVE_ID = re.compile(r"[0-9a-f]{8,32}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}-([0-9a-f]{8,32})\.(safetensors|json)")
 
@@ -191,6 +191,8 @@ def _check_files(files: Mapping[str, StoredFile], tensors: Mapping[str, WholeTen
     for file, total in num_bytes.items():
         require(total < files[file].num_bytes, f"{file} is smaller than the tensors in it")
     require(len(set(texts.values())) == len(texts), "two documents are in one file")
+    for file in texts.values():
+        require(files[file].num_bytes <= MAX_BYTES, f"{file} has {files[file].num_bytes} bytes, which is absurd")
     unnamed = files.keys() - {file for file, _ in keys} - set(texts.values())
     require(not unnamed, f"nothing is said to be in {min(unnamed, default='')}")
 

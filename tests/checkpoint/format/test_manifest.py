@@ -120,6 +120,10 @@ def top(**values: Any) -> Callable[[Document], None]:
         (top(tensors={}), f"nothing is said to be in {FILE}"),
         (top(tensors={"a\nb": {}}), r"the name 'a\nb' can't be shown"),
         (top(texts={"state": f"state-{SAVE_ID}.json", "b": f"state-{SAVE_ID}.json"}), "two documents are in one file"),
+        (
+            lambda one: one["files"][f"state-{SAVE_ID}.json"].update(bytes=2**40),
+            "has 1099511627776 bytes, which is absurd",
+        ),
         (top(save_id="../.."), "the save id is '../..'"),
         (top(step=-1), "the step is -1"),
         (top(layout=None), "'layout' is None instead of a dict"),

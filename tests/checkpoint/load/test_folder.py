@@ -76,6 +76,14 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
     assert torch.view_as_complex(stored["model/wave"]).tolist() == TENSORS["model/wave"].tolist()
 
 
+def test_a_link_to_a_checkpoint_is_read(tmp_path: Path) -> None:
+    write_folder(tmp_path / "epoch=1.ckpt", TENSORS)
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "epoch=1.ckpt", target_is_directory=True)
+    folder = CheckpointFolder(tmp_path / "last.ckpt")
+    folder.verify()
+    assert equal(folder.read("model/fused"), TENSORS["model/fused"])
+
+
 def cube(ways: tuple[int, int, int]) -> list[Region]:
     """The parts of a [12, 8, 4] tensor on a cube that deals out the rows, as of fused heads, columns, and depth."""
     rows = [[i for i in range(12) if i % ways[0] == rank] for rank in range(ways[0])]

@@ -48,6 +48,12 @@ class Trained(LightningModule):
         return torch.optim.AdamW(groups, lr=self.learning_rate)
 
 
+def optimizer_names(model: Trained) -> list[str]:
+    """The names of the parameters of its optimizer, in order."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[p] for group in model.configure_optimizers().param_groups for p in group["params"]]
+
+
 class Block(nn.Module):
     """x + MLP(norm(x))."""
 

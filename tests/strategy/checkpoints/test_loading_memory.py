@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +21,7 @@ from tests.harness.live_bytes import Live
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 from tests.harness.training import Layout, make_loader, make_strategy, make_trainer, unguarded
+from tests.strategy.checkpoints.as_folder import as_folder
 
 LAYOUTS = [Layout(2, 2, 1), Layout(1, cube=(1, 2, 1)), Layout(1, cube=(2, 2, 1)), Layout(2, 1, 2)]
 SLACK = 20_000
@@ -75,9 +77,14 @@ def peaks_of(layout: Layout, path: Path) -> tuple[int, int, int, int]:
     return peaks.weights, peaks.optimizer, own, largest
 
 
-@pytest.mark.parametrize("layout", covered(LAYOUTS, by=LAYOUTS[:2]), ids=str)
-def test_no_rank_holds_more_than_its_part_and_a_tensor(pool: Pool, tmp_path: Path, layout: Layout) -> None:
-    pool.run(1, save, tmp_path / "plain.ckpt")
-    for weights, optimizer, own, largest in pool.run(layout.world_size, peaks_of, layout, tmp_path / "plain.ckpt"):
+CASES = [(layout, kind) for layout in LAYOUTS for kind in ("plain", "folder")]
+COVER = [(LAYOUTS[0], "folder"), (LAYOUTS[1], "plain"), (LAYOUTS[1], "folder")]
+
+
+@pytest.mark.parametrize(("layout", "kind"), covered(CASES, by=COVER), ids=str)
+def test_no_rank_holds_more_than_its_part_and_a_tensor(pool: Pool, tmp_path: Path, layout: Layout, kind: str) -> None:
+    pool.run(1, save, tmp_path / "plain")
+    as_folder(torch.load(tmp_path / "plain", weights_only=True), tmp_path / "folder", models.optimizer_names(Wide()))
+    for weights, optimizer, own, largest in pool.run(layout.world_size, peaks_of, layout, tmp_path / kind):
         assert 0 < own <= optimizer <= own + largest + SLACK
         assert weights <= largest + SLACK

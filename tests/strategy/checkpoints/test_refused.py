@@ -16,6 +16,7 @@ from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
 from tests.harness.training import Layout, make_loader, make_strategy, make_trainer
+from tests.strategy.checkpoints.as_folder import as_folder
 
 Checkpoint = dict[str, Any]
 WAVE = Layout(2, 1, 1)
@@ -66,7 +67,7 @@ def no_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 REFUSED: dict[Callable[[Checkpoint], None], str] = {
-    other_model: "bad.ckpt was saved of another model, not of this MLP: they have 0 names in common.",
+    other_model: "not of this MLP: they have 0 names in common.",
     missing: "blocks.3.up.bias",
     extra: "not in the model",
     shape: "Build the model with the sizes that it was saved with",
@@ -76,6 +77,9 @@ REFUSED: dict[Callable[[Checkpoint], None], str] = {
     no_optimizer: "has the states of 0 optimizers, this MLP has 1",
     no_checkpoint: "is no Lightning checkpoint: it has no 'state_dict'",
 }
+
+
+ONLY_PLAIN = (no_checkpoint,)
 
 
 def messages(folder: Path, layout: Layout) -> dict[str, str]:
@@ -98,22 +102,27 @@ def resume(path: Path, layout: Layout, *, strict: bool = True, accept: tuple[str
     trainer.fit(module, make_loader(models.vectors((8,) * 3)), ckpt_path=path)
 
 
-def spoil(source: Path, folder: Path, changes: Any) -> None:
+def spoil(source: Path, folder: Path, kind: str, changes: Any) -> None:
     """Write a copy of a checkpoint for each mistake."""
     for change in changes:
         checkpoint = torch.load(source, weights_only=True)
         change(checkpoint)
         (folder / change.__name__).mkdir()
-        torch.save(checkpoint, folder / change.__name__ / "bad.ckpt")
+        path = folder / change.__name__ / "bad.ckpt"
+        if kind == "plain" or change in ONLY_PLAIN:
+            torch.save(checkpoint, path)
+        else:
+            as_folder(checkpoint, path, models.optimizer_names(models.MLP()))
 
 
-CASES = covered([WAVE, Layout(), Layout(1, 1, 2), Layout(1, cube=(1, 2, 1))], by=[WAVE])
+LAYOUTS = [WAVE, Layout(), Layout(1, 1, 2), Layout(1, cube=(1, 2, 1))]
+CASES = [(layout, kind) for layout in LAYOUTS for kind in ("plain", "folder")]
 
 
-@pytest.mark.parametrize("layout", CASES, ids=str)
-def test_each_mistake_has_one_message_on_all_ranks(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize(("layout", "kind"), covered(CASES, by=[(WAVE, "folder"), (Layout(), "plain")]), ids=str)
+def test_each_mistake_has_one_message_on_all_ranks(pool: Pool, tmp_path: Path, layout: Layout, kind: str) -> None:
     pool.run(1, plain_checkpoint, tmp_path / "good.ckpt")
-    spoil(tmp_path / "good.ckpt", tmp_path, REFUSED)
+    spoil(tmp_path / "good.ckpt", tmp_path, kind, REFUSED)
     first, *others = pool.run(layout.world_size, messages, tmp_path, layout)
     for change, expected in REFUSED.items():
         assert expected in first[change.__name__], change.__name__
@@ -142,7 +151,7 @@ def warned(folder: Path, layout: Layout) -> dict[str, list[str]]:
 
 def test_each_way_out_works_and_is_said_once(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, plain_checkpoint, tmp_path / "good.ckpt")
-    spoil(tmp_path / "good.ckpt", tmp_path, ACCEPTED)
+    spoil(tmp_path / "good.ckpt", tmp_path, "folder", ACCEPTED)
     first, second = pool.run(2, warned, tmp_path, WAVE)
     for change, (_, expected) in ACCEPTED.items():
         assert sum(expected in line for line in first[change.__name__]) == 1, first[change.__name__]

@@ -176,7 +176,7 @@ class Session:
         """
         prepared = self._prepare(module)
         if not was_read(module):
-            check_same_folders(self._options.init_folders.values())
+            check_same_folders(self._options.init_folders.values(), verify=self._options.verify_checkpoints)
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
         if values is not None:
             values.check(module, prepared.cube)

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hanayo.checkpoint.convert.weights import open_weights
 from lightning_hanayo.checkpoint.full.state_dict import (
     gather_module_state,
     gather_optimizer_state,
 )
-from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.planner.profile import costs_from
@@ -105,9 +105,10 @@ class HanayoStrategy(MeshParallelStrategy):
         whole: names of what is the same for all samples, and stays whole: keys of mappings, and fields of dataclasses,
             on any level.
         init_from: a folder with `model.safetensors`, or `model.safetensors.index.json` and its files, as
-            `save_pretrained` of transformers writes it. The model's first values come from there; each rank reads only
-            its own. Build the model in `configure_model`: it has no values until they are read. A dictionary gives
-            folders by the names of the modules that they are for.
+            `save_pretrained` of transformers writes it; or a checkpoint folder, of which only the weights are taken.
+            The model's first values come from there; each rank reads only its own. Build the model in
+            `configure_model`: it has no values until they are read. A dictionary gives folders by the names of the
+            modules that they are for.
         master_weights: "fp32": parameters in bf16 or fp16 (`precision="bf16-true"`) get fp32 gradients, in which
             micro-batches and ranks are added up, and fp32 master weights, which the optimizer updates and checkpoints
             hold: with Adam 18 bytes per parameter instead of 8. None: all have the parameters' dtype, as in a Trainer.
@@ -202,7 +203,7 @@ class HanayoStrategy(MeshParallelStrategy):
         prepared = self._prepared_module
         if defines_configure_model(self.module):
             for folder in options.init_folders.values():
-                SafetensorsFolder(folder)
+                open_weights(folder)
         elif prepared.fits(self.topology, self.options):
             with self._unguarded():
                 plan_for(trainer, self.module, prepared, options, self.topology)

@@ -14,7 +14,9 @@ from lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lightning_hanayo.checkpoint.convert import import_checkpoint
 from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
+from lightning_hanayo.errors import CheckpointError, PeerFailed
 from lightning_hanayo.strategy.setup import pretrained
 from tests.harness import models
 from tests.harness.models import Batch
@@ -179,6 +181,41 @@ def test_a_new_head_has_the_same_initial_values_on_every_layout(pool: Pool, fold
     assert outcome.weights["net.score.weight"].abs().max() > 0
     for said in (alone[1], ranks[0][1]):
         assert any("has no values for net.score.weight: initial values are kept" in one for one in said)
+
+
+def from_checkpoint(folder: Path, checkpoint: Path, layout: Layout) -> Outcome:
+    return fit(Tuned(folder, reads=False), layout, init_from=checkpoint)
+
+
+@pytest.mark.parametrize("layout", covered(LAYOUTS, by=[LAYOUTS[3]]), ids=str)
+def test_a_checkpoint_folder_gives_its_weights(
+    pool: Pool, folders: dict[str, Path], layout: Layout, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "gpt2.ckpt"
+    import_checkpoint(str(folders["gpt2"]), str(checkpoint), module="net")
+    (expected,) = pool.run(1, whole, folders["gpt2"])
+    outcome = merge(pool.run(layout.world_size, from_checkpoint, folders["gpt2"], checkpoint, layout), layout)
+    assert_close(outcome.weights, expected.weights, TOLERANCES["gpt2"])
+    assert_close(outcome.gradients, expected.gradients, TOLERANCES["gpt2"])
+
+
+def test_a_flipped_bit_in_a_checkpoint_folder_is_found_before_training(
+    pool: Pool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "gpt2.ckpt"
+    import_checkpoint(str(folders["gpt2"]), str(checkpoint), module="net")
+    [file] = checkpoint.glob("model-*")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+    messages = pool.run(2, refused, folders["gpt2"], checkpoint)
+    assert all(file.name in one and "the values of model/net.transformer.ln_f.bias" in one for one in messages)
+
+
+def refused(folder: Path, checkpoint: Path) -> str:
+    with pytest.raises((CheckpointError, PeerFailed)) as raised:
+        from_checkpoint(folder, checkpoint, LAYOUTS[0])
+    return str(raised.value)
 
 
 def whole(folder: Path) -> Outcome:

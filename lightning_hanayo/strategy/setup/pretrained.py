@@ -12,16 +12,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_hanayo.checkpoint.convert.weights import CheckpointWeights, open_weights
 from lightning_hanayo.checkpoint.pretrained.names import Merge, joined, listed, match_names, named_values, names_of
 from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
 from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 from lightning_hanayo.partition.deferred_init import DeferredInit
-from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks
+from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.setup.cube import Cube
 
+_Folder = SafetensorsFolder | CheckpointWeights
 _WAS_READ = "_hanayo_was_read"
 _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 
@@ -30,7 +33,7 @@ _CONVERTIBLE = frozenset((torch.float64, torch.float32, torch.float16, torch.bfl
 class FolderPlan:
     """What a model takes from one folder. Equal on all ranks."""
 
-    folder: SafetensorsFolder
+    folder: _Folder
     module: str
     """the qualified name of the module that takes it"""
     sources: Mapping[str, str | Merge]
@@ -68,11 +71,14 @@ def plan_pretrained(model: nn.Module, blocks: str, folders: Mapping[str, Path]) 
     Raises:
         HanayoError: a folder can't be read, or what it has doesn't fit the model.
     """
-    return [_plan(model, blocks, name, SafetensorsFolder(path)) for name, path in folders.items()]
+    return [_plan(model, blocks, name, open_weights(path)) for name, path in folders.items()]
 
 
-def check_same_folders(folders: Iterable[Path]) -> None:
+def check_same_folders(folders: Iterable[Path], *, verify: bool) -> None:
     """Check that all ranks see the same tensors in the folders. Called by all ranks of the world.
+
+    Args:
+        verify: whether the hashes of checkpoint folders are checked, each byte by one rank.
 
     Raises:
         HanayoError: on all ranks, if one sees other tensors, or can't read a folder.
@@ -85,6 +91,8 @@ def check_same_folders(folders: Iterable[Path]) -> None:
                     f"init_from: rank {rank} finds other tensors in {folder} than rank 0. Give a folder on a file "
                     f"system that all ranks see, or the same files on each node."
                 )
+        if verify:
+            with_common_errors(partial(_verify, folder))
 
 
 def load_pretrained(
@@ -142,7 +150,7 @@ def load_on_all_ranks(
     rank_zero_info(_report(plans, readings))
 
 
-def _plan(model: nn.Module, blocks: str, name: str, folder: SafetensorsFolder) -> FolderPlan:
+def _plan(model: nn.Module, blocks: str, name: str, folder: _Folder) -> FolderPlan:
     modules = dict(model.named_modules())
     if name not in modules:
         raise HanayoError(f"init_from: {type(model).__name__} has no module {name!r}; {nearest(name, modules)}")
@@ -157,7 +165,7 @@ def _plan(model: nn.Module, blocks: str, name: str, folder: SafetensorsFolder) -
     return FolderPlan(folder, prefix, sources, tuple(reversed(missing.values())), tuple(match.unused(folder.tensors)))
 
 
-def _check_fit(folder: SafetensorsFolder, sources: Mapping[str, str | Merge], values: Mapping[str, Tensor]) -> None:
+def _check_fit(folder: _Folder, sources: Mapping[str, str | Merge], values: Mapping[str, Tensor]) -> None:
     shapes, dtypes = [], []
     for name, source in sources.items():
         first, *_ = names_of(source)
@@ -178,13 +186,13 @@ def _check_fit(folder: SafetensorsFolder, sources: Mapping[str, str | Merge], va
         )
 
 
-def _shape(folder: SafetensorsFolder, source: str | Merge) -> tuple[int, ...]:
+def _shape(folder: _Folder, source: str | Merge) -> tuple[int, ...]:
     if isinstance(source, str):
         return folder.tensors[source].shape
     return tuple(source.of({n: torch.empty(folder.tensors[n].shape, device="meta") for n in names_of(source)}).shape)
 
 
-def _check_blocks(folder: SafetensorsFolder, blocks: str, missing: Mapping[Tensor, str]) -> None:
+def _check_blocks(folder: _Folder, blocks: str, missing: Mapping[Tensor, str]) -> None:
     in_blocks = [n for tensor, n in missing.items() if isinstance(tensor, nn.Parameter) and n.startswith(f"{blocks}.")]
     if in_blocks:
         raise HanayoError(
@@ -203,7 +211,14 @@ def _check_equal(name: str, source: str | Merge, tensor: Tensor, value: Tensor) 
 
 
 def _signature(folder: Path) -> str:
-    return SafetensorsFolder(folder).signature
+    return open_weights(folder).signature
+
+
+def _verify(folder: Path) -> None:
+    opened = open_weights(folder)
+    if isinstance(opened, CheckpointWeights):
+        is_alone = not dist.is_initialized()
+        opened.verify(*((0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())))
 
 
 def _own_sources(

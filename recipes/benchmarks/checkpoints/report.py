@@ -73,11 +73,15 @@ def _draw_loads(axes: "Axes", case: CaseFigures) -> None:
 
 
 def _draw_memory(axes: "Axes", case: CaseFigures) -> None:
-    plain(axes, f"{case.num_ranks} ranks: memory above the state, MB", y="MB, of the rank with the most")
-    found = [("save: " + one.name, one.memory) for one in case.saves]
-    found += [("load: " + one.name, one.memory) for one in case.loads]
-    values = [Summary(memory / 1e6, memory / 1e6, memory / 1e6) for _, memory in found]
-    _bars(axes, [name for name, _ in found], values, 0.0, BLUE, "")
+    plain(axes, f"{case.num_ranks} ranks: memory above the state, MB", x="MB, of the rank with the most")
+    found = {f"save: {one.name}": one.memory for one in case.saves}
+    found |= {f"load: {one.name}": one.memory for one in case.loads}
+    bars = axes.barh(range(len(found)), [num_bytes / 1e6 for num_bytes in found.values()], color=BLUE)
+    axes.bar_label(bars, list(map(_megabytes, found.values())), padding=2, fontsize=7)
+    axes.set_yticks(range(len(found)), list(found), fontsize=7)
+    axes.invert_yaxis()  # the first on top
+    axes.grid(visible=False)
+    axes.margins(x=0.12)
 
 
 def _bars(axes: "Axes", names: Sequence[str], values: Sequence[Summary], shift: float, colour: str, label: str) -> None:
@@ -88,7 +92,6 @@ def _bars(axes: "Axes", names: Sequence[str], values: Sequence[Summary], shift: 
     for place, value in zip(places, values, strict=True):
         text = f"{value.median:.0f}" if value.median >= 100 else f"{value.median:.2g}"
         axes.annotate(text, (place, value.most), (0, 2), textcoords="offset points", ha="center", fontsize=7)
-    axes.set_xticks(range(len(names)), [name.replace(", ", "\n").replace(": ", ":\n") for name in names], fontsize=6.5)
-    axes.margins(y=0.3 if label else 0.12)  # room for the legend
-    if label:
-        axes.legend(fontsize=7, frameon=False)
+    axes.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=6.5)
+    axes.margins(y=0.3)  # room for the legend
+    axes.legend(fontsize=7, frameon=False)

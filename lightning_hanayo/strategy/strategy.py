@@ -32,8 +32,8 @@ from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.checkpoints.load import Checkpoint, read_checkpoint
 from lightning_hanayo.strategy.checkpoints.load_optimizers import load_optimizers
-from lightning_hanayo.strategy.checkpoints.one_file import gathered, saved_run
 from lightning_hanayo.strategy.checkpoints.resume import KEY, Resume, resume_state
+from lightning_hanayo.strategy.checkpoints.resume_storage import gathered, saved_run
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, wrap_loader
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy

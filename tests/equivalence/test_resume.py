@@ -103,6 +103,9 @@ class Dropping(models.MLP):
             x = block(x)
         return self.head(functional.dropout(x, 0.1, self.training))
 
+    def validation_step(self, batch: models.Batch, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch))
+
 
 @dataclass
 class Seen:
@@ -214,3 +217,39 @@ def test_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, layout: Layout, l
 def test_at_the_end_of_an_epoch(pool: Pool, tmp_path: Path, layout: Layout, loader: str, limit: str) -> None:
     options = {"max_epochs": 3} if limit == "max_epochs" else {"max_epochs": -1, "max_steps": 15}
     assert_resumed_run_is_equal(pool, tmp_path, layout, loader, EPOCH_END, **options)
+
+
+HABITS = {
+    "in on_validation_end, in mid-epoch": (Save("on_validation_end", 6), {"val_check_interval": 2}),
+    "in on_validation_end, after the last batch": (Save("on_validation_end", 4), {"val_check_interval": NUM_BATCHES}),
+    "after the last batch": (Save("on_train_batch_end", 4), {}),
+    "before validation in mid-epoch": (Save("on_train_batch_end", 6), {"val_check_interval": 2}),
+    "in on_train_epoch_end, with validation": (Save("on_train_epoch_end", 4), {"val_check_interval": NUM_BATCHES}),
+}
+
+
+@pytest.mark.parametrize(
+    ("habit", "loader", "limit"),
+    covered(
+        product(HABITS, LOADERS, ["max_epochs", "max_steps"]),
+        by=[(list(HABITS)[0], "sized", "max_epochs"), (list(HABITS)[1], "unsized", "max_steps")],
+    ),
+)
+def test_habits_of_saving(pool: Pool, tmp_path: Path, habit: str, loader: str, limit: str) -> None:
+    save, options = HABITS[habit]
+    if loader == "plain" and save.batch == 6:
+        pytest.skip("a plain loader doesn't know its position")
+    limits = {"max_epochs": 3} if limit == "max_epochs" else {"max_epochs": -1, "max_steps": 15}
+    assert_resumed_run_is_equal(pool, tmp_path, Layout(2), loader, save, **limits, **options)
+
+
+def test_more_steps_than_max_steps_allowed_at_first(pool: Pool, tmp_path: Path) -> None:
+    """7 steps, and then 15 in all, equal 15 at once: the epoch that `max_steps` has cut goes on."""
+    save = Save("on_train_epoch_end", 6)
+    runs = [({"max_steps": 15}, False), ({"max_steps": 7}, False), ({"max_steps": 15}, True)]
+    whole, _, rest = (
+        pool.run(2, fit, Layout(2), "sized", save, tmp_path, {"max_epochs": -1} | options, resume)[0]
+        for options, resume in runs
+    )
+    assert rest.steps == whole.steps[7:]
+    assert all(torch.equal(rest.losses[number], whole.losses[number]) for number in rest.losses)

@@ -9,11 +9,10 @@ tensors                             random/<rank>/now/<generator>, random/<rank>
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -51,11 +50,11 @@ class SavedRun:
     """What a checkpoint says of the run that saved it, however it is stored."""
 
     document: Mapping[str, Any]
-    data_documents: Mapping[int, Mapping[str, Any]]
-    """by data rank"""
-    names: Collection[str] = ()
+    data_document: Callable[[int], Mapping[str, Any]]
+    """of a data rank; empty where there is none"""
+    names: Collection[str]
     """of all its tensors"""
-    read: Callable[[str, Region | None], Tensor] = field(default=lambda name, region: torch.empty(0), repr=False)
+    read: Callable[[str, Region | None], Tensor]
     """reads a region of a tensor by its name, all of it if None"""
 
     @property
@@ -75,7 +74,7 @@ class SavedRun:
 
     def loader_states(self, data_rank: int) -> Sequence[Any]:
         """The states of the loaders of a data rank; none if they had none."""
-        states: Sequence[Any] = self.data_documents.get(data_rank, {}).get("loaders", ())
+        states: Sequence[Any] = self.data_document(data_rank).get("loaders", ())
         return states
 
     def random_states(self, rank: int, topology: Topology, when: str) -> dict[str, Tensor]:
@@ -96,7 +95,7 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         accumulates = resumed.num_accumulated(trainer) and not resumed.was_in_batch(trainer)
         gradients = list(_gradients(trainer, session).parts()) if accumulates else []
     tensors = [
-        _whole(f"{RANDOM}{rank}/{when}/{name}", state) for when in random for name, state in random[when].items()
+        whole_part(f"{RANDOM}{rank}/{when}/{name}", state) for when in random for name, state in random[when].items()
     ]
     return ResumeState(document, {"loaders": states} if states else None, [*tensors, *gradients])
 
@@ -237,5 +236,6 @@ def _gradients(trainer: "pl.Trainer", session: "Session") -> AccumulatedGradient
     return AccumulatedGradients(parameters, session.cube, data_rank, session.topology.data)
 
 
-def _whole(name: str, tensor: Tensor) -> TensorPart:
+def whole_part(name: str, tensor: Tensor) -> TensorPart:
+    """A small tensor that one rank writes."""
     return TensorPart(name, tensor, tuple(tensor.shape), Region.whole(tensor.shape), "state")

@@ -5,6 +5,7 @@ in `on_train_epoch_end`, with `max_steps`       with one batch more in the same 
 where `max_steps` has cut an epoch              in the epoch, counted as the next one       in the epoch
 after the last batch of a loader without len    with more batches in the same epoch         with the next epoch
 in mid-epoch, of a loader without len           after a batch that it had read ahead        with that batch
+before a validation in mid-epoch                without the validation                      with the validation
 
 Lightning makes the iterator of the training loader before `on_train_start`, and before samplers know their epoch. Here
 it is made anew where the uninterrupted run would make it, and the random generators are set to their saved states.
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 
 from lightning_hanayo.strategy.lightning.loops.loader_states import load_loader_states
@@ -91,6 +93,17 @@ def read_data_anew(
         if in_epoch:  # what this draws was drawn before the checkpoint was saved
             set_generators("now")
         original(fetcher)
+        if in_epoch:
+            _catch_up_validation(epoch_loop, fetcher)
 
     set_generators("now")
     attributes.set(epoch_loop, "on_run_start", on_run_start)
+
+
+def _catch_up_validation(epoch_loop: Any, fetcher: Any) -> None:
+    """Let the epoch begin with the validation that comes after the batch in whose end the checkpoint was saved."""
+    if epoch_loop.restarted_on_train_batch_end and epoch_loop._should_check_val_fx(fetcher):
+        epoch_loop.val_loop.restarting = False
+        epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+        if not epoch_loop._should_accumulate():
+            epoch_loop._batches_that_stepped -= 1  # counted already, and again after the validation

@@ -10,6 +10,7 @@ from xxhash import xxh3_128
 
 from lightning_hanayo.checkpoint.format.header import make_header
 from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.packed_values import is_tensor_subclass
 
 _CHUNK = 4 * 2**20
 """bytes that are hashed and written at once, so that they are still in the processor's cache"""
@@ -66,8 +67,9 @@ def dtype_name(tensor: Tensor, name: str) -> str:
     Raises:
         CheckpointError: the format has no such tensors.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _NAMES:
-        kind = f"{tensor.dtype}" if tensor.layout is torch.strided else f"{tensor.dtype} in layout {tensor.layout}"
+    is_plain = tensor.layout is torch.strided and not is_tensor_subclass(tensor)
+    if not is_plain or tensor.dtype not in _NAMES:
+        kind = f"{tensor.dtype}" if is_plain else f"a {type(tensor).__name__} in {tensor.dtype}, {tensor.layout}"
         raise CheckpointError(
             f"The tensor {name} ({kind}) can't be stored in a checkpoint folder. Save with "
             f"HanayoStrategy(save_full=True), or convert it in on_save_checkpoint."
@@ -123,5 +125,6 @@ def _write(file: Writable | BinaryIO, announced: Tensor, tensor: Tensor) -> tupl
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Returns a tensor's entries one after another, in host memory."""
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    host = plain.to("cpu", memory_format=torch.contiguous_format).contiguous().reshape(-1)
     return host.view(torch.uint8).numpy().data if host.numel() else memoryview(b"")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from xxhash import xxh3_128
 
 from lightning_hanayo.checkpoint.format.header import header_length, read_header
@@ -88,9 +89,14 @@ def test_values_are_made_one_at_a_time() -> None:
     assert file.longest <= 4 * MEGABYTE
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(2).to_sparse(), torch.empty(2, dtype=torch.bits8)])
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2).to_sparse(), torch.empty(2, dtype=torch.bits8), TwoTensor(torch.ones(2), torch.ones(2))]
+)
 def test_what_the_format_doesnt_have_is_refused_before_anything_is_written(tensor: Tensor) -> None:
     file = Counted()
-    with pytest.raises(CheckpointError, match=r"The tensor b \(torch\.\w+.*\) can't be stored .*save_full=True"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"The tensor b \((torch\.bits8|a \w+ in torch.float32, torch\.\w+)\) can't be stored .*save_full=True",
+    ):
         write_tensors(file, {"a": torch.ones(2), "b": tensor})
     assert file.written == 0

@@ -47,6 +47,10 @@ class ThreadPeers(Peers):
         return gathered if self.rank == 0 else []
 
     @override
+    def largest(self, number: int) -> int:
+        return int(max(self.all_gather(number)))
+
+    @override
     def close(self) -> None:
         self._meeting.abort()
 

@@ -12,6 +12,9 @@ from lightning_hanayo.checkpoint.save.removal import remove_checkpoint
 from lightning_hanayo.checkpoint.save.snapshot import HostBuffers, Snapshot
 from lightning_hanayo.errors import CheckpointError
 
+_DONE, _WRITES, _FAILED = range(3)
+"""states of a save in flight: on all ranks together it is in the largest of theirs"""
+
 ABANDON_WITHIN = 2.0
 """seconds for a save in flight to end by itself after a failure, and as many for it to stop"""
 
@@ -102,16 +105,16 @@ class Saver:
         is_idle, error = self._tasks.is_idle, self._tasks.error  # in this order: once idle, no error comes
         own = None if error is None else _text(error)
         try:
-            states = self._peers.all_gather((own, is_idle))
+            state = self._peers.largest(_FAILED if own else _DONE if is_idle else _WRITES)
+            texts = self._peers.all_gather(own) if state == _FAILED else ()
         except PeersLost as lost:
             unknown = f"{self._in_flight} may have been saved, or not: {ANOTHER_ENDED} ({lost})."
             raise CheckpointError(own or unknown) from lost
-        texts = [text for text, _ in states if text is not None]
-        if texts:
-            self._tasks.end(ABANDON_WITHIN)  # its other ranks' saves end, too: they have agreed on it
+        if state == _FAILED:
+            self._tasks.end(ABANDON_WITHIN)  # the save ends on other ranks, too: they have agreed on its failure
             self._start_afresh()
-            raise CheckpointError(texts[0]) from error
-        if all(is_idle for _, is_idle in states):
+            raise CheckpointError(next(text for text in texts if text)) from error
+        if state == _DONE:
             self._in_flight = None
 
     def _start_afresh(self) -> None:

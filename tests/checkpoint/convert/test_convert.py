@@ -1,6 +1,7 @@
 """Checkpoints in other formats: plain Trainers read the file, transformers its folder, and folders are made of both."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hanayo.checkpoint.convert import export_checkpoint, import_checkpoint
+from lightning_hanayo.checkpoint.convert.export import Format
 from lightning_hanayo.checkpoint.convert.weights_folder import write_weights
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.state_document import StateDocument
@@ -21,6 +23,25 @@ from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
 from lightning_hanayo.checkpoint.save.peers import NoPeers
 from lightning_hanayo.checkpoint.save.saver import Saver
 from lightning_hanayo.errors import CheckpointError, HanayoError, UnsupportedError
+from tests.harness.pretrained_models import MODELS, SIZES
+from tests.harness.pretrained_models import trained as trained_model
+from tests.harness.thorough import covered
+
+GROUPED = SIZES | {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Qwen2MoeForCausalLM": GROUPED
+    | {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "Qwen3MoeForCausalLM": GROUPED | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16},
+    "OlmoeForCausalLM": GROUPED | {"num_experts": 4},
+    "DeepseekV3ForCausalLM": GROUPED
+    | {"num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    | {"n_group": 2, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
+    | {"qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1},
+    "GptOssForCausalLM": GROUPED | {"head_dim": 8, "num_local_experts": 4},
+    "JambaForCausalLM": SIZES | {"num_key_value_heads": 2, "num_experts": 2},
+    "Dinov2Model": {key: size for key, size in SIZES.items() if key != "vocab_size"} | {"use_swiglu_ffn": True},
+}
+"""models whose names or tensors on the disk are others than in memory"""
 
 
 class Model(LightningModule):
@@ -216,6 +237,36 @@ def test_a_folder_of_hugging_face_becomes_a_checkpoint(name: str, tmp_path: Path
     assert same(dict(state), dict(expected))
     export_checkpoint(str(tmp_path / "folder.ckpt"), str(tmp_path / "out"), to="huggingface")
     assert same(load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "own/model.safetensors"))
+
+
+@pytest.mark.parametrize("name", covered([*MODELS, *EXPERTS], by=["T5ForConditionalGeneration", "GptOssForCausalLM"]))
+def test_a_folder_has_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+    model = trained_model(name, {**MODELS, **EXPERTS}[name])
+    model.save_pretrained(tmp_path / "own")
+    path = save(tmp_path / "last.ckpt", around(model))
+    export_checkpoint(path, str(tmp_path / "out"), to="huggingface")
+    assert same(load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "own/model.safetensors"))
+    exported, own = (json.loads((tmp_path / one / "config.json").read_text()) for one in ("out", "own"))
+    assert exported == own
+
+
+@pytest.mark.parametrize("to", ["file", "safetensors", "huggingface"])
+def test_one_tensor_at_a_time_is_in_memory(to: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "last.ckpt", around(tiny("mixtral")))
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+    read = CheckpointFolder.read
+
+    def counted(folder: CheckpointFolder, name: str, region: Region | None = None) -> Tensor:
+        nonlocal most
+        tensor = read(folder, name, region)
+        alive.append(weakref.ref(tensor))
+        most = max(most, sum(one() is not None for one in alive))
+        return tensor
+
+    monkeypatch.setattr(CheckpointFolder, "read", counted)
+    export_checkpoint(path, str(tmp_path / "out"), to=to)
+    assert len(alive) == len(CheckpointFolder(path).manifest.tensors) and most == 1
 
 
 def test_a_plain_file_needs_a_configuration(tmp_path: Path) -> None:

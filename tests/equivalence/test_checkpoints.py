@@ -1,11 +1,4 @@
-"""A checkpoint of any layout has a single process's names, shapes and values, and can be read on any other layout.
-
-written by            read by
-one process   ----->  one process      the expected result
-one process   ----->  pipeline
-pipeline      ----->  one process
-pipeline      ----->  another layout
-"""
+"""A checkpoint of any layout has a single process's names, shapes and values."""
 
 import warnings
 from functools import partial
@@ -18,18 +11,15 @@ from torch import Tensor
 
 from tests.harness import models
 from tests.harness.pool import Pool
-from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     Outcome,
     OutcomeCallback,
     Training,
-    assert_close,
     data_rank,
     make_loader,
     make_strategy,
     make_trainer,
-    merge,
 )
 
 TRAININGS = {
@@ -38,8 +28,6 @@ TRAININGS = {
 }
 ALONE = Layout()
 WAVE = Layout(2, 2, 1)
-CUBE = Layout(2, 1, 1, cube=(1, 2, 1))
-READERS = [(ALONE, WAVE), (WAVE, ALONE), (WAVE, Layout(4, 1, 1, "1f1b")), (CUBE, ALONE), (WAVE, CUBE)]
 TOLERANCE = 1e-10
 
 
@@ -119,30 +107,3 @@ def train_without(layout: Layout, folder: Path) -> None:
         strategy = "auto" if folder.name == "alone" else make_strategy(layout)
         trainer = make_trainer(layout, callbacks=[saver], strategy=strategy, **options)
         trainer.fit(models.build(WithoutOptimizer), make_loader(models.vectors((8, 8))), ckpt_path=start)
-
-
-@pytest.fixture(scope="module")
-def oracles(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """The outcomes of a process that saves after an epoch, and of one that resumes."""
-    folder = tmp_path_factory.mktemp("oracles")
-    half, full = folder / "half.ckpt", folder / "full.ckpt"
-    found = {}
-    for kind, training in TRAININGS.items():
-        pool.run(1, train, training, ALONE, 1, half)
-        (found[kind],) = pool.run(1, train, training, ALONE, 2, full, half)
-    return found
-
-
-COVER = [("mlp", *READERS[0]), *(("tied gpt", *pair) for pair in READERS)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "writer", "reader"), covered(((kind, *pair) for kind in TRAININGS for pair in READERS), by=COVER), ids=str
-)
-def test_every_layout_reads_the_checkpoints_of_every_other(
-    pool: Pool, tmp_path: Path, oracles: dict[str, Outcome], kind: str, writer: Layout, reader: Layout
-) -> None:
-    training, half, full = TRAININGS[kind], tmp_path / "half.ckpt", tmp_path / "full.ckpt"
-    pool.run(writer.world_size, train, training, writer, 1, half)
-    outcome = merge(pool.run(reader.world_size, train, training, reader, 2, full, half), reader)
-    assert_close(outcome.weights, oracles[kind].weights, TOLERANCE)

@@ -21,6 +21,8 @@ from lightning_hanayo.checkpoint.load.folder_content import folder_content
 from lightning_hanayo.checkpoint.load.model_check import Source
 from lightning_hanayo.checkpoint.load.verify import verify_on_all_ranks
 from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.strategy.checkpoints.resume import KEY
+from lightning_hanayo.strategy.checkpoints.resume_storage import saved_in_folder
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
@@ -100,6 +102,8 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
         verify_on_all_ranks(folder, *_place(), _gather)
     content = Checkpoint(with_common_errors(lambda: folder_content(folder)))
     content.source = Source(str(path), folder.manifest.about.get("module"))
+    if KEY in content:
+        content[KEY] = saved_in_folder(folder, content[KEY])
     return content
 
 

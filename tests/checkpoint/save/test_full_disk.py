@@ -128,13 +128,16 @@ def test_either_rank_may_find_the_disk_full(tmp_path: Path, rank: int) -> None:
     assert step_of(str(path)) == 1
 
 
-def test_the_manifest_may_find_the_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", ["marker", "manifest"])
+def test_the_first_and_the_last_file_may_find_the_disk_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
     path = tmp_path / "last.ckpt"
     on_ranks(2, lambda peers: Saver(peers).save(str(path), part_of(peers.rank, 1)))
     before, create = sorted(os.listdir(path)), LocalStorage.create
 
     def refuse(self: LocalStorage, name: str) -> Any:
-        if name.startswith("manifest"):
+        if name.startswith(first):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return create(self, name)
 

@@ -89,8 +89,8 @@ class FolderSave:
                     self._target.undo()
             if isinstance(error, PeersLost):
                 raise CheckpointError(
-                    f"{self._name} {self._outcome}: {ANOTHER_ENDED} ({error}). What can be "
-                    f"read there is whole: it is what was there before, or the new checkpoint."
+                    f"{self._name} {self._outcome}: {ANOTHER_ENDED} ({error}). What can be read there is whole: it is "
+                    f"what was there before, or the new checkpoint."
                 ) from error
             raise
 
@@ -101,7 +101,9 @@ class FolderSave:
         chosen = self._attempt(self._choose) if self._peers.rank == 0 else _Result[Target]()
         num_bytes = self._part.num_bytes + sum(map(len, texts.values()))
         gathered = self._peers.all_gather((chosen, own.problem, num_bytes, self._part.about.get("step")))
-        self._target, self._step = gathered[0][0].value, gathered[0][-1]
+        self._step = gathered[0][-1]
+        if self._peers.rank > 0:
+            self._target = gathered[0][0].value
         self._needed = sum(one[2] for one in gathered)
         self._raise(_first(one.problem or problem for one, problem, *_ in gathered))
         self._raise(_first(self._peers.all_gather(self._attempt(self._look).problem)))
@@ -131,7 +133,7 @@ class FolderSave:
         return RankFiles(target, self._peers.rank, self._at, self._check).write(self._part.tensors, texts)
 
     def _conclude(self, own: _Result[Written]) -> None:
-        if own.problem is None:
+        if own.problem is None and self._peers.rank > 0:
             self._outcome = "may have been saved, or not"
         results = self._peers.gather(own)
         self._at(Point.GATHERED)

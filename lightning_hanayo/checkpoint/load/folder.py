@@ -6,7 +6,7 @@ Opening, verifying and reading documents needs no torch.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 TEMPORARY = ".tmp-"
 """stands between the name of a checkpoint and the id of the save that is writing it"""
 
+Advance = Callable[[int], object]
+"""is called with the number of bytes that were read since its last call"""
 _Range = tuple[int, int, str]
 """where a part begins and ends in its file, in bytes, and its key"""
 
@@ -112,27 +114,32 @@ class CheckpointFolder:
         except (ValueError, RecursionError) as error:
             raise damaged(self.where(file), f"it is no JSON ({error})") from None
 
-    def verify(self, files: Collection[str] | None = None) -> None:
+    def verify(self, files: Collection[str] | None = None, advance: Advance = int) -> None:
         """Read every byte of its files, or of some of them, and compare the hashes.
+
+        Args:
+            advance: is called with the number of bytes that were read since its last call.
 
         Raises:
             CheckpointError: a byte isn't what was written, or can't be read. The message names the file, and the tensor
                 if it is one's.
         """
         for file in self.manifest.files if files is None else files:
-            self.verify_file(file)
+            self.verify_file(file, advance=advance)
 
-    def verify_file(self, file: str, keys: Collection[str] | None = None) -> None:
+    def verify_file(self, file: str, keys: Collection[str] | None = None, advance: Advance = int) -> None:
         """Read a text, or the header of a file and these tensors in it (None: all). Raises as `verify` does."""
         if file.endswith(".json"):
             self.text(next(stem for stem, one in self.manifest.texts.items() if one == file))
+            advance(self.manifest.files[file].num_bytes)
             return
-        wanted = [
-            (entry.start, entry.stop, key) for key, entry in self.header(file).items() if keys is None or key in keys
-        ]
+        self._headers.pop(file, None)  # so that it is read again
+        entries = self.header(file)
+        advance(min(entry.start for entry in entries.values()))
+        wanted = [(entry.start, entry.stop, key) for key, entry in entries.items() if keys is None or key in keys]
         for parts in _adjacent(sorted(wanted)):
             with self._readable(file):
-                self._verify_adjacent(file, parts)
+                self._verify_adjacent(file, parts, advance)
 
     def header(self, file: str) -> Mapping[str, Entry]:
         """Returns where a file has its tensors, by key, in order. Its hash is checked before it is looked at."""
@@ -141,7 +148,7 @@ class CheckpointFolder:
                 self._headers[file] = self._read_header(file)
         return self._headers[file]
 
-    def _verify_adjacent(self, file: str, parts: Sequence[_Range]) -> None:
+    def _verify_adjacent(self, file: str, parts: Sequence[_Range], advance: Advance) -> None:
         """Read parts that follow each other in a file at one go, and compare the hash of each."""
         chunks = self._storage.chunks(file, parts[0][0], parts[-1][1])
         chunk = memoryview(b"")
@@ -150,6 +157,7 @@ class CheckpointFolder:
             while missing:
                 chunk = chunk or next(chunks)
                 hashed.update(chunk[:missing])
+                advance(min(missing, len(chunk)))
                 chunk, missing = chunk[missing:], max(0, missing - len(chunk))
             one = self.parts[file][key]
             if hashed.hexdigest() != one.part.xxh3_128:

@@ -47,7 +47,8 @@ def _problem(path: str, *, quiet: bool) -> str:
         elif found is not None and Storage.of(path).is_file():
             raise CheckpointError(f"{path} isn't whole: {found.problem}")
         else:
-            _verify_folder(CheckpointFolder(path))
+            folder = CheckpointFolder(path)
+            folder.verify(advance=_progress(folder.manifest.num_bytes))
     except CheckpointError as error:
         if not quiet:
             fail(str(error))
@@ -55,19 +56,6 @@ def _problem(path: str, *, quiet: bool) -> str:
     if not quiet:
         print(f"{path}: whole, {size_text(found.num_bytes if found else 0)}")
     return ""
-
-
-def _verify_folder(folder: CheckpointFolder) -> None:
-    files = folder.manifest.files
-    advance = _progress(folder.manifest.num_bytes)
-    for file, stored in files.items():
-        keys = folder.header(file) if file.endswith(".safetensors") else {}
-        for key, entry in keys.items():
-            folder.verify_file(file, {key})
-            advance(entry.stop - entry.start)
-        if not keys:
-            folder.verify_file(file)
-            advance(stored.num_bytes)
 
 
 def _verify_file(path: str) -> None:

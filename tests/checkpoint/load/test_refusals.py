@@ -124,6 +124,15 @@ def test_each_flipped_bit_is_found(path: Path) -> None:
         file.write_bytes(clean)
 
 
+def test_a_header_that_changes_after_it_was_read_is_found(path: Path) -> None:
+    folder = CheckpointFolder(path)
+    folder.verify()
+    file = next(path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes().replace(b"dtype", b"Dtype", 1))
+    with pytest.raises(CheckpointError, match="its header isn't the one that save"):
+        folder.verify()
+
+
 def test_truncated_files_are_found_by_their_sizes(path: Path) -> None:
     """Without reading them: opening is enough. A manifest has its hash."""
     for file in files_of(path):

@@ -1,0 +1,96 @@
+"""What a resume needs is the same from a folder and from one file, and no rank's is another's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
+from lightning_hanayo.checkpoint.save.peers import NoPeers
+from lightning_hanayo.checkpoint.save.saver import Saver
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, SavedRun, whole_part
+from lightning_hanayo.strategy.checkpoints.resume_storage import (
+    gathered,
+    run_entry,
+    saved_in_folder,
+    saved_run,
+    with_resume,
+)
+from lightning_hanayo.topology import Topology
+
+GRADIENT = torch.arange(12.0).view(4, 3)
+TOP, BOTTOM = Region((((0, 1), (2, 3)), ((0, 3),))), Region((((1, 2), (3, 4)), ((0, 3),)))
+LOADER = {"order": torch.tensor([2, 0, 1]), "position": 2, "epoch": None}
+RUN = {
+    "seed": 5,
+    "samples": {"batch": 8, "data": 1, "accumulate": 2},
+    "layout": {"data": 1, "pipe": 1, "cube": [1, 2, 1], "num_microbatches": 4},
+}
+
+
+def state_of(rank: int) -> ResumeState:
+    """Of a cube of two ranks: each has half of a gradient's rows, and rank 0 reads the data."""
+    region = (TOP, BOTTOM)[rank]
+    rows = GRADIENT[rank::2].clone()
+    random = whole_part(f"random/{rank}/now/torch", torch.full((2,), rank, dtype=torch.uint8))
+    gradient = TensorPart("gradient/0/w", rows, (4, 3), region, "optimizer")
+    return ResumeState(RUN, {"loaders": [LOADER]} if rank == 0 else None, [random, gradient])
+
+
+def of_folder(folder: Path) -> SavedRun:
+    """One process writes the parts of both ranks."""
+    both = RankPart()
+    for rank in (0, 1):
+        both = with_resume(both, state_of(rank), 0)
+    tensors = [part for part in both.tensors if part.name != "gradient/0/w"]
+    whole = TensorPart("gradient/0/w", GRADIENT, (4, 3), Region.whole((4, 3)), "optimizer")
+    Saver(NoPeers()).save(str(folder), RankPart([*tensors, whole], both.texts, {"step": 0, "epoch": 0, "layout": {}}))
+    return saved_in_folder(CheckpointFolder(folder), run_entry(state_of(0)))
+
+
+def of_file(path: Path) -> SavedRun:
+    """Two ranks' states come to rank 0."""
+
+    def gather(own: Any) -> list[Any]:
+        return [own, (0, None, state_of(1).tensors)]
+
+    torch.save({KEY: gathered(state_of(0), 0, gather)}, path)
+    saved = saved_run(torch.load(path, weights_only=True))
+    assert saved is not None
+    return saved
+
+
+@pytest.mark.parametrize("read", [of_folder, of_file])
+def test_all_of_it_comes_back(tmp_path: Path, read: Any) -> None:
+    saved = read(tmp_path / "saved.ckpt")
+    assert saved.samples.total == 16
+    assert saved.topology == Topology(cube=(1, 2, 1))
+    (loader,) = saved.loader_states(0)
+    assert loader["order"].tolist() == [2, 0, 1]
+    assert loader["position"] == 2 and loader["epoch"] is None
+    assert not saved.loader_states(1)
+    for rank, region in enumerate((TOP, BOTTOM)):
+        assert torch.equal(saved.read("gradient/0/w", region), GRADIENT[rank::2])
+
+
+@pytest.mark.parametrize("read", [of_folder, of_file])
+def test_each_rank_has_its_own_random_states_on_the_same_layout(tmp_path: Path, read: Any) -> None:
+    saved = read(tmp_path / "saved.ckpt")
+    cube, pipeline = Topology(cube=(1, 2, 1)), Topology(pipe=2)
+    assert saved.random_states(1, cube, "now")["torch"].tolist() == [1, 1]
+    assert saved.random_states(1, pipeline, "now")["torch"].tolist() == [0, 0], "those of the rank that read the data"
+    assert saved.random_states(1, Topology(data=2), "now") == {}, "no such data rank has saved"
+
+
+def test_a_checkpoint_of_a_plain_trainer_says_nothing() -> None:
+    assert saved_run({"state_dict": {}}) is None
+
+
+def test_a_loader_state_that_needs_pickle_is_refused_by_name() -> None:
+    state = ResumeState(RUN, {"loaders": [{"sampler": object()}]}, [])
+    with pytest.raises(UnsupportedError, match=r"training loaders.*sampler"):
+        with_resume(RankPart(), state, 0)

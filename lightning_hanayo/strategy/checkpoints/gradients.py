@@ -7,6 +7,7 @@ Of as many ranks each gets its own back, so that later sums are the same to the 
 many ranks as there are: 4 read by 2 are 0 + 2 and 1 + 3.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 PREFIX = "gradient/"
+_NAME = re.compile(r"gradient/[0-9]{1,9}/.")
 
 Read = Callable[[str, Region], Tensor]
 """reads a region of a tensor by its name"""
@@ -93,7 +95,7 @@ class AccumulatedGradients:
 def _numbers_by_parameter(names: Collection[str]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for full_name in names:
-        if full_name.startswith(PREFIX):
+        if _NAME.match(full_name):
             number, _, name = full_name.removeprefix(PREFIX).partition("/")
             found.setdefault(name, []).append(int(number))
     return {name: sorted(numbers) for name, numbers in found.items()}

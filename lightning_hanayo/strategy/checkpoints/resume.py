@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.save.part import TensorPart
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.runtime.generators import generator_states, set_generators
 from lightning_hanayo.strategy.checkpoints.gradients import PREFIX, AccumulatedGradients
 from lightning_hanayo.strategy.lightning.loops import resumed
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 KEY = "lightning_hanayo"
 """of Lightning's dictionary; a plain Trainer leaves it alone"""
 RANDOM = "random/"
+_WHEN = ("now", "before")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,16 @@ class SavedRun:
     """of all its tensors"""
     read: Callable[[str, Region | None], Tensor]
     """reads a region of a tensor by its name, all of it if None"""
+
+    def __post_init__(self) -> None:
+        """Check the document, which a stranger may have written."""
+        try:
+            numbers = (self.document["seed"], self.layout["num_microbatches"], *vars(self.samples).values())
+            is_possible = all(type(number) is int for number in (*numbers, *self.topology.sizes))
+        except (AttributeError, HanayoError, KeyError, TypeError, ValueError):
+            is_possible = False
+        if not is_possible:
+            raise CheckpointError("What the checkpoint says of its run doesn't have the form that a save gives it.")
 
     @property
     def samples(self) -> StepSamples:
@@ -127,14 +138,15 @@ class Resume:
             session.samples.largest = max(session.samples.largest, saved.samples.batch)
             session.reseed(saved.document["seed"])
             self._restore_gradients(saved)
-        resumed.read_data_anew(trainer, session.attributes, self._states(), self._set_generators)
+        resumed.read_data_anew(trainer, session.attributes, self._states(), self._random_states())
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
 
-    def _set_generators(self, when: str) -> None:
-        if self._saved is not None:
-            states = self._saved.random_states(self._session.rank, self._session.topology, when)
-            set_generators(states, self._session.device)
+    def _random_states(self) -> Callable[[str], None]:
+        """A function that sets the generators to their states "now" or "before". It holds no more than those."""
+        saved, device, rank, topology = self._saved, self._session.device, self._session.rank, self._session.topology
+        states = {} if saved is None else {when: saved.random_states(rank, topology, when) for when in _WHEN}
+        return lambda when: set_generators(states.get(when, {}), device)
 
     def _states(self) -> Sequence[Any]:
         """Those of the loaders that this rank reads."""

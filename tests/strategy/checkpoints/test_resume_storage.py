@@ -11,7 +11,7 @@ from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
 from lightning_hanayo.checkpoint.save.peers import NoPeers
 from lightning_hanayo.checkpoint.save.saver import Saver
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import CheckpointError, UnsupportedError
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, SavedRun, whole_part
 from lightning_hanayo.strategy.checkpoints.resume_storage import (
     gathered,
@@ -94,3 +94,11 @@ def test_a_loader_state_that_needs_pickle_is_refused_by_name() -> None:
     state = ResumeState(RUN, {"loaders": [{"sampler": object()}]}, [])
     with pytest.raises(UnsupportedError, match=r"training loaders.*sampler"):
         with_resume(RankPart(), state, 0)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"seed": "5"}, {"samples": {}}, {"samples": 3}, {"layout": {"data": 0}}, {"layout": []}]
+)
+def test_an_impossible_document_is_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="What the checkpoint says of its run"):
+        saved_run({KEY: {"run": RUN | changed, "data": {}, "tensors": {}}})

@@ -12,7 +12,7 @@ it is made anew where the uninterrupted run would make it, and the random genera
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.evaluation_loop import RestartStage
@@ -70,7 +70,7 @@ def read_data_anew(
     trainer: "pl.Trainer",
     attributes: TemporaryAttributes,
     states: Sequence[Any],
-    set_generators: Callable[[Literal["before", "now"]], None],
+    set_generators: Callable[[str], None],
 ) -> None:
     """Let the first epoch make the iterator of the training loader anew. Called by all ranks in `on_train_start`.
 
@@ -78,8 +78,8 @@ def read_data_anew(
         trainer: whose loops are restored, and have not run.
         attributes: restored at the end of the run.
         states: of the loaders that have one; none on a rank that reads no data.
-        set_generators: sets the random generators to the states that they had when the checkpoint was saved, or before
-            the batch that had been read ahead.
+        set_generators: sets the random generators to the states that they had when the checkpoint was saved ("now"), or
+            "before" the batch that had been read ahead.
     """
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     original, in_epoch = epoch_loop.on_run_start, is_in_epoch(trainer)

@@ -24,8 +24,11 @@ from lightning_hanayo.checkpoint.save.peers import NoPeers
 from lightning_hanayo.checkpoint.save.saver import Saver
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 
+_VERSION = "pytorch-lightning_version"
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """of normalization layers: buffers, which no optimizer has"""
+_WITH_WEIGHTS = ("epoch", "global_step", "loops", "hyper_parameters", "hparams_name", "hparams_type")
+"""what Lightning saves with `save_weights_only=True`, too"""
 
 
 def import_checkpoint(path: str, target: str, *, module: str = "", weights_only: bool = False) -> None:
@@ -53,9 +56,9 @@ def import_checkpoint(path: str, target: str, *, module: str = "", weights_only:
 
 
 def _of_file(path: str, weights_only: bool) -> RankPart:
-    content = dict(open_checkpoint(path).content)
+    content = {_VERSION: version("lightning"), **open_checkpoint(path).content}
     if weights_only:
-        content = {key: content[key] for key in ("state_dict", "pytorch-lightning_version") if key in content}
+        content = {key: content[key] for key in ("state_dict", _VERSION, *_WITH_WEIGHTS) if key in content}
     state, states = content.pop("state_dict"), content.pop("optimizer_states", None)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     tied = _tied(tensors)
@@ -130,7 +133,7 @@ def _of_folder(path: Path, module: str) -> RankPart:
     stored = {name: _value(folder, values[name], sources[values[name]]) for name in names if name not in tied}
     tied = {joined(module, name): joined(module, one) for name, one in tied.items()}
     document = StateDocument(
-        checkpoint={"epoch": 0, "global_step": 0, "pytorch-lightning_version": version("lightning")},
+        checkpoint={"epoch": 0, "global_step": 0, _VERSION: version("lightning")},
         names=[joined(module, name) for name in names],
         tied=tied,
     )

@@ -9,10 +9,10 @@ import os
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_hanayo.checkpoint.format.manifest import MANIFEST
 from lightning_hanayo.checkpoint.format.storage import Storage
@@ -108,15 +108,15 @@ def _folder(path: str, storage: Storage, *, is_leftover: bool) -> Found | None:
     return Found(path, "folder", num_bytes, manifest.step, manifest.epoch, layout, problem)
 
 
-def layout_text(layout: object) -> str:
+def layout_text(layout: Mapping[str, Any]) -> str:
     """The sizes of a layout that say something.
 
     Example:
-        >>> layout_text({"data": 1, "pipe": 2, "waves": 1, "schedule": "hanayo"})
-        'pipe=2 waves=1 schedule=hanayo'
+        >>> layout_text({"data": 1, "pipe": 2, "cube": [1, 2, 1], "waves": 1, "schedule": "hanayo"})
+        'pipe=2 cube=1x2x1 waves=1 schedule=hanayo'
     """
-    items = layout.items() if isinstance(layout, dict) else ()
-    return " ".join(f"{key}={value}" for key, value in items if value != 1 or key == "waves")
+    texts = {key: "x".join(map(str, value)) if isinstance(value, list) else value for key, value in layout.items()}
+    return " ".join(f"{key}={text}" for key, text in texts.items() if text not in (1, "1x1x1") or key == "waves")
 
 
 def _file(path: str, local: str, num_bytes: int) -> Found | None:

@@ -19,6 +19,7 @@ from lightning_hanayo.cli.tables import print_table
 from lightning_hanayo.errors import CheckpointError
 
 _KINDS = {"model": "parameters and buffers", "optimizer": "optimizer states", "gradient": "accumulated gradients"}
+_KINDS |= {"random": "random generators", "state": "tensors of other values"}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -99,9 +100,10 @@ def _print(facts: Mapping[str, Any]) -> None:
         "size": f"{size_text(facts['num_bytes'])} in {facts['num_files']} files",
     }
     for kind, num_bytes in facts["bytes_by_kind"].items():
-        rows[f"  {_KINDS.get(kind, 'other tensors')}"] = size_text(num_bytes)
+        rows[f"  {_KINDS.get(kind, kind)}"] = size_text(num_bytes)
     for key, inner in facts["state"].items():
-        rows[f"  {key}"] = ", ".join(inner) or "-"
+        if inner:  # not a number, such as the step
+            rows[key] = ", ".join(name.partition("{")[0] for name in inner)
     print(facts["path"])
     width = max(map(len, rows))
     for name, text in rows.items():

@@ -26,7 +26,7 @@ from tests.harness.object_store import ObjectStore
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.thorough import covered
 
-TARGETS = ("new", "saved again", "remote", "new in the background", "saved again in the background")
+TARGETS = ("new", "saved again", "a file", "remote", "new in the background", "saved again in the background")
 
 CASES = covered(
     product(Point, (0, 1), TARGETS),
@@ -75,7 +75,9 @@ def test_the_checkpoint_of_before_or_the_new_one_survives(
     in_background = target.endswith("background")
     path = f"objects://{tmp_path}/checkpoints/last.ckpt" if target == "remote" else str(tmp_path / "last.ckpt")
     is_new = target.startswith("new")
-    if not is_new:
+    if target == "a file":
+        Path(path).write_bytes(b"of one process")
+    elif not is_new:
         pool.run(2, save, path, 1, None, False)
 
     with pytest.raises(RunFailed) as failed:
@@ -87,6 +89,9 @@ def test_the_checkpoint_of_before_or_the_new_one_survives(
         assert 1 in steps
         with pytest.raises(CheckpointError, match="There is no checkpoint"):
             CheckpointFolder(path)
+    elif Storage.of(path).is_file():
+        assert 1 in steps
+        assert Path(path).read_bytes() == b"of one process"
     else:
         assert step_of(path) in steps
 

@@ -417,8 +417,11 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._session is not None:
+            self._session.check_all_ranks("load_checkpoint")
         verify = self.options.verify_checkpoints
-        return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
+        with self._unguarded():
+            return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

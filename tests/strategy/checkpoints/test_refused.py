@@ -3,6 +3,8 @@
 torch.save(a checkpoint with one mistake)   ->   trainer.fit(..., ckpt_path=it) on two ranks
 """
 
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -156,3 +158,60 @@ def test_each_way_out_works_and_is_said_once(pool: Pool, tmp_path: Path) -> None
     for change, (_, expected) in ACCEPTED.items():
         assert sum(expected in line for line in first[change.__name__]) == 1, first[change.__name__]
         assert not any(expected in line for line in second[change.__name__])
+
+
+def flip(folder: Path) -> str:
+    """One bit of a tensor that the second rank holds, in the middle of its file."""
+    file = folder / "model-00001-5f2c9a1b.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 4
+    file.write_bytes(data)
+    return "model-00001-5f2c9a1b.safetensors is damaged: the values of model/"
+
+
+def truncate(folder: Path) -> str:
+    os.truncate(folder / "optimizer-00000-5f2c9a1b.safetensors", 1000)
+    return "optimizer-00000-5f2c9a1b.safetensors is damaged: it is truncated, 1000 instead of"
+
+
+def lose_a_file(folder: Path) -> str:
+    (folder / "model-00000-5f2c9a1b.safetensors").unlink()
+    return "model-00000-5f2c9a1b.safetensors is missing"
+
+
+def lose_the_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    return "has no manifest.json"
+
+
+def lose_all(folder: Path) -> str:
+    shutil.rmtree(folder)
+    return "Checkpoint file not found"
+
+
+DAMAGES = [flip, truncate, lose_a_file, lose_the_manifest, lose_all]
+
+
+def refusals(folder: Path) -> list[str]:
+    """What this rank raises for each damaged folder."""
+    found = []
+    for damage in DAMAGES:
+        try:
+            resume(folder / damage.__name__, WAVE)
+        except (HanayoError, FileNotFoundError) as error:
+            found.append(str(error))
+        except PeerFailed as error:
+            found.append(error.cause.partition("Error: ")[2])
+    return found
+
+
+def test_each_damage_has_one_message_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, plain_checkpoint, tmp_path / "good.ckpt")
+    expected = []
+    for damage in DAMAGES:
+        good = torch.load(tmp_path / "good.ckpt", weights_only=True)
+        as_folder(good, tmp_path / damage.__name__, models.optimizer_names(models.MLP()))
+        expected.append(damage(tmp_path / damage.__name__))
+    first, second = pool.run(2, refusals, tmp_path)
+    assert first == second
+    assert all(part in text for part, text in zip(expected, first, strict=True)), first

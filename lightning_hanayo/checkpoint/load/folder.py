@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 TEMPORARY = ".tmp-"
 """stands between the name of a checkpoint and the id of the save that is writing it"""
 
+_HEADER_BYTES = 2**16
+"""Most headers are shorter, and take one request."""
 Advance = Callable[[int], object]
 """is called with the number of bytes that were read since its last call"""
 _Range = tuple[int, int, str]
@@ -172,8 +174,9 @@ class CheckpointFolder:
     def _read_header(self, file: str) -> dict[str, Entry]:
         num_bytes = self.manifest.files[file].num_bytes
         try:
-            length = header_length(self._storage.read(file, 0, min(LENGTH_BYTES, num_bytes)), num_bytes)
-            data = bytes(self._storage.read(file, 0, length))
+            data = bytes(self._storage.read(file, 0, min(_HEADER_BYTES, num_bytes)))
+            length = header_length(data[:LENGTH_BYTES], num_bytes)
+            data = data[:length] if length <= len(data) else bytes(self._storage.read(file, 0, length))
             self._check(file, data)
             entries = read_header(data, num_bytes)
         except InvalidHeader as error:

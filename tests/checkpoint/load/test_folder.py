@@ -76,6 +76,14 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
     assert torch.view_as_complex(stored["model/wave"]).tolist() == TENSORS["model/wave"].tolist()
 
 
+def test_long_headers_are_read(path: str) -> None:
+    many = {f"model/{'layer' * 20}.{i}": torch.tensor(i) for i in range(500)}
+    write_folder(path, many)
+    folder = CheckpointFolder(path)
+    folder.verify()
+    assert all(folder.read(name).item() == i for i, name in enumerate(many))
+
+
 def test_verifying_says_how_many_bytes_it_has_read(path: str) -> None:
     write_folder(path, TENSORS, {"model/fused": HEADS}, texts={"state": b"[]"})
     folder = CheckpointFolder(path)

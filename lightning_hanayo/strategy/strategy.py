@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -26,14 +26,17 @@ from lightning_hanayo.checkpoint.full.state_dict import (
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.planner.profile import costs_from
-from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.checkpoints.load import Checkpoint, read_checkpoint
 from lightning_hanayo.strategy.checkpoints.load_optimizers import load_optimizers
-from lightning_hanayo.strategy.checkpoints.resume import KEY, Resume, resume_state
-from lightning_hanayo.strategy.checkpoints.resume_storage import gathered, saved_run
+from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state
+from lightning_hanayo.strategy.checkpoints.resume_storage import saved_run
+from lightning_hanayo.strategy.checkpoints.saving import own_state
+from lightning_hanayo.strategy.checkpoints.saving.before_training import check_plugin, check_saving
+from lightning_hanayo.strategy.checkpoints.saving.collect import CutModel
+from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, wrap_loader
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
@@ -168,6 +171,8 @@ class HanayoStrategy(MeshParallelStrategy):
         self._session: Session | None = None
         self._saves_on_exception: SavesOnException | None = None
         self._resume: Resume | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._names_at_start: dict[Tensor, str] = {}
         self._accumulates = False
         self._kept: KeptValues | None = None
 
@@ -175,7 +180,8 @@ class HanayoStrategy(MeshParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_groups": None, "_session": None, "_saves_on_exception": None, "_resume": None}
+        of_run = ("_groups", "_session", "_checkpoints", "_saves_on_exception", "_resume")
+        return state | dict.fromkeys(of_run) | {"_names_at_start": {}}
 
     @property
     def session(self) -> Session:
@@ -186,6 +192,16 @@ class HanayoStrategy(MeshParallelStrategy):
     def pipeline(self) -> Pipeline:
         """This rank's part of the pipeline; it exists while the Trainer runs."""
         return self.session.pipeline
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Saves and removes the checkpoints of this run."""
+        return available(self._checkpoints, "checkpoints can be saved once the Trainer has started a run")
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        """The names of parameters, also of those that the optimizers have: another run may have cut the module anew."""
+        return self._names_at_start | _names_of(self.module)
 
     @property
     def _prepared_module(self) -> PreparedModel:
@@ -211,6 +227,8 @@ class HanayoStrategy(MeshParallelStrategy):
     def _check(self, trainer: "pl.Trainer") -> None:
         batchnorm = self.synchronizes_batchnorm
         check_run(trainer, self.module, self.options, self.topology, synchronizes_batchnorm=batchnorm)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_plugin(self.options, self.topology, self.checkpoint_io)
 
     @override
     def setup_environment(self) -> None:
@@ -219,6 +237,7 @@ class HanayoStrategy(MeshParallelStrategy):
         self._session = Session(
             self.options, self.topology, self.groups, rank=self.global_rank, device=self.root_device
         )
+        self._checkpoints = Checkpoints(self.options, self.topology, self.global_rank, self.groups, self.checkpoint_io)
         self._saves_on_exception = SavesOnException(
             self.module.trainer, self._session.failures, self.world_size, self._end_run
         )
@@ -244,6 +263,8 @@ class HanayoStrategy(MeshParallelStrategy):
             move_optimizers(self.optimizers, self.root_device)
             if self.options.master_weights is not None:
                 self.session.use_master_weights(self.module, self.optimizers, self._kept)
+            self._names_at_start = _names_of(self.module)
+            check_saving(trainer, self.module, self.checkpoints)
         self._kept = None
 
     @contextmanager
@@ -290,6 +311,7 @@ class HanayoStrategy(MeshParallelStrategy):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step, trainer = self.module.training_step, self.module.trainer
         with self._unguarded(), self.precision_plugin.train_step_context():
+            self.checkpoints.poll()
             return run_batch.train(
                 self.session, trainer, batch, lambda part: step(part, *args, **kwargs), steps=not self._accumulates
             )
@@ -399,21 +421,48 @@ class HanayoStrategy(MeshParallelStrategy):
         module, session = self.module, self._session
         if self._saves_on_exception is not None:
             self._saves_on_exception.check()
+        if session is not None:
+            session.check_all_ranks("trainer.save_checkpoint")
         with self._unguarded(), self._master_values():
             self._prepared_module.check(module)
-            if session is None or not session.has_pipeline or self.data_rank > 0:  # one pipeline writes the checkpoint
+            if session is None or not session.has_pipeline:
+                return module.state_dict()
+            if self.checkpoints.is_sharded:
+                return own_state.module_state(module, session.cube)
+            if self.data_rank > 0:  # one pipeline writes the checkpoint
                 return module.state_dict()
             ranks = session.pipeline.ownership.rank_by_name(module)
-            return gather_module_state(module, ranks, session.pipe_relay.transport, self._prepared_module.cube)
+            return gather_module_state(module, ranks, session.pipe_relay.transport, session.cube)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = unwrapped(optimizer)
         with self._unguarded():
+            if self.checkpoints.is_sharded:
+                return own_state.optimizer_state(optimizer, self._names, self.session.cube)
             if self.data_rank > 0:
                 state: dict[str, Any] = optimizer.state_dict()
                 return state
-            return gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self._prepared_module.cube)
+            return gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self.session.cube)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        with self._unguarded():
+            resumes = "optimizer_states" in checkpoint and self.session.is_running
+            state = resume_state(self.module.trainer, self.session) if resumes else None
+            self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
+
+    @property
+    def _cut_model(self) -> CutModel | None:
+        """The module and what trains it, as far as this rank has it; None before the model is set up."""
+        session = self.session
+        if not session.has_pipeline:
+            return None
+        return CutModel(self.module, session.pipeline, session.cube, self.optimizers, self._names)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self.checkpoints.remove(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -449,18 +498,6 @@ class HanayoStrategy(MeshParallelStrategy):
             self._resume.start(self.options.load_anyway)
             self._resume = None
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if "optimizer_states" in checkpoint and self.session.is_running:
-            with self._unguarded():
-                state = resume_state(self.module.trainer, self.session)
-                checkpoint[KEY] = gathered(state, self.data_rank, self._gather)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _gather(self, value: Any) -> list[Any]:
-        world = dist.group.WORLD
-        return [value] if world is None else all_gather_objects(world, value)
-
     def _master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""
         return nullcontext() if self._session is None else self._session.master_values()
@@ -489,6 +526,8 @@ class HanayoStrategy(MeshParallelStrategy):
     def _abandon(self) -> None:
         """Leave the run after a failure. A script that catches the error may start the next one."""
         self.abort_transfers()  # first: all else may wait for the device
+        if self._checkpoints is not None:
+            self._checkpoints.abandon()
         if self._session is not None:
             self._session.abandon()
         if self.lightning_module is not None:
@@ -499,6 +538,8 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def teardown(self) -> None:
         self._kept = None
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
         if self._session is not None:
             self._session.close()
         move_optimizers(self.optimizers, torch.device("cpu"))
@@ -511,3 +552,7 @@ class HanayoStrategy(MeshParallelStrategy):
         available(self.accelerator, "the accelerator is set by the Trainer").teardown()
         self.checkpoint_io.teardown()
         self.environment.teardown()
+
+
+def _names_of(module: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in module.named_parameters()}

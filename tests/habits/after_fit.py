@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_hanayo.errors import PeerFailed
 from tests.habits.habit import EXACT, Habit, HabitOutcome, Refused, everywhere
 from tests.harness import models
+from tests.harness.checkpoints import read
 from tests.harness.training import Layout, make_loader, make_trainer
 
 VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
@@ -90,7 +91,7 @@ def save_checkpoint(trainer: Trainer, module: LightningModule, layout: Layout) -
         path = Path(folder) / "last.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            object.__setattr__(module, "seen", torch.load(path, weights_only=False)["state_dict"])
+            object.__setattr__(module, "seen", read(path)["state_dict"])
 
 
 def count(trainer: Trainer, module: LightningModule, layout: Layout) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.habits.habit import EXACT, Habit, HabitOutcome, PerMicrobatch, Refused, everywhere, on
 from tests.harness import models
+from tests.harness.checkpoints import read
 
 VECTORS = partial(models.vectors, (8, 8, 6), torch.float64)
 
@@ -243,7 +244,7 @@ class Checkpointed(models.MLP):
             path = Path(folder) / "last.ckpt"
             self.trainer.save_checkpoint(path)
             if self.trainer.is_global_zero:
-                self.seen |= torch.load(path, weights_only=False)["state_dict"]
+                self.seen |= read(path)["state_dict"]
 
 
 class CountedInStep(models.MLP):

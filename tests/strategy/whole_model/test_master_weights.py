@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.strategy.whole_model.master_weights import MasterWeights
 from tests.harness import models
+from tests.harness.checkpoints import read
 from tests.harness.devices import trainer_on
 from tests.harness.oracle import split
 from tests.harness.pool import Pool
@@ -51,8 +52,8 @@ class Tied(models.SharesOutside, Descent):
     """Code before the stack and the last block, of which each adds to one gradient."""
 
 
-def trainer_for(layout: Layout, device: str = "cpu", **options: Any) -> Trainer:
-    strategy = make_strategy(layout, master_weights="fp32")
+def trainer_for(layout: Layout, device: str = "cpu", *, save_full: bool = True, **options: Any) -> Trainer:
+    strategy = make_strategy(layout, master_weights="fp32", save_full=save_full)
     return trainer_on(device, layout, strategy=strategy, precision="bf16-true", **options)
 
 
@@ -154,15 +155,13 @@ def test_sums_over_ranks_are_in_fp32(pool: Pool, layout: Layout) -> None:
         assert (ranks[0][1][name] - master).abs().max() <= 1e-5, name  # steps are about 2e-4
 
 
-def resume(layout: Layout, path: str, epochs: list[int]) -> Any:
+def resume(layout: Layout, path: str, epochs: list[int], save_full: bool) -> None:
     """Train in several runs up to these epochs, each of which starts from the checkpoint of the one before."""
     for index, epoch in enumerate(epochs):
-        callback = Masters()
-        trainer = trainer_for(layout, max_epochs=epoch, callbacks=[callback])
+        trainer = trainer_for(layout, max_epochs=epoch, save_full=save_full)
         shares = [{k: v[data_rank(layout) :: layout.data] for k, v in batch.items()} for batch in batches()]
         trainer.fit(models.build(Adaptive), make_loader(shares), ckpt_path=path if index else None)
         trainer.save_checkpoint(path)
-    return callback.masters
 
 
 class Adaptive(models.MLP):
@@ -172,13 +171,17 @@ class Adaptive(models.MLP):
         return torch.optim.Adagrad(self.parameters(), lr=1e-4)
 
 
-@pytest.mark.parametrize("layout", covered([Layout(2), Layout(2, 1, 1, cube=(1, 2, 1))], by=[Layout(2)]), ids=str)
-def test_a_checkpoint_has_the_master_weights(pool: Pool, layout: Layout, tmp_path: Any) -> None:
+SAVED = [(Layout(2), True), (Layout(2), False), (Layout(2, 1, 1, cube=(1, 2, 1)), False)]
+
+
+@pytest.mark.parametrize(("layout", "save_full"), covered(SAVED, by=[SAVED[1]]), ids=str)
+def test_a_checkpoint_has_the_master_weights(pool: Pool, layout: Layout, save_full: bool, tmp_path: Any) -> None:
     path = str(tmp_path / "training.ckpt")
-    at_once = pool.run(layout.world_size, resume, layout, path, [2])[0]
-    in_two = pool.run(layout.world_size, resume, layout, path, [1, 2])[0]
-    assert_bit_equal(in_two, at_once)
-    saved = torch.load(path, weights_only=True)
+    pool.run(layout.world_size, resume, layout, path, [2], save_full)
+    at_once = read(path)["state_dict"]
+    pool.run(layout.world_size, resume, layout, path, [1, 2], save_full)
+    saved = read(path)
+    assert_bit_equal(saved["state_dict"], at_once)
     assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}
     states = saved["optimizer_states"][0]["state"]
     assert {state["sum"].dtype for state in states.values()} == {torch.float32}

@@ -1,0 +1,88 @@
+"""What a rank gives Lightning of the state of model and optimizers, when a checkpoint is a folder.
+
+rank 0                                              rank 1, of the same pipeline
+    "embedding.weight"   a tensor                       "embedding.weight"   on the meta device
+    "blocks.0.weight"    a tensor, or its part          "blocks.0.weight"    on the meta device
+    "blocks.1.weight"    on the meta device             "blocks.1.weight"    a tensor, or its part
+
+Every rank has all names, so that a hook that deletes or renames entries does the same on all of them. A part, in a
+cube, keeps the name of its parameter through copies, and refuses what would be wrong on parts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partial_values import Part, partial_alias
+from lightning_hanayo.strategy.setup.cube import Cube
+
+
+def module_state(module: nn.Module, cube: Cube | None) -> dict[str, Any]:
+    """The module's state dict on this rank. Its parameters are this rank's, and not guarded."""
+    state = module.state_dict()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    shapes = {} if cube is None else cube.whole_shapes
+    for name in state.keys() & parameters.keys():
+        parameter = parameters[name]
+        if parameter in shapes and state[name].shape == parameter.shape:
+            state[name] = partial_alias(state[name], Part(name, shapes[parameter]))
+    return state
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], cube: Cube | None) -> dict[str, Any]:
+    """The optimizer's state dict on this rank: with the states of its own parameters. They are not guarded.
+
+    Args:
+        optimizer: torch's, not Lightning's.
+        names: of the module's parameters.
+        cube: None without one.
+
+    Raises:
+        UnsupportedError: a parameter isn't one of the module's, or it isn't known which states are whose.
+    """
+    state: dict[str, Any] = optimizer.state_dict()
+    parameters = parameters_of(optimizer)
+    if not parameters:  # Lightning's, for `configure_optimizers` that returns None
+        return state
+    listed = names_of(parameters, names)
+    strange = [key for key in state.get("state", ["state"]) if not isinstance(key, int) or key >= len(parameters)]
+    if strange:
+        raise UnsupportedError(
+            f"the state_dict() of {type(optimizer).__name__} has {strange[0]!r} where torch's have numbers of "
+            f"parameters, so that it isn't known which rank's it is. Save weights alone, with save_weights_only=True."
+        )
+    shapes = {} if cube is None else cube.whole_shapes
+    own = {}
+    for index, values in state["state"].items():
+        parameter = parameters[index]
+        if not parameter.is_meta:  # some, such as Adagrad, make states of placeholders in their constructor
+            part = Part(listed[index], shapes[parameter]) if parameter in shapes else None
+            own[index] = {key: _state(value, parameter, part) for key, value in values.items()}
+    return {**state, "state": own}
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The optimizer's parameters, in the order in which its state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def names_of(parameters: Sequence[nn.Parameter], names: Mapping[Tensor, str]) -> list[str]:
+    """The names of an optimizer's parameters.
+
+    Raises:
+        UnsupportedError: one has none.
+    """
+    if strange := [parameter for parameter in parameters if parameter not in names]:
+        raise UnsupportedError(
+            f"the optimizer has a parameter of the shape {tuple(strange[0].shape)} that isn't one of the module's, so "
+            f"that a checkpoint has no name for it. Make it a parameter of the module."
+        )
+    return [names[parameter] for parameter in parameters]
+
+
+def _state(value: Any, parameter: Tensor, part: Part | None) -> Any:
+    is_part = part is not None and isinstance(value, Tensor) and value.shape == parameter.shape
+    return partial_alias(value, part) if is_part else value

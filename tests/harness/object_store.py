@@ -30,6 +30,7 @@ class ObjectStore(AbstractFileSystem):
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """Objects, and the next part of longer names, as folders."""
+        path = self._strip_protocol(path)
         if os.path.isfile(path):
             found = [self.info(path)]
         elif _objects_under(path):
@@ -40,7 +41,7 @@ class ObjectStore(AbstractFileSystem):
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Name, size and type."""
-        path = path.rstrip("/")
+        path = self._strip_protocol(path).rstrip("/")
         if os.path.isfile(path):
             return {"name": path, "size": os.path.getsize(path), "type": "file"}
         if _objects_under(path):

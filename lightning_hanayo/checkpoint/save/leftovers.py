@@ -31,20 +31,29 @@ def is_checkpoint(storage: Storage, names: Collection[str]) -> bool:
     return FORMAT.encode() in bytes(storage.read(MANIFEST)[:100]) or any(map(_FILE.fullmatch, names))
 
 
+def file_names(storage: Storage) -> set[str]:
+    """Returns the names in a folder, and those that its manifest names: a remote list may not show all files yet."""
+    return {*storage.names(), *storage.sizes([MANIFEST]), *(_named_files(storage) or ())}
+
+
 def unnamed_files(storage: Storage) -> list[str]:
     """Returns the files of saves that the folder's manifest doesn't name.
 
     There are none if the manifest can't be read, because they may be its own.
     """
-    names = storage.names() if storage.is_folder() else []
-    written = [name for name in names if _FILE.fullmatch(name)]
-    if MANIFEST not in names:
-        return written
+    written = [name for name in storage.names() if _FILE.fullmatch(name)] if storage.is_folder() else []
+    named = _named_files(storage) if written else ()
+    return [] if named is None else [name for name in written if name not in named]
+
+
+def _named_files(storage: Storage) -> Collection[str] | None:
+    """The files that the manifest names: none without a manifest; None if it can't be read."""
+    if not storage.sizes([MANIFEST]):
+        return ()
     try:
-        named = Manifest.from_bytes(bytes(storage.read(MANIFEST)), storage.path).files
+        return Manifest.from_bytes(bytes(storage.read(MANIFEST)), storage.path).files
     except CheckpointError:
-        return []
-    return [name for name in written if name not in named]
+        return None
 
 
 def temporary_path(path: str, kind: Literal["tmp", "old"], save_id: str) -> str:

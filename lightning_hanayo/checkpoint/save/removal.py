@@ -8,7 +8,7 @@ from warnings import warn
 
 from lightning_hanayo.checkpoint.format.manifest import MANIFEST
 from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.save.leftovers import is_checkpoint, is_of_a_save, next_to
+from lightning_hanayo.checkpoint.save.leftovers import file_names, is_checkpoint, is_of_a_save, next_to
 
 
 def remove_checkpoint(path: str) -> None:
@@ -30,12 +30,12 @@ def remove_checkpoint(path: str) -> None:
 
 
 def _remove_folder(storage: Storage) -> None:
-    names = storage.names()
+    names = file_names(storage)
     is_ours = is_checkpoint(storage, names) or MANIFEST not in names
     ours = [name for name in names if is_ours and is_of_a_save(name)]
     for name in sorted(ours, key=MANIFEST.__ne__):
         storage.remove(name)
-    foreign = [name for name in names if name not in ours]
+    foreign = sorted(name for name in names if name not in ours)
     if foreign:
         warn(f"{storage.path} is kept: files that no save has written are in it, such as {foreign[0]}", stacklevel=3)
         return

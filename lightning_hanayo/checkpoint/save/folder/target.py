@@ -152,7 +152,7 @@ class RemoteFolder(Target):
 
     @override
     def clean(self) -> None:
-        for name in unnamed_files(self.storage):
+        for name in {*unnamed_files(self.storage), self._marker}:  # a remote list may not show the marker yet
             self.storage.remove(name)
 
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -120,6 +121,11 @@ def _reads_metrics(trainer: "pl.Trainer", callback: "pl.Callback", *, steps: boo
 def _is_own(kind: type) -> bool:
     """Whether the class is Lightning's or this package's."""
     return kind.__module__.startswith(_OWN_PACKAGES)
+
+
+def uploads_checkpoints(logger: Logger) -> bool:
+    """Whether a logger of Lightning's uploads the checkpoints that `ModelCheckpoint` saves, if they are files."""
+    return bool(getattr(logger, "_log_model", False))
 
 
 def callbacks_of(trainer: "pl.Trainer") -> list["pl.Callback"]:

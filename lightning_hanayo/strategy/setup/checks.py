@@ -7,7 +7,13 @@ from traceback import walk_tb
 from typing import NoReturn
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_packed
 from lightning_hanayo.partition.stack import Stack, modules_outside
-from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, takes_dataloader_iter
+from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, takes_dataloader_iter, uploads_checkpoints
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.tensor3d.sharding import shards_of
 from lightning_hanayo.topology import Topology
@@ -38,6 +44,8 @@ def check_run(
     _check_example(module, options)
     _check_gradients(module, topology)
     _check_callbacks(trainer, topology)
+    if topology.world_size > 1 and not options.save_full:
+        _check_loggers(trainer)
 
 
 def check_not_converted(module: nn.Module) -> None:
@@ -186,3 +194,15 @@ def _check_callbacks(trainer: "pl.Trainer", topology: Topology) -> None:
                 f"the callback {type(callback).__name__} computes with all parameters, but a rank holds only "
                 f"its own. Leave it out, or set requires_grad and average over checkpoints yourself."
             )
+
+
+def _check_loggers(trainer: "pl.Trainer") -> None:
+    """Lightning's loggers look for files, and leave out folders without a word."""
+    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks_of(trainer)):
+        return
+    for logger in filter(uploads_checkpoints, trainer.loggers):
+        raise UnsupportedError(
+            f"{type(logger).__name__}(log_model=...) uploads checkpoints that are files, but several ranks save "
+            f"folders. Let rank 0 gather them into one file: HanayoStrategy(save_full=True). Or leave log_model out, "
+            f"and upload the folder trainer.checkpoint_callback.best_model_path yourself."
+        )

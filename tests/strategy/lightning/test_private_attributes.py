@@ -60,6 +60,7 @@ USED = {
         "_layer_sync",
         "_lightning_module",
     },
+    "of loggers": {"_log_model"},
     "of torchmetrics": {"_computed", "_copy_state_dict", "_forward_cache", "_update_count"},
 }
 

@@ -162,7 +162,7 @@ class OneFile(Way):
 
 
 class BytesAlone(Way):
-    """Each rank writes its tensors' bytes to a file and reads them again: no way can be faster on this disk."""
+    """Each rank writes its tensors' bytes to a file and reads them again: what the disk allows."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 
+from lightning_hanayo.strategy import failure
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.training import Layout
@@ -53,6 +54,7 @@ def fail(layout: Layout, folder: Path, kind: str, error: BaseException, ranks: s
     }
     options = {"max_steps": 4, "enable_checkpointing": kind != "by hand"}
     trainer = trainer_for(layout, [saves[kind], Fails(error, ranks)], **options)
+    failure.GRACE /= 5  # how long ranks wait for each other; the next test has the usual time again
     fit(trainer, models.build(Scored), layout)
 
 
@@ -97,7 +99,7 @@ def test_an_error_on_one_rank_saves_no_checkpoint(
 ) -> None:
     with pytest.raises(RunFailed) as caught:
         pool.run(layout.world_size, fail, layout, tmp_path, kind, KeyError("planned"), {rank})
-    kinds = {failure.rank: failure.kind for failure in caught.value.failures}
+    kinds = {one.rank: one.kind for one in caught.value.failures}
     cause = caught.value.first
     other = f"rank {1 - rank} has not stopped with an error"
     assert kinds == {rank: "HanayoError" if kind == "by hand" else "KeyError", 1 - rank: "PeerFailed"}

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ class Scored(models.MLP):
     """Logs a score that is the same on all layouts."""
 
     def validation_step(self, batch: models.Batch, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-        self.log("score", SCORES[self.current_epoch])
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+        self.log("score", SCORES[self.current_epoch], sync_dist=True)
 
 
 @dataclass(frozen=True)
@@ -78,33 +78,39 @@ MODES: dict[str, Mode] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Left:
-    """What a mode leaves: of each callback its paths, and the step of each checkpoint in the folder."""
+    """What is in a folder of checkpoints, by name."""
 
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
-    steps: dict[str, int] = field(default_factory=dict)
-    """by name in the folder"""
-    links: dict[str, str] = field(default_factory=dict)
-    folders: set[str] = field(default_factory=set)
-    """names of sharded checkpoints"""
+    steps: dict[str, int]
+    links: dict[str, str]
+    """where they lead"""
+    folders: set[str]
+
+    @staticmethod
+    def in_folder(path: Path) -> "Left":
+        """Read all checkpoints in the folder, after all ranks have ended: rank 0 removes some at the end."""
+        found = sorted(path.iterdir())
+        links = {one.name: str(one.readlink()) for one in found if one.is_symlink()}
+        folders = {one.name for one in found if one.is_dir() and not one.is_symlink()}
+        return Left({one.name: step_of(one) for one in found}, links, folders)
 
 
-def train_in(name: str, layout: Layout, folder: Path) -> Left:
-    """Train in a mode, and report what is left. Called by all ranks."""
-    with _quiet():
+def train_in(name: str, layout: Layout, folder: Path) -> list[dict[str, Any]]:
+    """Train in a mode, and return what the callbacks say that they have saved. Called by all ranks."""
+    with quiet():
         for run in MODES[name].runs:
             options = dict(run)
             start = options.pop("resume", None)
             callbacks = MODES[name].callbacks(folder)
             trainer, module = trainer_for(layout, callbacks, **options), models.build(Scored)
             fit(trainer, module, layout, start and folder / start)
-    return Left([_paths(callback, folder) for callback in callbacks], *_read(folder))
+    return [_paths(callback, folder) for callback in callbacks]
 
 
 def trainer_for(layout: Layout, callbacks: list[Any], *, strategy: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A Trainer that saves. `strategy` has options of HanayoStrategy."""
-    own = {"strategy": make_strategy(layout, **strategy)} if strategy is not None and layout.world_size > 1 else {}
+    """A Trainer that saves. `strategy` has options of HanayoStrategy; None: one process has a plain Trainer."""
+    own = {} if strategy is None else {"strategy": make_strategy(layout, **strategy)}
     defaults = {"max_epochs": len(SCORES), "enable_checkpointing": True, "num_sanity_val_steps": 0}
     return make_trainer(layout, callbacks=callbacks, **own | defaults | options)
 
@@ -126,13 +132,6 @@ def step_of(path: Path) -> int:
     return int(torch.load(path, weights_only=True)["global_step"])
 
 
-def _read(folder: Path) -> tuple[dict[str, int], dict[str, str], set[str]]:
-    found = sorted(folder.iterdir())
-    links = {path.name: str(path.readlink()) for path in found if path.is_symlink()}
-    folders = {path.name for path in found if path.is_dir() and not path.is_symlink()}
-    return {path.name: step_of(path) for path in found}, links, folders
-
-
 def _paths(callback: ModelCheckpoint, folder: Path) -> dict[str, Any]:
     """The callback's attributes, with paths relative to the folder."""
 
@@ -146,7 +145,8 @@ def _paths(callback: ModelCheckpoint, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Inside it, Lightning may find checkpoints of an earlier run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*exists and is not empty")
         yield

@@ -65,7 +65,10 @@ class Storage(ABC):
 
     @abstractmethod
     def sizes(self, names: Collection[str]) -> Mapping[str, int]:
-        """Returns the bytes of those of the files that are there; links to other folders count as missing."""
+        """Returns the bytes of those of the files that are there; links to other folders count as missing.
+
+        Without a folder there are none.
+        """
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> memoryview:
@@ -125,7 +128,7 @@ class LocalStorage(Storage):
         """Returns the bytes of those of the files that are there, regular files in this folder."""
         folder = os.path.realpath(self.path)
         found = {}
-        for name in set(names) & set(os.listdir(self.path)):
+        for name in set(names) & set(self.names() if self.is_folder() else ()):
             path = os.path.realpath(self._at(name))
             if os.path.dirname(path) == folder and os.path.isfile(path):
                 found[name] = os.path.getsize(path)
@@ -246,7 +249,7 @@ class RemoteStorage(Storage):
         """Returns the bytes of those of the files that are there, also of those that a list doesn't show yet."""
         with _as_os_error(self.path):
             self._file_system.invalidate_cache()
-            listed = self._file_system.ls(self._root, detail=True)
+            listed = self._file_system.ls(self._root, detail=True) if self._file_system.isdir(self._root) else ()
             found = {one["name"].rpartition("/")[2]: one["size"] for one in listed if one["type"] == "file"}
             for name in set(names) - found.keys():
                 if self._file_system.isfile(self._at(name)):

@@ -194,7 +194,7 @@ class CheckpointFolder:
 
     def _manifest_bytes(self) -> bytes:
         """The content of the manifest, if this is a checkpoint of a reasonable size."""
-        sizes = self._storage.sizes([MANIFEST]) if self._storage.is_folder() else {}
+        sizes = self._storage.sizes([MANIFEST])
         if MANIFEST not in sizes:
             raise CheckpointError(self._why_no_checkpoint())
         if sizes[MANIFEST] > MAX_BYTES:

@@ -28,6 +28,7 @@ def test_paths_say_where_a_folder_is(tmp_path: Path) -> None:
 
 def test_files_are_written_listed_read_and_removed(storage: Storage) -> None:
     assert not storage.is_folder()
+    assert storage.sizes(["a"]) == {}
     storage.make_folder()
     put(storage, "b", b"0123456789")
     put(storage, "a", b"")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -74,6 +75,14 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
         if name.startswith("model/") and not tensor.is_complex():
             assert equal(stored[name], tensor)
     assert torch.view_as_complex(stored["model/wave"]).tolist() == TENSORS["model/wave"].tolist()
+
+
+@pytest.mark.parametrize("listed", ["nothing", "no folder"])
+def test_a_remote_list_that_is_late_hides_nothing(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder("memory://checkpoints/last.ckpt", TENSORS)
+    monkeypatch.setattr(MemoryFileSystem, "ls", lambda *_, **__: [])
+    monkeypatch.setattr(MemoryFileSystem, "isdir", lambda *_: listed == "nothing")
+    CheckpointFolder("memory://checkpoints/last.ckpt").verify()
 
 
 def test_long_headers_are_read(path: str) -> None:

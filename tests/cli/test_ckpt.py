@@ -191,7 +191,7 @@ def test_verify_of_a_truncated_file(capsys: Captured) -> None:
     write_plain()
     Path("runs/best.ckpt").write_bytes(Path("runs/best.ckpt").read_bytes()[:500])
     assert run("verify runs/best.ckpt") == 1
-    assert "runs/best.ckpt isn't whole: it has no directory" in capsys.readouterr().err
+    assert "runs/best.ckpt isn't whole: it is truncated, damaged" in capsys.readouterr().err
 
 
 def test_verify_goes_on_after_one_that_is_not_whole(capsys: Captured) -> None:

@@ -7,6 +7,7 @@ rank 1                              data/2    ... then all map the file, and rea
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightning_hanayo.errors import CheckpointError
 
 _CHUNK = 2**20
+_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error)
+"""of a damaged file: a name that is no text, a position before the beginning, a password, another compression"""
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """of a record in a zip file: the lengths of the name and of what else lies between the header and the data"""
 
@@ -38,7 +41,9 @@ def verify(path: str | Path, rank: int = 0, num_ranks: int = 1) -> None:
         with zipfile.ZipFile(path) as archive:
             for record in _share(archive.infolist(), rank, num_ranks):
                 _check(path, archive, record)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except CheckpointError:
+        raise
+    except _ZIP_ERRORS as error:
         raise CheckpointError(
             f"{path} is truncated or damaged, {Path(path).stat().st_size} bytes: {error}. Load another checkpoint."
         ) from None

@@ -120,19 +120,21 @@ def layout_text(layout: Mapping[str, Any]) -> str:
 
 
 def _file(path: str, local: str, num_bytes: int) -> Found | None:
-    if not zipfile.is_zipfile(local):
-        is_checkpoint = path.endswith(".ckpt")  # truncated, or in the format of before torch 1.6
-        problem = "it has no directory: it is truncated, or older than torch 1.6"
-        return Found(path, "incomplete", num_bytes, problem=problem) if is_checkpoint else None
     try:
         with zipfile.ZipFile(local) as archive:
-            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            pickles = [one.filename for one in archive.infolist() if _is_pickle(one)]
             numbers = _numbers(archive, pickles[0]) if pickles else None
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        return Found(path, "incomplete", num_bytes, problem=str(error))
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError) as error:
+        problem = f"it is truncated, damaged, or older than torch 1.6: {error}"
+        return Found(path, "incomplete", num_bytes, problem=problem) if path.endswith(".ckpt") else None
     if numbers is None:
         return None
     return Found(path, "file", num_bytes, numbers.get("global_step"), numbers.get("epoch"))
+
+
+def _is_pickle(record: zipfile.ZipInfo) -> bool:
+    """Whether it is what torch writes, uncompressed: so it is no larger than the file."""
+    return record.filename.endswith("/data.pkl") and record.compress_type == zipfile.ZIP_STORED
 
 
 def _numbers(archive: zipfile.ZipFile, name: str) -> dict[str, int]:

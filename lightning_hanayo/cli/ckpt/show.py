@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.cli.ckpt.found import existing, layout_text
+from lightning_hanayo.cli.ckpt.found import existing, layout_text, look_at
 from lightning_hanayo.cli.ckpt.sizes import size_text
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.cli.tables import print_table
-from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.errors import CheckpointError, HanayoError
 
 _KINDS = {"model": "parameters and buffers", "optimizer": "optimizer states", "gradient": "accumulated gradients"}
 _KINDS |= {"random": "random generators", "state": "tensors of other values"}
@@ -30,8 +30,14 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Show the checkpoint."""
+    found = look_at(existing(options.checkpoint))
+    if found is not None and found.kind == "file":
+        raise HanayoError(
+            f"{found.path} is a plain file, {size_text(found.num_bytes)}, step {found.step}, epoch {found.epoch}. To "
+            f"see more of it, make a folder of it: hanayo ckpt import"
+        )
     try:
-        folder = CheckpointFolder(existing(options.checkpoint))
+        folder = CheckpointFolder(options.checkpoint)
         facts = _facts(folder, options.tensors)
     except CheckpointError as error:
         fail(str(error))

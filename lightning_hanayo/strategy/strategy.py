@@ -233,6 +233,7 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._kept = self._resume = None  # of a run that has failed
         self.connect_processes()
         self._session = Session(
             self.options, self.topology, self.groups, rank=self.global_rank, device=self.root_device

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import CheckpointError
-from lightning_hanayo.packed_values import is_packed
+from lightning_hanayo.packed_values import is_tensor_subclass
 
 _MAX_ROWS = 10
 
@@ -39,7 +39,7 @@ class Entry:
     @staticmethod
     def of(tensor: Tensor, shape: tuple[int, ...] | None = None, also: torch.dtype | None = None) -> "Entry":
         """What the tensor, whose whole has this shape, needs."""
-        return Entry(tuple(tensor.shape) if shape is None else shape, tensor.dtype, is_packed(tensor), also)
+        return Entry(tuple(tensor.shape) if shape is None else shape, tensor.dtype, is_tensor_subclass(tensor), also)
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{' quantized' * self.is_packed}"

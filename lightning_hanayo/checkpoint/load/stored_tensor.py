@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_hanayo.checkpoint.format.region import Region
@@ -71,6 +71,10 @@ class StoredTensor(Tensor):
         if name in _IN_HOST_MEMORY:
             return _IN_HOST_MEMORY[name]
         if name in _ALIASES:
+            return args[0]
+        if name == "requires_grad_":  # of nn.Parameter(tensor), too
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.utils.swap_tensors(args[0], nn.Parameter(args[0].read(), *args[1:], **kwargs))  # type: ignore[no-untyped-call]
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             if name in METADATA:

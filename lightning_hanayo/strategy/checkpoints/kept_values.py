@@ -51,9 +51,10 @@ class KeptValues:
 
         A callback, such as one that averages weights, loads others in its `on_load_checkpoint`.
         """
+        current = module.state_dict(keep_vars=True)
         for name, version in _versions(module).items():
-            if version != self._versions.get(name, version):
-                self._state[name] = dict(module.state_dict(keep_vars=True)).get(name)
+            if name in self._state and version != self._versions.get(name, version):
+                self._state[name] = current[name]
 
     def check(self, module: nn.Module, cube: Cube | None) -> None:
         """Compare names, shapes and dtypes. Called by all ranks, before a value changes.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.checkpoint.load.model_check import Entry, Source, check_fit, compare, names_translated_in
 from lightning_hanayo.checkpoint.load.module_state import entries
+from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 
 SOURCE = Source("last.ckpt", "GPT")
@@ -38,6 +39,15 @@ def refusal(*arguments: Any, **options: Any) -> str:
 
 def test_the_same_model_fits() -> None:
     assert check(model(), model().state_dict()) == []
+
+
+def test_buffers_of_whole_numbers_are_not_taken_for_quantized_weights() -> None:
+    norm = nn.BatchNorm1d(2)
+    stored = {name: StoredTensor.around(value) for name, value in norm.state_dict().items()}
+    assert check(norm, stored) == []
+    assert "num_batches_tracked  [1] int32   [] int64\n" in refusal(
+        norm, stored | {"num_batches_tracked": torch.zeros(1, dtype=torch.int32)}
+    )
 
 
 def test_one_table_names_all_that_differs() -> None:

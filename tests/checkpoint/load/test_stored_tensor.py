@@ -88,6 +88,14 @@ def test_a_part_is_read_alone(stored: StoredTensor, reads: list[Any]) -> None:
     assert nothing.shape == (0, 3) and nothing.read().shape == (0, 3)
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_made_of_it_is_an_ordinary_one(stored: StoredTensor, requires_grad: bool) -> None:
+    parameter = nn.Parameter(stored, requires_grad)
+    assert type(parameter) is nn.Parameter and torch.equal(parameter, WHOLE)
+    assert parameter.requires_grad == requires_grad and parameter.is_leaf
+    assert torch.equal(stored + 0, WHOLE)
+
+
 def test_a_module_loads_it(stored: StoredTensor, reads: list[Any]) -> None:
     layer = nn.Linear(3, 4, bias=False)
     layer.load_state_dict({"weight": stored})

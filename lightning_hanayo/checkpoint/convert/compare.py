@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.checkpoint.convert.opened import OpenedCheckpoint, open_checkpoint
-from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME, WITHOUT_STATE
+from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
+from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
 
 _MAX_TEXT = 40

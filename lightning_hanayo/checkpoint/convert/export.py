@@ -18,8 +18,9 @@ from lightning_hanayo.checkpoint.convert.huggingface import make_model, read_con
 from lightning_hanayo.checkpoint.convert.opened import OpenedCheckpoint, open_checkpoint
 from lightning_hanayo.checkpoint.convert.torch_file import write_torch_file
 from lightning_hanayo.checkpoint.convert.weights_folder import MAX_SHARD_SIZE, new_folder, write_weights
+from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
 from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME, WITHOUT_STATE
+from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME
 from lightning_hanayo.checkpoint.save.plain_file import write_file
 from lightning_hanayo.errors import HanayoError, nearest
 
@@ -115,8 +116,10 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     for group in state["param_groups"]:
         for name in group["params"]:
             numbers[name] = len(numbers)
+    without = [numbers[name] for name in state.get(WITHOUT_STATE, ()) if name in numbers]
     return {
         **{key: value for key, value in state.items() if key not in (WITHOUT_STATE, CLASS_NAME)},
+        **({WITHOUT_STATE: without} if without else {}),
         "state": {numbers.get(name, name): values for name, values in state["state"].items()},
         "param_groups": [
             {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]

@@ -16,6 +16,8 @@ from lightning_hanayo.errors import CheckpointError
 
 STATE = "state"
 """the stem of the document's file"""
+WITHOUT_STATE = "without_state"
+"""in an optimizer's state dict: the parameters that had no state when it was saved, while others had"""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
 from lightning_hanayo.checkpoint.full.gather_tensors import gather
 from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
 from lightning_hanayo.runtime.comm.transport import Transport
@@ -55,6 +56,8 @@ def gather_optimizer_state(
     if gathered is not None:
         entries = {index: value for part in gathered for index, value in part.items()}
         state["state"] = dict(sorted(entries.items()))
+        without = entries and [index for index in range(_num_parameters(optimizer)) if index not in entries]
+        state |= {WITHOUT_STATE: without} if without else {}
     return state
 
 
@@ -64,6 +67,10 @@ def _sendable(value: Tensor) -> Tensor | dict[str, Tensor]:
 
 def _received(value: Tensor | dict[str, Tensor]) -> Tensor:
     return from_bytes(value["bytes"]) if isinstance(value, dict) else value
+
+
+def _num_parameters(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _is_mock(optimizer: Optimizer) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_hanayo.checkpoint.format.manifest import damaged
-from lightning_hanayo.checkpoint.format.state_document import STATE, OptimizerDocument, StateDocument
+from lightning_hanayo.checkpoint.format.state_document import STATE, WITHOUT_STATE, OptimizerDocument, StateDocument
 from lightning_hanayo.checkpoint.format.tensor_file import dtype_named
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME, WITHOUT_STATE
+from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
 from lightning_hanayo.checkpoint.load.model_check import Source
 from lightning_hanayo.checkpoint.load.module_state import Sharding, own_part
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
@@ -24,8 +25,6 @@ _ADDED_LATER = frozenset(
 )
 """options that torch fills in itself where a file was written before it had them"""
 _MAX_NAMES = 5
-WITHOUT_STATE = "without_state"
-"""in an optimizer's state dict: the names of the parameters that had no state when it was saved"""
 CLASS_NAME = "class_name"
 """in an optimizer's state dict: its class, such as torch.optim.adamw.AdamW"""
 
@@ -124,7 +123,7 @@ class OptimizerState:
             named,
             {names[key]: value for key, value in states.items() if key in names},
             {key: value for key, value in states.items() if key not in names},
-            without_state,
+            frozenset(names[number] for number in without_state if number in names),
         )
 
     @property

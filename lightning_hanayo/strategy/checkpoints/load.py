@@ -101,7 +101,7 @@ def _read_folder(path: str | Path, verify: bool) -> Checkpoint:
     if verify:
         verify_on_all_ranks(folder, *_place(), _gather)
     content = Checkpoint(with_common_errors(lambda: folder_content(folder)))
-    content.source = Source(str(path), folder.manifest.about.get("module"))
+    content.source = Source(str(path), str(folder.manifest.about.get("module", "")).rpartition(".")[2] or None)
     if KEY in content:
         content[KEY] = saved_in_folder(folder, content[KEY])
     return content

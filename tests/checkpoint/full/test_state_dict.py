@@ -106,3 +106,13 @@ def test_optimizer_state_is_gathered(make: Any) -> None:
     for index, values in expected["state"].items():
         for name, value in values.items():
             assert torch.equal(torch.as_tensor(whole["state"][index][name]), torch.as_tensor(value)), (index, name)
+
+
+def test_a_file_says_which_parameters_had_no_state() -> None:
+    model = Model()
+    optimizer = AdamW(model.parameters())
+    model.embedding.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    (transport,) = Hub(1, timeout=real_seconds(30)).transports()
+    state = gather_optimizer_state(optimizer, transport)
+    assert state["without_state"] == list(range(1, len(list(model.parameters()))))

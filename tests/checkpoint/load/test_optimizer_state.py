@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
+from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
 from lightning_hanayo.checkpoint.load.model_check import Source
-from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME, WITHOUT_STATE, OptimizerState
+from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME, OptimizerState
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.partition.ownership import replace_with_placeholders
 
@@ -141,7 +142,8 @@ def test_a_missing_state_is_refused_or_starts_anew() -> None:
 
 def test_parameters_that_never_had_a_state_need_none() -> None:
     module, state = model(), trained(without=["b.bias"])
-    load(state | {WITHOUT_STATE: ["b.bias"]}, module, adamw(module))
+    load(by_name(state) | {WITHOUT_STATE: ["b.bias"]}, module, adamw(module))
+    load(state | {WITHOUT_STATE: [3]}, module, adamw(module))
     assert "no optimizer state of b.bias" in refusal(state)
     module["b"].bias.requires_grad_(False)  # type: ignore[index,union-attr]
     load(state, module, adamw(module))

@@ -36,6 +36,7 @@ from lightning_hanayo.checkpoint.save.problems import no_space, problem_of
 from lightning_hanayo.errors import CheckpointError, available
 
 _T = TypeVar("_T")
+_SAVED = "was saved"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class FolderSave:
             self._at(Point.FOLDER_MADE)
             self._conclude(self._attempt(lambda: self._write(texts)))
         except BaseException as error:
-            if self._peers.rank == 0 and self._target is not None:
+            if self._peers.rank == 0 and self._target is not None and self._outcome != _SAVED:
                 with suppress(OSError):
                     self._target.undo()
             if isinstance(error, PeersLost):
@@ -156,7 +157,7 @@ class FolderSave:
         Manifest.from_bytes(manifest, self._path)  # what the reader would refuse isn't written
         self._check()
         target.commit(manifest, self._at)
-        self._outcome = "was saved"
+        self._outcome = _SAVED
         self._at(Point.COMMITTED)
 
     def _clean(self) -> None:

@@ -11,6 +11,7 @@ remote              last.ckpt/                       manifest.json is put, last 
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from functools import cached_property
 
 from typing_extensions import override
@@ -148,11 +149,15 @@ class RemoteFolder(Target):
 
     @override
     def undo(self) -> None:
-        self.clean()
+        self._remove(unnamed_files(self.storage))
 
     @override
     def clean(self) -> None:
-        for name in {*unnamed_files(self.storage), self._marker}:  # a remote list may not show the marker yet
+        """Keep this save's files, even if the manifest that is read back were that of before."""
+        self._remove(name for name in unnamed_files(self.storage) if self.save_id not in name)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in {*names, self._marker}:  # a remote list may not show the marker yet
             self.storage.remove(name)
 
 

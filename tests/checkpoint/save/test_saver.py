@@ -11,7 +11,7 @@ import torch
 
 from lightning_hanayo.checkpoint.format.manifest import MANIFEST
 from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.storage import LocalStorage
+from lightning_hanayo.checkpoint.format.storage import LocalStorage, RemoteStorage, Storage
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.save.folder.points import Point
 from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
@@ -71,6 +71,22 @@ def test_it_is_saved_again_and_again_without_leaving_anything_of_before(any_path
         assert step_of(any_path) == step
     folder = CheckpointFolder(any_path)
     assert set(folder._storage.names()) == {*folder.manifest.files, MANIFEST}
+
+
+def test_a_remote_file_system_that_gives_back_the_manifest_of_before_loses_no_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remote = "memory://checkpoints/last.ckpt"
+    save(remote, step=1)
+    read, before = RemoteStorage.read, bytes(Storage.of(remote).read(MANIFEST))
+
+    def late(self: RemoteStorage, name: str, *where: Any) -> memoryview:
+        return memoryview(before) if name == MANIFEST else read(self, name, *where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteStorage, "read", late)
+        save(remote, step=2)
+    assert step_of(remote) == 2
 
 
 def test_all_ranks_pass_all_nine_points_in_order(path: str) -> None:

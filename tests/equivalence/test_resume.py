@@ -82,7 +82,11 @@ def plain_loader(dataset: Samples) -> DataLoader[models.Batch]:
     return DataLoader(dataset, batch_size=SIZE, shuffle=True)
 
 
-LOADERS = {"plain": plain_loader, "sized": SizedLoader, "unsized": StatefulLoader}
+def loader_with_generator(dataset: Samples) -> DataLoader[models.Batch]:
+    return DataLoader(dataset, batch_size=SIZE, shuffle=True, generator=torch.Generator().manual_seed(7))
+
+
+LOADERS = {"generator": loader_with_generator, "plain": plain_loader, "sized": SizedLoader, "unsized": StatefulLoader}
 
 
 class DroppingBlock(models.Block):
@@ -211,7 +215,7 @@ def test_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, layout: Layout, l
 
 @pytest.mark.parametrize(
     ("layout", "loader", "limit"),
-    covered(ENDS, by=[(WAVES, "plain", "max_steps"), (DATA, "plain", "max_epochs")]),
+    covered(ENDS, by=[(WAVES, "plain", "max_steps"), (DATA, "generator", "max_epochs")]),
     ids=str,
 )
 def test_at_the_end_of_an_epoch(pool: Pool, tmp_path: Path, layout: Layout, loader: str, limit: str) -> None:
@@ -237,7 +241,7 @@ HABITS = {
 )
 def test_habits_of_saving(pool: Pool, tmp_path: Path, habit: str, loader: str, limit: str) -> None:
     save, options = HABITS[habit]
-    if loader == "plain" and save.batch == 6:
+    if loader in ("plain", "generator") and save.batch == 6:
         pytest.skip("a plain loader doesn't know its position")
     limits = {"max_epochs": 3} if limit == "max_epochs" else {"max_epochs": -1, "max_steps": 15}
     assert_resumed_run_is_equal(pool, tmp_path, Layout(2), loader, save, **limits, **options)

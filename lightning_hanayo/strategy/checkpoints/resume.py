@@ -22,7 +22,12 @@ from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.runtime.generators import generator_states, set_generators
 from lightning_hanayo.strategy.checkpoints.gradients import PREFIX, AccumulatedGradients
 from lightning_hanayo.strategy.lightning.loops import resumed
-from lightning_hanayo.strategy.lightning.loops.loader_states import batch_size, loader_states, random_states_before
+from lightning_hanayo.strategy.lightning.loops.loader_states import (
+    batch_size,
+    generators_of_loaders,
+    loader_states,
+    random_states_before,
+)
 from lightning_hanayo.strategy.losses.step_samples import WAY_OUT, StepSamples, accumulation
 from lightning_hanayo.topology import Topology
 
@@ -101,7 +106,10 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
     rank = session.rank
     document = {"seed": session.seed, "samples": vars(_samples(trainer, session)), "layout": _layout(session)}
     states = loader_states(trainer) if _reads_data(session.topology, rank) else []
-    random = {"now": generator_states(session.device), "before": random_states_before(trainer) if states else {}}
+    now = generator_states(session.device)
+    if _reads_data(session.topology, rank):
+        now |= {name: generator.get_state() for name, generator in generators_of_loaders(trainer).items()}
+    random = {"now": now, "before": random_states_before(trainer) if states else {}}
     with session.guard.off():
         accumulates = resumed.num_accumulated(trainer) and not resumed.was_in_batch(trainer)
         gradients = list(_gradients(trainer, session).parts()) if accumulates else []
@@ -146,7 +154,15 @@ class Resume:
         """A function that sets the generators to their states "now" or "before". It holds no more than those."""
         saved, device, rank, topology = self._saved, self._session.device, self._session.rank, self._session.topology
         states = {} if saved is None else {when: saved.random_states(rank, topology, when) for when in _WHEN}
-        return lambda when: set_generators(states.get(when, {}), device)
+        of_loaders = generators_of_loaders(self._trainer) if _reads_data(topology, rank) else {}
+
+        def set_states(when: str) -> None:
+            found = states.get(when, {})
+            set_generators(found, device)
+            for name in of_loaders.keys() & found.keys():
+                of_loaders[name].set_state(found[name])
+
+        return set_states
 
     def _states(self) -> Sequence[Any]:
         """Those of the loaders that this rank reads."""

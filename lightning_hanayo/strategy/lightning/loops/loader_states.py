@@ -1,9 +1,10 @@
-"""The training loaders of this rank: the states of those that have one, and the size of their batches."""
+"""The training loaders of this rank: their states and random generators, and the size of their batches."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 
@@ -30,6 +31,17 @@ def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any]) -> None:
     """Let the loaders continue where they were. There are as many states as stateful loaders, or none."""
     for loader, state in zip(stateful_loaders(trainer), states, strict=False):
         loader.load_state_dict(state)
+
+
+def generators_of_loaders(trainer: "pl.Trainer") -> dict[str, torch.Generator]:
+    """The generators that the user has given to loaders and their samplers, by a name."""
+    found: dict[str, torch.Generator] = {}
+    for i, loader in enumerate(_training_loaders(trainer)):
+        for owner in ("sampler", "loader"):
+            generator = getattr(loader if owner == "loader" else getattr(loader, "sampler", None), "generator", None)
+            if isinstance(generator, torch.Generator) and generator not in found.values():
+                found[f"{owner}{i}"] = generator
+    return found
 
 
 def stateful_loaders(trainer: "pl.Trainer") -> list[Any]:

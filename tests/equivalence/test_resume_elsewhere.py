@@ -68,7 +68,7 @@ def fit(run: Run, path: Path, resume: bool) -> Watch:
     for message in (".*does not have many workers", ".*dataloader is not resumable", ".*no `val_dataloader`"):
         warnings.filterwarnings("ignore", message=message)
     watch = Watch(path, -2 if resume else run.stop)
-    strategy = make_strategy(run.layout, save_full=True, **(run.options or {}))
+    strategy = make_strategy(run.layout, **(run.options or {}))
     trainer = make_trainer(
         run.layout, strategy=strategy, callbacks=[watch], max_epochs=3, accumulate_grad_batches=run.accumulate
     )

@@ -87,6 +87,10 @@ class Storage(ABC):
         """Open a file for writing, as a context manager. At its end all bytes are on the device, or it raises."""
 
     @abstractmethod
+    def replace(self, name: str, new_name: str) -> None:
+        """Give a file another name, in place of the file that has it. On a local file system this is atomic."""
+
+    @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file. One that isn't there is no error."""
 
@@ -275,6 +279,11 @@ class RemoteStorage(Storage):
         """Open a file for writing. It appears when it is complete."""
         with _as_os_error(f"{self.path}/{name}"), self._file_system.open(self._at(name), "wb") as file:
             yield file
+
+    def replace(self, name: str, new_name: str) -> None:
+        """Copy a file over another one, and remove it: not at once."""
+        with _as_os_error(f"{self.path}/{name}"):
+            self._file_system.mv(self._at(name), self._at(new_name))
 
     def remove(self, name: str) -> None:
         """Remove a file. One that isn't there is no error."""

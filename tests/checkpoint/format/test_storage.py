@@ -83,4 +83,4 @@ def test_a_folder_is_renamed_at_once(tmp_path: Path) -> None:
     storage.rename(str(tmp_path / "a.ckpt"))
     assert (tmp_path / "a.ckpt" / "a").read_bytes() == b"1"
     assert storage.names() == ["a"]
-    assert storage.free_bytes() or 0 > 0
+    assert (storage.free_bytes() or 0) > 0

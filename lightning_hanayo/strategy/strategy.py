@@ -26,6 +26,7 @@ from lightning_hanayo.checkpoint.full.state_dict import (
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.planner.profile import costs_from
+from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
@@ -240,7 +241,11 @@ class HanayoStrategy(MeshParallelStrategy):
         )
         self._checkpoints = Checkpoints(self.options, self.topology, self.global_rank, self.groups, self.checkpoint_io)
         self._saves_on_exception = SavesOnException(
-            self.module.trainer, self._session.failures, self.world_size, self._end_run
+            self.module.trainer,
+            self._session.failures,
+            self.world_size,
+            end_run=self._end_run,
+            finish=self._checkpoints.finish,
         )
         self._saves_on_exception.adapt_callbacks(self._session.attributes)
 
@@ -470,6 +475,7 @@ class HanayoStrategy(MeshParallelStrategy):
         if self._session is not None:
             self._session.check_all_ranks("load_checkpoint")
         verify = self.options.verify_checkpoints
+        checkpoint_path = broadcast_object(checkpoint_path)  # each rank makes one up in Tuner.scale_batch_size
         with self._unguarded():
             return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
 

@@ -53,7 +53,8 @@ def fail(layout: Layout, folder: Path, kind: str, error: BaseException, ranks: s
         "by hand": SavesByHand(folder),
     }
     options = {"max_steps": 4, "enable_checkpointing": kind != "by hand"}
-    trainer = trainer_for(layout, [saves[kind], Fails(error, ranks)], **options)
+    strategy = {"save_async": kind == "OnExceptionCheckpoint"}
+    trainer = trainer_for(layout, [saves[kind], Fails(error, ranks)], strategy=strategy, **options)
     failure.GRACE /= 5  # how long ranks wait for each other; the next test has the usual time again
     fit(trainer, models.build(Scored), layout)
 

@@ -130,6 +130,8 @@ class Resume:
         self._trainer = trainer
         self._session = session
         self._saved = saved
+        # Read now: a Tuner removes its checkpoint before training starts.
+        self._loader_states, self._set_random = self._states(), self._random_states()
         resumed.correct_loops(trainer)
 
     def start(self, accept: Collection[str]) -> None:
@@ -146,7 +148,7 @@ class Resume:
             session.samples.largest = max(session.samples.largest, saved.samples.batch)
             session.reseed(saved.document["seed"])
             self._restore_gradients(saved)
-        resumed.read_data_anew(trainer, session.attributes, self._states(), self._random_states())
+        resumed.read_data_anew(trainer, session.attributes, self._loader_states, self._set_random)
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
 

@@ -36,15 +36,22 @@ class SavesOnException:
         failures: this rank's; has the store.
         num_ranks: of the world.
         end_run: called before an error leaves Lightning's handler, which would have ended the run.
+        finish: called once a callback has saved; waits until the checkpoint is there.
     """
 
     def __init__(
-        self, trainer: "pl.Trainer", failures: Failures, num_ranks: int, end_run: Callable[[BaseException], object]
+        self,
+        trainer: "pl.Trainer",
+        failures: Failures,
+        num_ranks: int,
+        *,
+        end_run: Callable[[BaseException], object],
+        finish: Callable[[], object],
     ) -> None:
         self._trainer = trainer
         self._failures = failures
         self._num_ranks = num_ranks
-        self._end_run = end_run
+        self._end_run, self._finish = end_run, finish
         self._decision: str | None = None
 
     def adapt_callbacks(self, attributes: TemporaryAttributes) -> None:
@@ -60,6 +67,7 @@ class SavesOnException:
         try:
             self._agree()
             hook(*args, exception)
+            self._finish()
         except Exception as error:
             print(f"No checkpoint is saved on this {type(exception).__name__}: {error}", file=sys.stderr)
 

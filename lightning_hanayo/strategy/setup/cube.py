@@ -124,7 +124,10 @@ class Cube:
 
     def region(self, parameter: Tensor) -> Region:
         """Which entries of the whole parameter this rank holds."""
-        return Region.of_entries(dim.entries_at(self.mesh).tolist() for dim in self._shards[parameter].dims)
+        dims = self._shards[parameter].dims
+        return Region.of_entries(
+            range(*dim.span(self.mesh)) if dim.order is None else dim.entries_at(self.mesh).tolist() for dim in dims
+        )
 
     @property
     def whole_shapes(self) -> dict[Tensor, tuple[int, ...]]:

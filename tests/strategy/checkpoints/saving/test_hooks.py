@@ -1,0 +1,94 @@
+"""What hooks do with a checkpoint that several ranks save: delete, rename, replace and add entries."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import models
+from tests.harness.checkpoints import read
+from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
+from tests.harness.training import Layout, make_loader, make_strategy, make_trainer
+
+CUBE = Layout(2, 1, cube=(1, 2, 1))
+LAYOUTS = covered([Layout(2), CUBE], by=[CUBE])
+
+
+class Changed(models.MLP):
+    """Changes what is saved, as on one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(3))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        del state["head.bias"]
+        for name in [name for name in state if name.startswith("blocks.1.")]:
+            state[f"renamed.{name}"] = state.pop(name).clone()
+        state["count"] = state["count"] + 1
+        state["added"] = torch.arange(3)
+        state["note"] = "no tensor"
+        checkpoint["mine"] = {"scores": torch.ones(2), 3: (4, 5)}
+        del checkpoint["optimizer_states"]
+
+
+class Halved(models.MLP):
+    """Stores half-precision values, which would be parts of unknown places in a cube."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: value.half() for name, value in checkpoint["state_dict"].items()}
+
+
+class Nested(models.MLP):
+    """Keeps a second state dict, of which this rank has a part."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["average"] = dict(checkpoint["state_dict"])
+
+
+class SavesInStep(models.MLP):
+    def training_step(self, batch: models.Batch, batch_idx: int) -> Any:
+        self.trainer.save_checkpoint("never.ckpt")
+        return super().training_step(batch, batch_idx)
+
+
+def save(layout: Layout, model: Any, path: Path) -> None:
+    trainer = make_trainer(layout, max_steps=1, strategy=make_strategy(layout) if layout.world_size > 1 else "auto")
+    trainer.fit(models.build(model), make_loader(models.vectors((8,))))
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_entries_that_a_hook_has_changed(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+    for one, name in ((Layout(), "alone.ckpt"), (layout, "folder.ckpt")):
+        pool.run(one.world_size, save, one, Changed, tmp_path / name)
+    expected, found = (read(tmp_path / name) for name in ("alone.ckpt", "folder.ckpt"))
+    assert "optimizer_states" not in found and found["mine"].keys() == {"scores", 3} and found["mine"][3] == (4, 5)
+    assert found["state_dict"].pop("note") == expected["state_dict"].pop("note") == "no tensor"
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    for name, value in expected["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][name], value)
+
+
+@pytest.mark.thorough
+def test_other_values_on_a_pipeline(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save, Layout(2), Halved, tmp_path / "folder.ckpt")
+    assert {value.dtype for value in read(tmp_path / "folder.ckpt")["state_dict"].values()} == {torch.float16}
+
+
+REFUSED = [
+    (CUBE, Halved, "half was called with .*, of which this rank holds a part"),
+    (Layout(2), Nested, r"checkpoint\['checkpoint'\]\['average'\]"),
+    (CUBE, Nested, r"checkpoint\['checkpoint'\]\['average'\]"),
+    (Layout(2), SavesInStep, "trainer.save_checkpoint was called in a step, which runs on pipeline rank 0 alone"),
+]
+
+
+@pytest.mark.parametrize(("layout", "model", "named"), covered(REFUSED, by=[REFUSED[1]]))
+def test_what_cannot_be_stored(pool: Pool, tmp_path: Path, layout: Layout, model: Any, named: str) -> None:
+    with pytest.raises(RunFailed, match=named):
+        pool.run(layout.world_size, save, layout, model, tmp_path / "folder.ckpt")
+    assert not list(tmp_path.iterdir())

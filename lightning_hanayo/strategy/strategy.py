@@ -457,6 +457,8 @@ class HanayoStrategy(MeshParallelStrategy):
             resumes = "optimizer_states" in checkpoint and self.session.is_running
             state = resume_state(self.module.trainer, self.session) if resumes else None
             self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
+            if not self.session.is_running:  # no batch follows, before which an error could be raised
+                self.checkpoints.finish()
 
     @property
     def _cut_model(self) -> CutModel | None:
@@ -477,6 +479,8 @@ class HanayoStrategy(MeshParallelStrategy):
         verify = self.options.verify_checkpoints
         checkpoint_path = broadcast_object(checkpoint_path)  # each rank makes one up in Tuner.scale_batch_size
         with self._unguarded():
+            if self._checkpoints is not None:
+                self._checkpoints.finish()  # it may be the one that is still being written
             return read_checkpoint(checkpoint_path, self.checkpoint_io, weights_only=weights_only, verify=verify)
 
     @override

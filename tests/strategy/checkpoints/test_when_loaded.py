@@ -100,6 +100,31 @@ def in_a_hook(layout: Layout, path: Path) -> list[Weights]:
     return [back.weights]
 
 
+class ReadsAtOnce(Callback):
+    """Saves in the background, and loads what is still being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_there = False
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        self.is_there = trainer.strategy.load_checkpoint(self.path)["global_step"] == trainer.global_step
+
+
+def in_background(folder: Path) -> list[bool]:
+    reads = ReadsAtOnce(folder / "in_run")
+    strategy = make_strategy(WAVE, save_async=True)
+    trainer = make_trainer(WAVE, strategy=strategy, callbacks=[reads], max_epochs=1)
+    trainer.fit(models.build(models.MLP), loader())
+    trainer.save_checkpoint(folder / "after_fit")
+    return [reads.is_there, (folder / "after_fit" / "manifest.json").exists()]
+
+
+def test_what_is_still_being_written_is_waited_for(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, in_background, tmp_path) == [[True, True]] * 2
+
+
 class Unset(nn.Module):
     """Has a parameter that nothing but a checkpoint gives values."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_hanayo import cli
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from tests.harness import models
 from tests.harness.object_store import ObjectStore
@@ -57,8 +58,8 @@ def test_a_run_saves_removes_and_resumes(pool: Pool, tmp_path: Path, in_backgrou
     LateLists.register()
     for name in ("epoch=1.ckpt", "last.ckpt"):
         folder = CheckpointFolder(f"{url}/{name}")
-        folder.verify()
         assert folder.manifest.step == 4
+        assert cli.run(["ckpt", "verify", f"{url}/{name}"]) == 0
         kept = {path.name for path in (tmp_path / "run" / name).iterdir()}
         assert kept == {"manifest.json", *folder.manifest.files}
 

@@ -85,6 +85,14 @@ def test_an_error_on_all_ranks_saves(pool: Pool, tmp_path: Path, kind: str, layo
     assert pool.run(layout.world_size, resume, layout, tmp_path / names[0]) == [8, 8]
 
 
+@pytest.mark.thorough
+def test_ctrl_c_on_all_ranks_saves(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed) as caught:
+        pool.run(2, fail, PIPE, tmp_path, "ModelCheckpoint", KeyboardInterrupt(), {0, 1})
+    assert {one.kind for one in caught.value.failures} <= {"SystemExit", "PeerFailed"}
+    assert {path.name: step_of(path) for path in tmp_path.iterdir()} == {"last.ckpt": 3, "step=3.ckpt": 3}
+
+
 @pytest.mark.parametrize(
     ("kind", "layout", "rank"),
     [

@@ -1,10 +1,12 @@
 """Checkpoints in other formats: plain Trainers read the file, transformers its folder, and folders are made of both."""
 
+import io
 import json
 import weakref
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import transformers
@@ -143,6 +145,14 @@ def test_safetensors_have_the_names_of_the_module(tmp_path: Path) -> None:
     assert written.files == ["model.safetensors"]
     expected = torch.load(plain, weights_only=True)["state_dict"]
     assert same(load_file(tmp_path / "weights" / "model.safetensors"), dict(expected))
+
+
+def test_folders_and_files_may_be_remote(tmp_path: Path) -> None:
+    plain, _ = trained(tmp_path)
+    import_checkpoint(str(plain), "memory://convert/folder.ckpt")
+    export_checkpoint("memory://convert/folder.ckpt", "memory://convert/whole.ckpt", to="file")
+    read = torch.load(io.BytesIO(fsspec.filesystem("memory").cat("/convert/whole.ckpt")), weights_only=True)
+    assert same(read, torch.load(plain, weights_only=True))
 
 
 def test_large_weights_are_sharded_with_an_index(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ huggingface    a folder that `from_pretrained` of transformers reads: its names,
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -104,7 +103,7 @@ def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
 def _with_shared_tensors(opened: OpenedCheckpoint) -> dict[str, Any]:
     """The state dict, where tied parameters are one tensor, which is written once."""
     state = opened.state_dict
-    tied = opened.about.get("tied") or {}
+    tied = opened.tied
     shared = type(state)((name, state[tied.get(name, name)]) for name in state)
     vars(shared).update(vars(state))  # the versions of the modules' entries
     return shared
@@ -143,7 +142,7 @@ def _unsafe(target: str) -> list[str]:
 
 
 def _to_safetensors(opened: OpenedCheckpoint, target: str, max_shard_size: int) -> Exported:
-    tied = opened.about.get("tied") or _tied_in_memory(opened.state_dict)
+    tied = opened.tied
     tensors = {
         name: value for name, value in opened.state_dict.items() if isinstance(value, Tensor) and name not in tied
     }
@@ -151,19 +150,6 @@ def _to_safetensors(opened: OpenedCheckpoint, target: str, max_shard_size: int) 
         files = write_weights(folder, tensors, max_shard_size)
     left_out = [name for name, value in opened.state_dict.items() if not isinstance(value, Tensor)]
     return Exported(target, len(tensors), files, left_out)
-
-
-def _tied_in_memory(state: Mapping[str, Any]) -> set[str]:
-    """Names of a plain file's tensors that share their memory with an earlier one of the same shape."""
-    seen: set[tuple[int, torch.Size, torch.dtype]] = set()
-    tied = set()
-    for name, tensor in state.items():
-        if isinstance(tensor, Tensor) and tensor.numel() and type(tensor) is Tensor:
-            place = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-            if place in seen:
-                tied.add(name)
-            seen.add(place)
-    return tied
 
 
 def _to_huggingface(
@@ -186,16 +172,27 @@ def _to_huggingface(
 
 def _stored_model(opened: OpenedCheckpoint, module: str | None, *, needed: bool) -> Mapping[str, Any]:
     """What the checkpoint says of its model of transformers."""
-    models = [one for one in opened.about.get("huggingface") or () if module is None or one.get("prefix") == module]
+    models = [one for one in _models(opened) if module is None or one["prefix"] == module]
     if len(models) == 1:
-        return dict(models[0])
+        return models[0]
     if not needed:
         return {}
     if models:
-        places = ", ".join(repr(one.get("prefix")) for one in models)
+        places = ", ".join(repr(one["prefix"]) for one in models)
         raise HanayoError(f"{opened.path} has several models of transformers: {places}. Say which one: --module")
     where = f" at {module!r}" if module is not None else ""
     raise HanayoError(
         f"{opened.path} doesn't say that it has a model of transformers{where}. Give the folder of its config.json: "
-        f"--config {Path('DIR')}; or export its weights with --to safetensors"
+        f"--config DIR; or export its weights with --to safetensors"
     )
+
+
+def _models(opened: OpenedCheckpoint) -> list[dict[str, Any]]:
+    """The models of transformers that a manifest names, as far as it says all that is needed of them."""
+    listed = opened.about.get("huggingface")
+    kinds = {"prefix": str, "class": str, "config": dict}
+    return [
+        one
+        for one in (listed if isinstance(listed, list) else ())
+        if isinstance(one, dict) and all(isinstance(one.get(key), kind) for key, kind in kinds.items())
+    ]

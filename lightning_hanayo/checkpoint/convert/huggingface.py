@@ -36,7 +36,7 @@ def make_model(config: Mapping[str, Any], class_name: str) -> Any:
         made = model_class.config_class.from_dict(dict(config))
         with torch.device("meta"):
             return model_class(made)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # each class of configurations has errors of its own
         raise HanayoError(f"{class_name} can't be built of its configuration: {error}") from error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_hanayo.checkpoint.convert.huggingface import make_model, read_config
-from lightning_hanayo.checkpoint.convert.opened import open_checkpoint
+from lightning_hanayo.checkpoint.convert.opened import open_checkpoint, tied_in_memory
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.state_document import STATE, OptimizerDocument, StateDocument
 from lightning_hanayo.checkpoint.format.storage import Storage
@@ -61,7 +61,7 @@ def _of_file(path: str, weights_only: bool) -> RankPart:
         content = {key: content[key] for key in ("state_dict", _VERSION, *_WITH_WEIGHTS) if key in content}
     state, states = content.pop("state_dict"), content.pop("optimizer_states", None)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    tied = _tied(tensors)
+    tied = tied_in_memory(tensors)
     parts = [_part(f"model/{name}", value, "model") for name, value in tensors.items() if name not in tied]
     optimizers = None
     if states is not None:
@@ -161,18 +161,6 @@ def _value(folder: SafetensorsFolder, tensor: Tensor, source: str | Merge) -> St
         return StoredTensor.of(tensor.shape, stored.dtype, read)
     [first, *_] = names_of(source)
     return StoredTensor.of(tensor.shape, folder.tensors[first].dtype or tensor.dtype, read)
-
-
-def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tensors that share the memory of an earlier one of the same shape: that one's name."""
-    first: dict[tuple[Any, ...], str] = {}
-    tied = {}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            other = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), name)
-            if other != name:
-                tied[name] = other
-    return tied
 
 
 def _part(name: str, tensor: Tensor, kind: Kind) -> TensorPart:

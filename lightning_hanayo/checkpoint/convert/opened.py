@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.load.folder_content import folder_content
@@ -29,6 +31,28 @@ class OpenedCheckpoint:
         """The module's."""
         state: dict[str, Any] = self.content["state_dict"]
         return state
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Entries of the state dict that are the same tensor as an earlier one: that one's name."""
+        if self.folder is None:
+            return tied_in_memory(self.state_dict)
+        tied = self.about.get("tied")
+        names = set(self.state_dict)
+        items = tied.items() if isinstance(tied, dict) else ()
+        return {name: other for name, other in items if isinstance(other, str) and {name, other} <= names}
+
+
+def tied_in_memory(state: Mapping[str, Any]) -> dict[str, str]:
+    """Names of tensors that share the memory of an earlier one of the same shape: that one's name."""
+    first: dict[tuple[Any, ...], str] = {}
+    tied = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            other = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), name)
+            if other != name:
+                tied[name] = other
+    return tied
 
 
 def open_checkpoint(path: str, *, check_hashes: bool = True) -> OpenedCheckpoint:

@@ -97,12 +97,14 @@ def _items(document: Any) -> Mapping[str, Any]:
 
 def _print(facts: Mapping[str, Any]) -> None:
     about = facts["about"]
+    versions = about.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
     rows = {
         "saved": f"{facts['created']}, save {facts['save_id']}",
         "step, epoch": f"{facts['step']}, {facts['epoch']}",
-        "module": f"{about.get('module', 'unknown')}, {about.get('num_parameters', 0):,} parameters",
+        "module": f"{about.get('module', 'unknown')}, {_thousands(about.get('num_parameters'))} parameters",
         "layout": layout_text(facts["layout"]) or "one process",
-        "versions": ", ".join(f"{name} {text}" for name, text in (about.get("versions") or {}).items()),
+        "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
         "size": f"{size_text(facts['num_bytes'])} in {facts['num_files']} files",
     }
     for kind, num_bytes in facts["bytes_by_kind"].items():
@@ -122,3 +124,7 @@ def _print(facts: Mapping[str, Any]) -> None:
                 for one in facts["largest"]
             ],
         )
+
+
+def _thousands(number: object) -> str:
+    return f"{number:,}" if isinstance(number, int) else "unknown"

@@ -156,11 +156,12 @@ class Resume:
         """A function that sets the generators to their states "now" or "before". It holds no more than those."""
         saved, device, rank, topology = self._saved, self._session.device, self._session.rank, self._session.topology
         states = {} if saved is None else {when: saved.random_states(rank, topology, when) for when in _WHEN}
-        of_loaders = generators_of_loaders(self._trainer) if _reads_data(topology, rank) else {}
+        trainer = self._trainer
 
         def set_states(when: str) -> None:
             found = states.get(when, {})
             set_generators(found, device)
+            of_loaders = generators_of_loaders(trainer) if _reads_data(topology, rank) else {}
             for name in of_loaders.keys() & found.keys():
                 of_loaders[name].set_state(found[name])
 

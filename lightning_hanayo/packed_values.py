@@ -44,17 +44,16 @@ def stored_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield from _tensors_in(vars(tensor), _DEPTH)
 
 
-def to_bytes(tensor: Tensor) -> Tensor:
-    """A tensor of a subclass as bytes, [size] in uint8, for ranks to send."""
+def to_bytes(value: Any) -> Tensor:
+    """A tensor of a subclass, or another value, as bytes, [size] in uint8, for ranks to send."""
     file = io.BytesIO()
-    torch.save(tensor, file)
+    torch.save(value, file)
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
-def from_bytes(sent: Tensor) -> Tensor:
+def from_bytes(sent: Tensor) -> Any:
     """What `to_bytes` was given, on the CPU. The bytes come from a rank of the same run."""
-    tensor: Tensor = torch.load(io.BytesIO(sent.numpy().tobytes()), map_location="cpu", weights_only=False)
-    return tensor
+    return torch.load(io.BytesIO(sent.numpy().tobytes()), map_location="cpu", weights_only=False)
 
 
 def _tensors_in(attributes: dict[str, Any], depth: int) -> Iterator[Tensor]:

@@ -37,7 +37,7 @@ def gather_module_state(
     own = {name: value for name, value in state.items() if ranks[name] == transport.rank}
     if sharding is not None:
         own |= _map_parameters(module, own, sharding.unshard)
-    gathered = gather(transport, {name: _sendable(value) for name, value in own.items() if isinstance(value, Tensor)})
+    gathered = gather(transport, {name: _sendable(value) for name, value in own.items()})
     if gathered is None:
         return own
     for entries in gathered:
@@ -61,11 +61,14 @@ def gather_optimizer_state(
     return state
 
 
-def _sendable(value: Tensor) -> Tensor | dict[str, Tensor]:
-    return {"bytes": to_bytes(value)} if is_tensor_subclass(value) else value
+def _sendable(value: Any) -> Tensor | dict[str, Tensor]:
+    """A plain tensor as it is; anything else, such as an extra state, as bytes."""
+    if isinstance(value, Tensor) and not is_tensor_subclass(value):
+        return value
+    return {"bytes": to_bytes(value)}
 
 
-def _received(value: Tensor | dict[str, Tensor]) -> Tensor:
+def _received(value: Tensor | dict[str, Tensor]) -> Any:
     return from_bytes(value["bytes"]) if isinstance(value, dict) else value
 
 

@@ -58,12 +58,13 @@ class Ownership:
         return users
 
     def rank_by_name(self, model: nn.Module) -> dict[str, int]:
-        """The pipeline rank that owns each entry of `model.state_dict()`, and each buffer that isn't in it."""
+        """The pipeline rank that owns each entry of `model.state_dict()`, and what hooks have left out of it."""
         rank_of_block = {i: self.stage_ranks[stage] for stage, blocks in enumerate(self.stages) for i in blocks}
         rank_by_prefix = {f"{name}.": rank_of_block[i] for i, name in enumerate(self.stack.block_names)}
+        parameters, buffers = (dict(of(remove_duplicate=False)) for of in (model.named_parameters, model.named_buffers))
         return {
             name: next((rank for prefix, rank in rank_by_prefix.items() if name.startswith(prefix)), 0)
-            for name in {**model.state_dict(), **dict(model.named_buffers(remove_duplicate=False))}
+            for name in {**model.state_dict(), **parameters, **buffers}
         }
 
     def check(self, model: nn.Module) -> None:

@@ -9,27 +9,37 @@ Every rank has all names, so that a hook that deletes or renames entries does th
 cube, keeps the name of its parameter through copies, and refuses what would be wrong on parts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partial_values import Part, partial_alias
+from lightning_hanayo.partial_values import Part, PartialParameter, partial_alias
 from lightning_hanayo.strategy.setup.cube import Cube
 
 
 def module_state(module: nn.Module, cube: Cube | None) -> dict[str, Any]:
     """The module's state dict on this rank. Its parameters are this rank's, and not guarded."""
-    state = module.state_dict()
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    shapes = {} if cube is None else cube.whole_shapes
-    for name in state.keys() & parameters.keys():
-        parameter = parameters[name]
-        if parameter in shapes and state[name].shape == parameter.shape:
-            state[name] = partial_alias(state[name], Part(name, shapes[parameter]))
-    return state
+    with nullcontext() if cube is None else _guarded_parts(module, cube):
+        return module.state_dict()
+
+
+@contextmanager
+def _guarded_parts(module: nn.Module, cube: Cube) -> Iterator[None]:
+    """Inside it, what hooks of modules make of a part is a part, too, under whatever name, or is refused."""
+    parts = [(name, one) for name, one in module.named_parameters() if one in cube.whole_shapes]
+    classes = [type(one) for _, one in parts]
+    for name, one in parts:
+        vars(one)["_part"] = Part(name, cube.whole_shapes[one])
+        one.__class__ = PartialParameter
+    try:
+        yield
+    finally:
+        for (_, one), own_class in zip(parts, classes, strict=True):
+            one.__class__ = own_class
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], cube: Cube | None) -> dict[str, Any]:

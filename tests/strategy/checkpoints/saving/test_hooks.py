@@ -16,11 +16,19 @@ CUBE = Layout(2, 1, cube=(1, 2, 1))
 LAYOUTS = covered([Layout(2), CUBE], by=[CUBE])
 
 
+def with_older_names(block: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A module's hook: one name is another, and one entry is left out."""
+    state[f"{prefix}first.weight"] = state.pop(f"{prefix}up.weight")
+    del state[f"{prefix}norm.bias"]
+
+
 class Changed(models.MLP):
     """Changes what is saved, as on one process."""
 
     def __init__(self) -> None:
         super().__init__()
+        for block in self.blocks:
+            block.register_state_dict_post_hook(with_older_names)
         self.register_buffer("count", torch.tensor(3))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ _IN_PLACE = frozenset(
      "__iadd__", "__isub__", "__imul__", "__itruediv__")
 )  # fmt: skip
 """what computes each element alone, from numbers and from the same element of other tensors"""
-_COPIES = frozenset(("data", "grad", "detach", "clone", "zeros_like", "ones_like", "full_like"))
+_COPIES = frozenset(("data", "grad", "detach", "clone", "cpu", "contiguous", "zeros_like", "ones_like", "full_like"))
 """what gives each element the same, or its own value"""
 
 

@@ -433,11 +433,11 @@ class HanayoStrategy(MeshParallelStrategy):
             self._prepared_module.check(module)
             if session is None or not session.has_pipeline:
                 return module.state_dict()
+            ranks = session.pipeline.ownership.rank_by_name(module)
             if self.checkpoints.is_sharded:
-                return own_state.module_state(module, session.cube)
+                return own_state.module_state(module, session.cube, ranks, self.root_device)
             if self.data_rank > 0:  # one pipeline writes the checkpoint
                 return module.state_dict()
-            ranks = session.pipeline.ownership.rank_by_name(module)
             return gather_module_state(module, ranks, session.pipe_relay.transport, session.cube)
 
     @override

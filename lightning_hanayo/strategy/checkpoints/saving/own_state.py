@@ -1,9 +1,9 @@
 """What a rank gives Lightning of the state of model and optimizers, when a checkpoint is a folder.
 
 rank 0                                              rank 1, of the same pipeline
-    "embedding.weight"   a tensor                       "embedding.weight"   on the meta device
-    "blocks.0.weight"    a tensor, or its part          "blocks.0.weight"    on the meta device
-    "blocks.1.weight"    on the meta device             "blocks.1.weight"    a tensor, or its part
+    "embedding.weight"   a tensor                       "embedding.weight"   without values
+    "blocks.0.weight"    a tensor, or its part          "blocks.0.weight"    without values
+    "blocks.1.weight"    without values                 "blocks.1.weight"    a tensor, or its part
 
 Every rank has all names, so that a hook that deletes or renames entries does the same on all of them. A part, in a
 cube, keeps the name of its parameter through copies, and refuses what would be wrong on parts.
@@ -13,18 +13,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import Part, PartialParameter, partial_alias
+from lightning_hanayo.partition.missing_values import Owner, without_values
 from lightning_hanayo.strategy.setup.cube import Cube
 
+_WAY_OUT = (
+    "Each rank saves what it holds: delete, rename, copy or convert entries, or save one file with "
+    "HanayoStrategy(save_full=True)"
+)
 
-def module_state(module: nn.Module, cube: Cube | None) -> dict[str, Any]:
-    """The module's state dict on this rank. Its parameters are this rank's, and not guarded."""
+
+def module_state(
+    module: nn.Module, cube: Cube | None, ranks: Mapping[str, int], device: torch.device
+) -> dict[str, Any]:
+    """The module's state dict on this rank. Its parameters are this rank's, and not guarded.
+
+    Args:
+        module: cut into stages.
+        cube: None without one.
+        ranks: the pipeline rank that owns each entry.
+        device: of each rank's values.
+    """
     with nullcontext() if cube is None else _guarded_parts(module, cube):
-        return module.state_dict()
+        state = module.state_dict()
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            state[name] = without_values(value, Owner(name, ranks.get(name, 0), device, _WAY_OUT))
+    return state
 
 
 @contextmanager

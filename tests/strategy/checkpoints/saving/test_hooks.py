@@ -35,7 +35,7 @@ class Changed(models.MLP):
         state = checkpoint["state_dict"]
         del state["head.bias"]
         for name in [name for name in state if name.startswith("blocks.1.")]:
-            state[f"renamed.{name}"] = state.pop(name).clone()
+            state[f"renamed.{name}"] = state.pop(name).cpu().contiguous().clone()
         state["count"] = state["count"] + 1
         state["added"] = torch.arange(3)
         state["note"] = "no tensor"

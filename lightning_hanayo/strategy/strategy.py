@@ -34,7 +34,7 @@ from lightning_hanayo.strategy.checkpoints.load import Checkpoint, read_checkpoi
 from lightning_hanayo.strategy.checkpoints.load_optimizers import load_optimizers
 from lightning_hanayo.strategy.checkpoints.resume import Resume, resume_state
 from lightning_hanayo.strategy.checkpoints.resume_storage import saved_run
-from lightning_hanayo.strategy.checkpoints.saving import own_state
+from lightning_hanayo.strategy.checkpoints.saving import free_names, own_state
 from lightning_hanayo.strategy.checkpoints.saving.before_training import check_plugin, check_saving
 from lightning_hanayo.strategy.checkpoints.saving.collect import CutModel
 from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
@@ -248,6 +248,7 @@ class HanayoStrategy(MeshParallelStrategy):
             finish=self._checkpoints.finish,
         )
         self._saves_on_exception.adapt_callbacks(self._session.attributes)
+        free_names.adapt_callbacks(self.module.trainer, self._checkpoints, self._session.attributes)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -457,7 +458,8 @@ class HanayoStrategy(MeshParallelStrategy):
             resumes = "optimizer_states" in checkpoint and self.session.is_running
             state = resume_state(self.module.trainer, self.session) if resumes else None
             self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
-            if not self.session.is_running:  # no batch follows, before which an error could be raised
+            # no batch may follow, before which an error could be raised
+            if not self.session.is_running or free_names.ends_job(filepath):
                 self.checkpoints.finish()
 
     @property

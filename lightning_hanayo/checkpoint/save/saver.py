@@ -51,7 +51,7 @@ class Saver:
         if self._background is None:
             FolderSave(self._peers, path, part, at=self._at).run()
             return
-        self._wait()
+        self.wait()
         snapshot = self._buffers.snapshot(part)
         self._tasks.add(partial(self._write, self._background, path, snapshot))
         self._in_flight = path
@@ -70,10 +70,16 @@ class Saver:
         if self._in_flight:
             self._settle()
 
+    def wait(self) -> None:
+        """Wait until the save in flight has been committed, and what it replaces is removed."""
+        if self._in_flight:
+            self._tasks.wait()
+            self._settle()
+
     def finish(self) -> None:
         """Wait for the save in flight, and end the thread. More may be saved afterwards."""
         try:
-            self._wait()
+            self.wait()
         finally:
             self._tasks.end()
             self._buffers = HostBuffers()
@@ -94,11 +100,6 @@ class Saver:
     def _check(self) -> None:
         if self._is_abandoned.is_set():
             raise CheckpointError("the run has failed meanwhile")
-
-    def _wait(self) -> None:
-        if self._in_flight:
-            self._tasks.wait()
-            self._settle()
 
     def _settle(self) -> None:
         """Compare all ranks' states: go on, forget the save that has ended, or raise the error of the first rank."""

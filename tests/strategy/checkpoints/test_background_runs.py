@@ -12,10 +12,13 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 from unittest.mock import patch
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+import pytest
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_hanayo.checkpoint.save.folder.points import Point
 from lightning_hanayo.checkpoint.save.saver import Saver
@@ -103,3 +106,32 @@ def test_an_error_in_the_background_shows_on_all_ranks_at_one_step(pool: Pool, t
     assert len(set(steps)) == 1
     assert all("last.ckpt (step 3) was not saved" in text and "Input/output error" in text for text in messages)
     assert step_of(tmp_path / "last.ckpt") == 2
+
+
+def same_names(folder: Path) -> list[str]:
+    """Save four checkpoints that would have one name, and others for SLURM; return the names of the four."""
+    slow = partial(Saver, at=lambda point: sleep(0.2) if point == Point.WRITTEN else None)
+    with patch(SAVER, slow):
+        saving = ModelCheckpoint(folder, "same", monitor="score", save_top_k=-1)
+        trainer = trainer_for(PIPE, [saving, SavesForSlurm(folder)], strategy={"save_async": True})
+        fit(trainer, models.build(Scored), PIPE)
+    return sorted(os.path.basename(path) for path in saving.best_k_models)
+
+
+class SavesForSlurm(Callback):
+    """Saves as Lightning does before it lets SLURM end the job."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "hpc_ckpt_1.ckpt"
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save, and look whether it is there."""
+        trainer.save_checkpoint(self._path)
+        assert step_of(self._path) == trainer.global_step
+
+
+@pytest.mark.thorough
+def test_no_name_is_given_twice_and_the_job_ends_with_a_whole_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    names = ["same-v1.ckpt", "same-v2.ckpt", "same-v3.ckpt", "same.ckpt"]
+    assert pool.run(2, same_names, tmp_path)[0] == names
+    assert Left.in_folder(tmp_path).folders == {*names, "hpc_ckpt_1.ckpt"}

@@ -51,7 +51,8 @@ class Checkpoints:
         self._peers: Peers = NoPeers() if is_alone else GroupPeers(factory.control(world))
         self.in_background = options.save_async and self.is_sharded
         self._saver = Saver(self._peers, GroupPeers(factory.background(world)) if self.in_background else None)
-        self.poll, self.finish, self.abandon = self._saver.poll, self._saver.finish, self._saver.abandon
+        self.poll, self.wait = self._saver.poll, self._saver.wait
+        self.finish, self.abandon = self._saver.finish, self._saver.abandon
 
     @property
     def uses_own_files(self) -> bool:

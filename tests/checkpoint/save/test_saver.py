@@ -13,7 +13,7 @@ from lightning_hanayo.checkpoint.format.manifest import MANIFEST
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.storage import LocalStorage, RemoteStorage, Storage
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
-from lightning_hanayo.checkpoint.save.folder.points import Point
+from lightning_hanayo.checkpoint.save.folder.points import Point, go_on
 from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
 from lightning_hanayo.checkpoint.save.peers import NoPeers, Peers
 from lightning_hanayo.checkpoint.save.saver import Saver
@@ -156,6 +156,28 @@ def test_a_folder_of_other_files_is_refused(path: str) -> None:
     (Path(path) / "notes").write_text("mine")
     assert "is a folder with other files than a checkpoint's" in error_of(path)
     assert os.listdir(path) == ["notes"]
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["nothing", "a checkpoint"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 9)], ids=["removed", "truncated"])
+def test_what_another_run_removes_meanwhile_is_no_part_of_a_checkpoint(path: str, before: int, damage: Any) -> None:
+    """Two runs with the same folder take each other's files for what killed saves have left."""
+    if before:
+        save(path, step=before)
+
+    def interfere(point: Point) -> None:
+        if point == Point.GATHERED:
+            written = Path(path).parent.glob("last.ckpt*/optimizer-00001-*")
+            damage(max(written, key=lambda file: file.stat().st_mtime_ns))
+
+    def disturbed(peers: Peers) -> None:
+        Saver(peers, at=interfere if peers.rank == 0 else go_on).save(path, part_of(peers.rank, 2))
+
+    messages = errors_on_ranks(2, disturbed, CheckpointError)
+    assert len(set(messages)) == 1
+    assert re.search("optimizer-00001-.* has .*Does another run save to this path", messages[0])
+    assert kept(path) == ["last.ckpt"] * before
+    assert not before or step_of(path) == before
 
 
 def test_files_of_others_in_a_checkpoint_stay(path: str) -> None:

@@ -153,10 +153,12 @@ class FolderSave:
     def _commit(self, written: Sequence[Written]) -> None:
         """Make what all ranks have written the checkpoint. Called by rank 0."""
         target = available(self._target, "rank 0 has chosen it")
-        manifest = manifest_of(target.save_id, written, self._part.about).to_bytes()
-        Manifest.from_bytes(manifest, self._path)  # what the reader would refuse isn't written
+        manifest = manifest_of(target.save_id, written, self._part.about)
+        data = manifest.to_bytes()
+        Manifest.from_bytes(data, self._path)  # what the reader would refuse isn't written
         self._check()
-        target.commit(manifest, self._at)
+        target.check_files({name: file.num_bytes for name, file in manifest.files.items()})
+        target.commit(data, self._at)
         self._outcome = _SAVED
         self._at(Point.COMMITTED)
 

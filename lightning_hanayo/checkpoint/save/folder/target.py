@@ -11,7 +11,7 @@ remote              last.ckpt/                       manifest.json is put, last 
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from typing_extensions import override
@@ -77,6 +77,21 @@ class Target(ABC):
                 f"{host} does not see {self.storage.path}, which rank 0 has made. All ranks must see the same folder: "
                 f"save to a file system that all nodes share"
             ) from None
+
+    def check_files(self, num_bytes: Mapping[str, int]) -> None:
+        """Called just before the commit, with the bytes of all files that ranks have written.
+
+        Raises:
+            CheckpointError: one isn't there as it was written, because another run saves to this path, or removes it.
+        """
+        sizes = self.storage.sizes(num_bytes)
+        for name, expected in num_bytes.items():
+            if sizes.get(name) != expected:
+                found = f"has {sizes[name]} instead of {expected} bytes" if name in sizes else "has disappeared"
+                raise CheckpointError(
+                    f"{self.storage.path}/{name} {found} since it was written. Does another run save to this path, or "
+                    f"remove what is there? Give each run a folder of its own"
+                )
 
     @property
     def _marker(self) -> str:

@@ -3,6 +3,7 @@
 Every failure is an OSError, whatever library a remote file system is built on.
 """
 
+import errno
 import mmap
 import os
 import re
@@ -16,6 +17,8 @@ from typing import Any, BinaryIO, final
 
 CHUNK = 8 * 2**20
 """bytes that are read at once"""
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""what file systems of networks and in user space say that don't sync folders"""
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+]+(::|://)")
 
 
@@ -41,7 +44,7 @@ class Storage(ABC):
         """Returns the storage of a path or of an fsspec URL. Nothing is looked at yet."""
         path = os.fspath(path)
         if not _REMOTE.match(path):
-            return LocalStorage(path)
+            return LocalStorage(os.path.expanduser(path))  # as fsspec does
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
 
@@ -128,7 +131,7 @@ class LocalStorage(Storage):
         """Returns the bytes of those of the files that are there, regular files in this folder."""
         folder = os.path.realpath(self.path)
         found = {}
-        for name in set(names) & set(self.names() if self.is_folder() else ()):
+        for name in set(names):  # asked for one by one: the list of a network's folder may be an old one
             path = os.path.realpath(self._at(name))
             if os.path.dirname(path) == folder and os.path.isfile(path):
                 found[name] = os.path.getsize(path)
@@ -190,10 +193,13 @@ class LocalStorage(Storage):
         self.path = path
 
     def sync(self) -> None:
-        """Return when the folder's list of files is on the device."""
+        """Return when the folder's list of files is on the device, where the file system can tell."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                raise
         finally:
             os.close(descriptor)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from lightning_hanayo.checkpoint.format.storage import Storage
-from lightning_hanayo.checkpoint.save.leftovers import temporary_path
+from lightning_hanayo.checkpoint.save.leftovers import is_checkpoint, is_of_a_save, temporary_path
 from lightning_hanayo.checkpoint.save.problems import problem_of
 from lightning_hanayo.checkpoint.save.removal import remove_next_to
 from lightning_hanayo.errors import CheckpointError
@@ -73,13 +73,18 @@ def _write(path: str, write: Callable[[BinaryIO], object]) -> None:
     folder = Storage.of(parent + "/")  # with a slash: "/" and "memory://" are folders, too
     folder.make_folder()
     save_id = secrets.token_hex(4)
+    is_folder = target.is_local and target.is_folder() and not os.path.islink(path)
+    if is_folder and not all(map(is_of_a_save, names := target.names())) and not is_checkpoint(target, names):
+        raise CheckpointError(
+            f"{path} was not saved: it is a folder with other files than a checkpoint's. Save under another name."
+        )
     new, old = temporary_path(name, "tmp", save_id), temporary_path(path, "old", save_id)
     try:
         if folder.is_local:
             remove_next_to(path, "tmp")
         with folder.create(new) as file:
             _call(write, file)
-        if target.is_local and target.is_folder() and not os.path.islink(path):
+        if is_folder:
             os.rename(path, old)
         folder.replace(new, name)
     except BaseException:

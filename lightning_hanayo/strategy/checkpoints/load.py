@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -72,6 +73,8 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
     _check_seen(path)
     if _is_folder(path, io):
         return _read_folder(path, verify)
+    if type(io) is TorchCheckpointIO and _is_local(path):
+        path = url_to_fs(str(path))[1]  # without file://, ~ and a slash at the end
     if type(io) is not TorchCheckpointIO:
         content = io.load_checkpoint(path, weights_only=weights_only)
     elif _is_local(path) and plain_file.is_zip(path):

@@ -1,5 +1,7 @@
 """Local and remote folders do the same, but for what only a local one can do."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ def test_paths_say_where_a_folder_is(tmp_path: Path) -> None:
     local = Storage.of(f"file://{tmp_path}/a.ckpt")
     assert local.is_local
     assert local.path == f"{tmp_path}/a.ckpt"
+    assert Storage.of("~/a.ckpt").path == str(Path.home() / "a.ckpt")
 
 
 def test_files_are_written_listed_read_and_removed(storage: Storage) -> None:
@@ -84,3 +87,15 @@ def test_a_folder_is_renamed_at_once(tmp_path: Path) -> None:
     assert (tmp_path / "a.ckpt" / "a").read_bytes() == b"1"
     assert storage.names() == ["a"]
     assert (storage.free_bytes() or 0) > 0
+
+
+def test_a_file_system_that_does_not_sync_folders_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    error = errno.EINVAL
+    LocalStorage(str(tmp_path)).sync()
+    error = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        LocalStorage(str(tmp_path)).sync()

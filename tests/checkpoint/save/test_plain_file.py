@@ -83,6 +83,14 @@ def test_a_folder_of_several_ranks_is_replaced_by_a_file_and_the_other_way_round
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").mkdir()
+    (tmp_path / "last.ckpt" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="a folder with other files"):
+        write_file(str(tmp_path / "last.ckpt"), content("one file"))
+    assert [str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*")] == ["last.ckpt", "last.ckpt/notes.txt"]
+
+
 def test_slurm_checkpoints_are_not_mistaken_for_what_a_killed_save_has_left(tmp_path: Path) -> None:
     """Lightning takes all digits after `hpc_ckpt_` in any name for the number of the latest checkpoint."""
     latest = _CheckpointConnector._CheckpointConnector__max_ckpt_version_in_folder  # type: ignore[attr-defined]

@@ -69,6 +69,17 @@ def writing(path: str | PathLike[str]) -> Iterator[None]:
         raise HanayoError(f"{path} can't be written: {error.strerror or error}") from None
 
 
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """The first names, and how many there are besides.
+
+    Example:
+        >>> listed(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a misspelt `name`: the most similar of the `known` names, then all of them.
 

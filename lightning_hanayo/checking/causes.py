@@ -7,6 +7,7 @@ from math import isclose
 
 from lightning_hanayo.checking.case import RankResult, Stage
 from lightning_hanayo.checking.comparison import Comparison, Difference, Key
+from lightning_hanayo.errors import listed
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def stored_by_blocks(changed_attributes: Sequence[str], stack: str) -> str:
     if not patterns:
         return ""
     return (
-        f"Blocks set {_listed(patterns)} in their forward. What a block stores on another rank isn't seen by the step "
-        f"on pipeline rank 0: let the block return it."
+        f"Blocks set {listed(patterns, 4)} in their forward. What a block stores on another rank isn't seen by the "
+        f"step on pipeline rank 0: let the block return it."
     )
 
 
@@ -90,7 +91,7 @@ def _of_loss(compared: Comparison, place: Place, one_process: RankResult) -> str
     outside = [name for name in one_process.changed_attributes if place.block_of(name) is None]
     if outside:
         return (
-            f"The step changes {_listed(outside)}. Where micro-batches overlap, their steps interleave: one reads it "
+            f"The step changes {listed(outside, 4)}. Where micro-batches overlap, their steps interleave: one reads it "
             f"before the one in front has set it."
         )
     if place.shares_samples:
@@ -154,8 +155,3 @@ _BY_KIND: dict[str, Callable[[Comparison, Place, RankResult], str]] = {
 
 def _is_gradient(result: RankResult, step: int, name: str) -> bool:
     return Key(step, "gradient", name) in result.values
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

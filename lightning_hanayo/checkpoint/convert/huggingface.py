@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
-from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
-_MAX_LISTED = 5
 
 
 def make_model(config: Mapping[str, Any], class_name: str) -> Any:
@@ -131,10 +130,9 @@ def _prefix(wanted: Mapping[str, Tensor], state: Mapping[str, Any], model: Any) 
 def _check(wanted: Mapping[str, Tensor], state: Mapping[str, Any], start: str, model: Any) -> None:
     missing = [start + name for name in wanted if not isinstance(state.get(start + name), Tensor)]
     if missing:
-        more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
         raise HanayoError(
-            f"the checkpoint lacks tensors of {type(model).__name__}: {', '.join(missing[:_MAX_LISTED])}{more}. Was "
-            f"the model changed (adapters, quantization)? Export it with --to safetensors."
+            f"the checkpoint lacks tensors of {type(model).__name__}: {listed(missing)}. Was the "
+            f"model changed (adapters, quantization)? Export it with --to safetensors."
         )
     for name, tensor in wanted.items():
         if state[start + name].shape != tensor.shape:
@@ -183,7 +181,7 @@ def _as_on_disk(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 result |= _converted(model, revert, {name: own[name] for name in sources}, targets)
             return result
     raise UnsupportedError(
-        f"transformers converts {', '.join(list(rest)[:_MAX_LISTED])} of {type(model).__name__} together when it saves "
+        f"transformers converts {listed(rest)} of {type(model).__name__} together when it saves "
         f"them, so they can't be written one after another. Load the checkpoint into the model, and save it there: "
         f"hanayo ckpt export --to file, then model.save_pretrained(folder)."
     )

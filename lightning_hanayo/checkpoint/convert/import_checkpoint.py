@@ -13,16 +13,15 @@ from torch import Tensor
 
 from lightning_hanayo.checkpoint.convert.huggingface import make_model, read_config
 from lightning_hanayo.checkpoint.convert.opened import open_checkpoint, tied_in_memory
-from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.state_document import STATE, OptimizerDocument, StateDocument
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
-from lightning_hanayo.checkpoint.pretrained.names import Merge, joined, listed, match_names, named_values, names_of
+from lightning_hanayo.checkpoint.pretrained.names import Merge, joined, match_names, named_values, names_of
 from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
-from lightning_hanayo.checkpoint.save.part import Kind, RankPart, TensorPart
+from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
 from lightning_hanayo.checkpoint.save.peers import NoPeers
 from lightning_hanayo.checkpoint.save.saver import Saver
-from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 
 _VERSION = "pytorch-lightning_version"
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -62,7 +61,7 @@ def _of_file(path: str, weights_only: bool) -> RankPart:
     state, states = content.pop("state_dict"), content.pop("optimizer_states", None)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     tied = tied_in_memory(tensors)
-    parts = [_part(f"model/{name}", value, "model") for name, value in tensors.items() if name not in tied]
+    parts = [TensorPart.whole(f"model/{name}", value, "model") for name, value in tensors.items() if name not in tied]
     optimizers = None
     if states is not None:
         optimizers = []
@@ -108,7 +107,7 @@ def _optimizer(index: int, saved: Mapping[str, Any], names: list[str], parts: li
     for number, state in saved["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                parts.append(_part(f"optimizer/{index}/{by_number[number]}/{key}", value, "optimizer"))
+                parts.append(TensorPart.whole(f"optimizer/{index}/{by_number[number]}/{key}", value, "optimizer"))
             else:
                 values.setdefault(by_number[number], {})[key] = value
     groups = [{**group, "params": [by_number[one] for one in group["params"]]} for group in saved["param_groups"]]
@@ -137,7 +136,7 @@ def _of_folder(path: Path, module: str) -> RankPart:
         names=[joined(module, name) for name in names],
         tied=tied,
     )
-    parts = [_part(f"model/{joined(module, name)}", value, "model") for name, value in stored.items()]
+    parts = [TensorPart.whole(f"model/{joined(module, name)}", value, "model") for name, value in stored.items()]
     about = {"num_parameters": sum(one.numel() for one in model.parameters()), "tied": tied}
     return _rank_part(
         document, parts, {**about, "huggingface": [{"prefix": module, "class": class_name, "config": dict(config)}]}
@@ -163,17 +162,13 @@ def _value(folder: SafetensorsFolder, tensor: Tensor, source: str | Merge) -> St
     return StoredTensor.of(tensor.shape, folder.tensors[first].dtype or tensor.dtype, read)
 
 
-def _part(name: str, tensor: Tensor, kind: Kind) -> TensorPart:
-    return TensorPart(name, tensor, tuple(tensor.shape), Region.whole(tensor.shape), kind)
-
-
 def _count(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> int:
     return sum(tensor.numel() for name, tensor in tensors.items() if name not in tied)
 
 
 def _rank_part(document: StateDocument, parts: list[TensorPart], about: Mapping[str, Any]) -> RankPart:
     text, tensors = document.encode()
-    states = [_part(f"{STATE}/{number}", tensor, "state") for number, tensor in enumerate(tensors)]
+    states = [TensorPart.whole(f"{STATE}/{number}", tensor, "state") for number, tensor in enumerate(tensors)]
     versions = {name.replace("-", "_"): version(name) for name in ("lightning-hanayo", "torch")}
     facts = {"step": 0, "epoch": 0, "layout": {}, "versions": versions, "huggingface": [], **about}
     return RankPart([*parts, *states], {STATE: text}, facts)

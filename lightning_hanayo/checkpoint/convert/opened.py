@@ -1,7 +1,7 @@
 """Opens a checkpoint of any kind as the dictionary that Lightning knows. Its tensors are read when they are used."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ class OpenedCheckpoint:
     """as Lightning knows it; of a folder, states of optimizers have names of parameters in place of numbers"""
     folder: CheckpointFolder | None = None
     """None for a plain file"""
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """what the manifest of a folder says"""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the manifest of a folder says."""
+        return {} if self.folder is None else self.folder.manifest.about
 
     @property
     def state_dict(self) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def open_checkpoint(path: str, *, check_hashes: bool = True) -> OpenedCheckpoint
         folder = CheckpointFolder(path)
         if check_hashes:
             folder.verify()
-        return OpenedCheckpoint(path, folder_content(folder), folder, folder.manifest.about)
+        return OpenedCheckpoint(path, folder_content(folder), folder)
     if not is_zip(Path(storage.path)):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of this package nor a file of torch.save")
     if check_hashes:

@@ -1,6 +1,6 @@
 """Writes safetensors files, one tensor after another, hashing what it writes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -78,18 +78,14 @@ def dtype_name(tensor: Tensor, name: str) -> str:
 
 
 def write_tensors(
-    file: Writable | BinaryIO,
-    tensors: Mapping[str, Tensor],
-    *,
-    value: Callable[[str], Tensor] | None = None,
-    metadata: Mapping[str, str] | None = None,
+    file: Writable | BinaryIO, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> WrittenFile:
     """Write a safetensors file. No more than one tensor at a time is copied into host memory.
 
     Args:
         file: open for writing, at its beginning.
-        tensors: by key, on any device. They are written in order of falling element size, so that each is aligned.
-        value: returns the tensor of a key when it is written; then those in `tensors` may be on the meta device.
+        tensors: by key, on any device. They are written in order of falling element size, so that each is aligned. A
+            `StoredTensor` is read when it is written.
         metadata: texts for the header. Default: {"format": "pt"}, which Hugging Face's libraries expect.
 
     Example:
@@ -106,14 +102,13 @@ def write_tensors(
     file.write(header)
     num_bytes, hashes = len(header), {}
     for key in keys:
-        hashes[key], length = _write(file, tensors[key], tensors[key] if value is None else value(key))
+        hashes[key], length = _write(file, tensors[key])
         num_bytes += length
     return WrittenFile(num_bytes, xxh3_128(header).hexdigest(), hashes)
 
 
-def _write(file: Writable | BinaryIO, announced: Tensor, tensor: Tensor) -> tuple[str, int]:
-    """Write a tensor, and return the hash and the number of its bytes. It is freed before the next one is made."""
-    assert (tensor.shape, tensor.dtype) == (announced.shape, announced.dtype), "the header says something else"
+def _write(file: Writable | BinaryIO, tensor: Tensor) -> tuple[str, int]:
+    """Write a tensor, and return the hash and the number of its bytes."""
     data = bytes_of(tensor)
     hashed = xxh3_128()
     for start in range(0, len(data), _CHUNK):

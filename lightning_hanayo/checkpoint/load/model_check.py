@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.errors import CheckpointError, listed
 from lightning_hanayo.packed_values import is_tensor_subclass
 
 _MAX_ROWS = 10
@@ -108,7 +108,7 @@ def check_fit(found: Differences, source: Source, model: str, *, strict: bool, a
         rows |= found.dtypes
         ways.append("Give the Trainer the precision that it had, or convert: HanayoStrategy(load_anyway=('dtype',)).")
     elif found.dtypes:
-        accepted.append(f"converted to the model's dtype: {_listed(found.dtypes)}")
+        accepted.append(f"converted to the model's dtype: {listed(found.dtypes)}")
     if strict and (found.missing or found.extra):
         rows |= {**found.missing, **found.extra}
         ways.append(
@@ -116,8 +116,8 @@ def check_fit(found: Differences, source: Source, model: str, *, strict: bool, a
             "and leave out what is not in the model."
         )
     elif found.missing or found.extra:
-        accepted += [f"not in the checkpoint, keeps the model's values: {_listed(found.missing)}"] * bool(found.missing)
-        accepted += [f"not in the model, left out: {_listed(found.extra)}"] * bool(found.extra)
+        accepted += [f"not in the checkpoint, keeps the model's values: {listed(found.missing)}"] * bool(found.missing)
+        accepted += [f"not in the model, left out: {listed(found.extra)}"] * bool(found.extra)
     if rows:
         raise CheckpointError(
             f"{source} {_lead(found, source, model)}\n{_table(rows)}\n{' '.join(ways)} No value was changed."
@@ -159,11 +159,6 @@ def _without(rows: Mapping[str, tuple[str, str]], prefixes: Collection[str]) -> 
 
 def _text(value: Any) -> str:
     return str(Entry.of(value)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _listed(names: Collection[str]) -> str:
-    first = ", ".join(list(names)[:_MAX_ROWS])
-    return f"{first} and {len(names) - _MAX_ROWS} more" if len(names) > _MAX_ROWS else first
 
 
 def _table(rows: Mapping[str, tuple[str, str]]) -> str:

@@ -18,13 +18,12 @@ from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
 from lightning_hanayo.checkpoint.load.model_check import Source
 from lightning_hanayo.checkpoint.load.module_state import Sharding, own_part
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
-from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.errors import CheckpointError, listed
 
 _ADDED_LATER = frozenset(
     ("foreach", "maximize", "capturable", "differentiable", "fused", "amsgrad", "nesterov", "decoupled_weight_decay")
 )
 """options that torch fills in itself where a file was written before it had them"""
-_MAX_NAMES = 5
 CLASS_NAME = "class_name"
 """in an optimizer's state dict: its class, such as torch.optim.adamw.AdamW"""
 
@@ -138,7 +137,7 @@ class OptimizerState:
         lacking = sorted(getattr(self._optimizer, "defaults", {}).keys() - options - _ADDED_LATER)
         if lacking and self._saved.groups:
             self._refuse(
-                f"was saved of another optimizer: its groups lack {_listed(lacking)}, which this {self._name} has",
+                f"was saved of another optimizer: its groups lack {listed(lacking)}, which this {self._name} has",
                 self._other_optimizer,
             )
 
@@ -181,11 +180,11 @@ class OptimizerState:
         ):
             if names and not self._accepts:
                 self._refuse(
-                    f"{what} {_listed(names)}",
+                    f"{what} {listed(names)}",
                     f"Train the same parameters, or {then}: HanayoStrategy(load_anyway=('optimizer_state',))",
                 )
             if names:
-                self.warnings.append(f"{self._source} {what} {_listed(names)}: accepted ({then})")
+                self.warnings.append(f"{self._source} {what} {listed(names)}: accepted ({then})")
 
     def _has_state(self, name: str) -> bool:
         return name in self._saved.states or name in self._saved.without_state
@@ -212,8 +211,3 @@ def _own(value: Any, parameter: Tensor, sharding: Sharding | None) -> Any:
     if isinstance(part, StoredTensor):
         return part.read()
     return part.clone() if part is value else part
-
-
-def _listed(names: Sequence[str]) -> str:
-    first = ", ".join(names[:_MAX_NAMES])
-    return f"{first} and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else first

@@ -12,7 +12,7 @@ model or its base.
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.partition.ownership import Placeholder
 
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -93,12 +93,6 @@ def named_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def joined(prefix: str, name: str) -> str:
     """The qualified name of what is called `name` in the module `prefix`; either may be empty."""
     return f"{prefix}.{name}".strip(".")
-
-
-def listed(names: Iterable[str], most: int = 5) -> str:
-    """The first names, and how many there are besides."""
-    every = list(names)
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def match_names(model: nn.Module, names: Collection[str], folder: object) -> NameMatch:

@@ -31,6 +31,11 @@ class TensorPart:
     """the entries of the whole that `tensor` holds, in its order"""
     kind: Kind
 
+    @staticmethod
+    def whole(name: str, tensor: Tensor, kind: Kind) -> "TensorPart":
+        """A tensor that one rank writes alone."""
+        return TensorPart(name, tensor, tuple(tensor.shape), Region.whole(tensor.shape), kind)
+
     @property
     def num_bytes(self) -> int:
         """Of the part."""

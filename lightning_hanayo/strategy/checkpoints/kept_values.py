@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from lightning_hanayo.checkpoint.load import module_state
 from lightning_hanayo.checkpoint.load.model_check import Source, check_fit, compare, names_translated_in
-from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.errors import CheckpointError, listed
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.cube import Cube
-
-_MAX_NAMES = 5
 
 
 class KeptValues:
@@ -87,8 +85,7 @@ class KeptValues:
     def _check_finite(self, names: list[str]) -> None:
         if not names:
             return
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        message = f"{self._source} has NaN or infinite values in {', '.join(names[:_MAX_NAMES])}{more}"
+        message = f"{self._source} has NaN or infinite values in {listed(names)}"
         if "nan" not in self._options.load_anyway:
             raise CheckpointError(
                 f"{message}: the training had failed before it was saved. Load an earlier checkpoint, or accept them: "

@@ -114,7 +114,9 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         accumulates = resumed.num_accumulated(trainer) and not resumed.was_in_batch(trainer)
         gradients = list(_gradients(trainer, session).parts()) if accumulates else []
     tensors = [
-        whole_part(f"{RANDOM}{rank}/{when}/{name}", state) for when in random for name, state in random[when].items()
+        TensorPart.whole(f"{RANDOM}{rank}/{when}/{name}", state, "state")
+        for when in random
+        for name, state in random[when].items()
     ]
     return ResumeState(document, {"loaders": states} if states else None, [*tensors, *gradients])
 
@@ -265,8 +267,3 @@ def _gradients(trainer: "pl.Trainer", session: "Session") -> AccumulatedGradient
     data_rank = session.topology.coordinates(session.rank)[0]
     parameters = dict(trainer.lightning_module.named_parameters())
     return AccumulatedGradients(parameters, session.cube, data_rank, session.topology.data)
-
-
-def whole_part(name: str, tensor: Tensor) -> TensorPart:
-    """A small tensor that one rank writes."""
-    return TensorPart(name, tensor, tuple(tensor.shape), Region.whole(tensor.shape), "state")

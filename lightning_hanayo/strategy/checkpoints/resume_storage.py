@@ -17,8 +17,9 @@ from torch import Tensor
 from lightning_hanayo.checkpoint.format.plain_values import decode, encode
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
 from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
-from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, SavedRun, whole_part
+from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, SavedRun
 
 _DATA = "data/"
 
@@ -32,7 +33,7 @@ def with_resume(part: RankPart, state: ResumeState, data_rank: int) -> RankPart:
     if state.data_document is None:
         return replace(part, tensors=[*part.tensors, *state.tensors])
     document, found = encode(state.data_document, "state of the training loaders")
-    tensors = [whole_part(f"{_DATA}{data_rank}/{n}", tensor) for n, tensor in enumerate(found)]
+    tensors = [TensorPart.whole(f"{_DATA}{data_rank}/{n}", tensor, "state") for n, tensor in enumerate(found)]
     texts = {**part.texts, _stem(data_rank): document}
     return replace(part, tensors=[*part.tensors, *state.tensors, *tensors], texts=texts)
 
@@ -80,8 +81,7 @@ def saved_run(checkpoint: Mapping[str, Any]) -> SavedRun | None:
     tensors = found["tensors"]
 
     def read(name: str, region: Region | None) -> Tensor:
-        whole: Tensor = tensors[name]
-        return whole.clone() if region is None else whole[_indices(region)].clone()
+        return StoredTensor.around(tensors[name]).read(region)
 
     return SavedRun(found["run"], lambda data_rank: found["data"].get(data_rank, {}), list(tensors), read)
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.packed_values import is_packed
 from lightning_hanayo.partition.stack import Stack, modules_outside
 from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, takes_dataloader_iter, uploads_checkpoints
@@ -106,9 +106,9 @@ def warn_of_batch_statistics(model: nn.Module, num_microbatches: int) -> None:
     ]
     if found and num_microbatches > 1:
         rank_zero_warn(
-            f"{', '.join(found[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''} will normalise by the "
-            f"mean of each of the {num_microbatches} micro-batches of a batch: the training depends on "
-            f"num_microbatches, as with accumulate_grad_batches. GroupNorm, LayerNorm and BatchNorm in eval mode don't."
+            f"{listed(found, 3)} will normalise by the mean of each of the {num_microbatches} micro-batches of a "
+            f"batch: the training depends on num_microbatches, as with accumulate_grad_batches. GroupNorm, LayerNorm "
+            f"and BatchNorm in eval mode don't."
         )
 
 

@@ -17,9 +17,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hanayo.checkpoint.convert.weights import CheckpointWeights, open_weights
-from lightning_hanayo.checkpoint.pretrained.names import Merge, joined, listed, match_names, named_values, names_of
+from lightning_hanayo.checkpoint.pretrained.names import Merge, joined, match_names, named_values, names_of
 from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
-from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
+from lightning_hanayo.errors import HanayoError, UnsupportedError, listed, nearest
 from lightning_hanayo.partition.deferred_init import DeferredInit
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.setup.cube import Cube

@@ -14,6 +14,7 @@ from xxhash import xxh3_128
 
 from lightning_hanayo.checkpoint.format.header import header_length, read_header
 from lightning_hanayo.checkpoint.format.tensor_file import write_tensors
+from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 
 MEGABYTE = 2**20
@@ -74,17 +75,18 @@ class Counted:
 
 
 def test_values_are_made_one_at_a_time() -> None:
-    """Tensors on the meta device say what will come; each value is freed before the next one is made."""
+    """Stored tensors are read when they are written; each is freed before the next one is read."""
     made: list[ReferenceType[Any]] = []
 
-    def value(key: str) -> Tensor:
+    def read(_: object) -> Tensor:
         assert not any(memory() is not None for memory in made)
-        memory = np.full((2, MEGABYTE), float(key), dtype=np.float32)
+        memory = np.ones((2, MEGABYTE), dtype=np.float32)
         made.append(ref(memory))
         return torch.from_numpy(memory)
 
     file = Counted()
-    written = write_tensors(file, {str(i): torch.empty(2, MEGABYTE, device="meta") for i in range(3)}, value=value)
+    written = write_tensors(file, {str(i): StoredTensor.of((2, MEGABYTE), torch.float32, read) for i in range(3)})
+    assert len(made) == 3
     assert file.written == written.num_bytes > 3 * 8 * MEGABYTE
     assert file.longest <= 4 * MEGABYTE
 

@@ -12,7 +12,7 @@ from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
 from lightning_hanayo.checkpoint.save.peers import NoPeers
 from lightning_hanayo.checkpoint.save.saver import Saver
 from lightning_hanayo.errors import CheckpointError, UnsupportedError
-from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, SavedRun, whole_part
+from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState, SavedRun
 from lightning_hanayo.strategy.checkpoints.resume_storage import (
     gathered,
     run_entry,
@@ -36,7 +36,7 @@ def state_of(rank: int) -> ResumeState:
     """Of a cube of two ranks: each has half of a gradient's rows, and rank 0 reads the data."""
     region = (TOP, BOTTOM)[rank]
     rows = GRADIENT[rank::2].clone()
-    random = whole_part(f"random/{rank}/now/torch", torch.full((2,), rank, dtype=torch.uint8))
+    random = TensorPart.whole(f"random/{rank}/now/torch", torch.full((2,), rank, dtype=torch.uint8), "state")
     gradient = TensorPart("gradient/0/w", rows, (4, 3), region, "optimizer")
     return ResumeState(RUN, {"loaders": [LOADER]} if rank == 0 else None, [random, gradient])
 

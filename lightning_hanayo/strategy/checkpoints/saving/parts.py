@@ -10,7 +10,7 @@ Which rank writes a parameter follows from its place and the order of names. So 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ class RankTensors:
             number, replicas = self._place.cube_rank, 1 if cube is None else cube.mesh.num_ranks
             shape, region = tuple(tensor.shape), Region.whole(tensor.shape)
         if turn % (num_data * replicas) == self._place.data_rank * replicas + number:
-            self._add(name, tensor, shape, region, kind)
+            self._add(TensorPart(name, tensor, shape, region, kind))
 
     def add_new(self, writers: Mapping[str, int]) -> None:
         """Add what hooks have added, of which this rank is to write it."""
@@ -173,17 +173,18 @@ class RankTensors:
             self._add_whole(f"model/{name}", value, "model")
 
     def _add_whole(self, name: str, tensor: Tensor, kind: Kind) -> None:
-        self._add(name, tensor, tuple(tensor.shape), Region.whole(tensor.shape), kind)
+        self._add(TensorPart.whole(name, tensor, kind))
 
-    def _add(self, name: str, tensor: Tensor, shape: tuple[int, ...], region: Region, kind: Kind) -> None:
+    def _add(self, part: TensorPart) -> None:
+        tensor = part.tensor
         if is_tensor_subclass(tensor) or tensor.layout is not torch.strided:
             raise UnsupportedError(
-                f"{name} is a {type(tensor).__name__}, which isn't one plain tensor, as those of a checkpoint's folder "
-                f"are. {WAY_OUT}"
+                f"{part.name} is a {type(tensor).__name__}, which isn't one plain tensor, as those of a checkpoint's "
+                f"folder are. {WAY_OUT}"
             )
         plain = plain_alias(tensor)
-        if plain.numel() or 0 in shape:
-            self.parts.append(TensorPart(name, plain, shape, region, kind))
+        if plain.numel() or 0 in part.shape:
+            self.parts.append(replace(part, tensor=plain))
 
 
 def tied_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from warnings import warn
 
-from lightning_hanayo.checkpoint.format.manifest import Manifest
 from lightning_hanayo.checkpoint.format.tensor_file import dtype_name
 from lightning_hanayo.checkpoint.save.folder.manifest_of import manifest_of
 from lightning_hanayo.checkpoint.save.folder.points import AtPoint, Point, go_on
@@ -154,8 +153,7 @@ class FolderSave:
         """Make what all ranks have written the checkpoint. Called by rank 0."""
         target = available(self._target, "rank 0 has chosen it")
         manifest = manifest_of(target.save_id, written, self._part.about)
-        data = manifest.to_bytes()
-        Manifest.from_bytes(data, self._path)  # what the reader would refuse isn't written
+        data = manifest.to_bytes()  # what the reader would refuse isn't written
         self._check()
         target.check_files({name: file.num_bytes for name, file in manifest.files.items()})
         target.commit(data, self._at)

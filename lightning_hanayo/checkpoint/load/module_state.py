@@ -6,6 +6,7 @@ rank 1         .           .         read      .           in a cube: the rank's
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -84,17 +85,50 @@ def not_finite(module: nn.Module, values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def load(module: nn.Module, values: Mapping[str, Any], source: Source, *, strict: bool) -> None:
-    """Copy the values into the module.
+def load(
+    module: nn.Module, state: Mapping[str, Any], sharding: Sharding | None, source: Source, *, strict: bool
+) -> None:
+    """Copy this rank's part of a whole state dict into the module.
+
+    Hooks that translate older names or values find whole values: the part is taken after them.
 
     Raises:
         CheckpointError: the module refuses them.
     """
+    hooks = [
+        one.register_load_state_dict_pre_hook(partial(_take_parts, sharding))  # type: ignore[no-untyped-call]
+        for one in module.modules()
+        if any(_is_elsewhere(tensor, sharding) for tensor in _tensors(one).values())
+    ]
     try:
-        module.load_state_dict(dict(values), strict=strict)
+        module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         reason = " ".join(str(error).split())  # torch writes a line per problem
         raise CheckpointError(f"{source} can't be loaded into this {type(module).__name__}: {reason}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _take_parts(sharding: Sharding | None, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The last hook before a module copies its values: leave what this rank has of them."""
+    for name, here in _tensors(module).items():
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and here.is_meta:
+            state[prefix + name] = here.detach()
+        elif isinstance(value, Tensor) and isinstance(here, nn.Parameter):
+            state[prefix + name] = own_part(value, here, sharding)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own, by name."""
+    own: Any = {"recurse": False, "remove_duplicate": False}
+    return {**dict(module.named_parameters(**own)), **dict(module.named_buffers(**own))}
+
+
+def _is_elsewhere(tensor: Tensor, sharding: Sharding | None) -> bool:
+    """Whether other ranks have it, or a part of it."""
+    return tensor.is_meta or (sharding is not None and tensor in sharding.whole_shapes)
 
 
 def _is_finite(value: Tensor) -> bool:

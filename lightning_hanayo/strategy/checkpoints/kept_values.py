@@ -4,6 +4,7 @@ Lightning         resume_start   on_load_checkpoint   load_model_state_dict   st
 this package      headers read   may change entries   entries are kept        checked, cut, each rank reads its part
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -32,7 +33,9 @@ class KeptValues:
     def __init__(
         self, module: nn.Module, state: Mapping[str, Any], source: Source, options: Options, *, strict: bool
     ) -> None:
-        self._state = dict(state)
+        self._state = OrderedDict(state)
+        if hasattr(state, "_metadata"):  # the versions of modules' entries, which hooks ask for
+            vars(self._state)["_metadata"] = state._metadata
         self._source = source
         self._options = options
         self._strict = strict
@@ -75,12 +78,12 @@ class KeptValues:
         Raises:
             CheckpointError: on all ranks, if one can't read its part, or would get weights that are no numbers.
         """
-        values = module_state.own_values(module, self._state, cube)
         if not self._is_scanned:
+            values = module_state.own_values(module, self._state, cube)
             found = on_all_ranks(lambda: module_state.not_finite(module, values))
             self._check_finite(sorted({name for names in found for name in names}))
             self._is_scanned = True
-        with_common_errors(lambda: module_state.load(module, values, self._source, strict=self._strict))
+        with_common_errors(lambda: module_state.load(module, self._state, cube, self._source, strict=self._strict))
 
     def _check_finite(self, names: list[str]) -> None:
         if not names:

@@ -1,6 +1,7 @@
 """Each rank loads its own entries of a state dict, in a cube its shards, and finds values that are no numbers."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.load.model_check import Source
-from lightning_hanayo.checkpoint.load.module_state import load, not_finite, own_values
+from lightning_hanayo.checkpoint.load.module_state import load, not_finite
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
 from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.partition.ownership import replace_with_placeholders
@@ -29,12 +30,12 @@ def second_rank(module: nn.Module) -> nn.Module:
 
 def test_placeholders_stay_and_the_rest_is_loaded() -> None:
     whole, own = model().state_dict(), second_rank(model())
-    load(own, own_values(own, whole, None), SOURCE, strict=True)
+    load(own, whole, None, SOURCE, strict=True)
     found = {name: value for name, value in own.state_dict().items() if not value.is_meta}
     assert found.keys() == {name for name in whole if name.startswith("1.")}
     assert all(torch.equal(value, whole[name]) for name, value in found.items())
     with pytest.raises(CheckpointError, match="last.ckpt can't be loaded into this ModuleList: .*Unexpected"):
-        load(own, own_values(own, whole | {"more": torch.ones(1)}, None), SOURCE, strict=True)
+        load(own, whole | {"more": torch.ones(1)}, None, SOURCE, strict=True)
 
 
 class Rows:
@@ -65,11 +66,29 @@ def test_a_rank_of_a_cube_loads_its_shards_and_reads_no_others(is_stored: bool) 
 
         return StoredTensor.of(value.shape, value.dtype, read) if is_stored else value
 
-    load(module, own_values(module, {n: stored(v) for n, v in whole.items()}, cube), SOURCE, strict=True)
+    load(module, {n: stored(v) for n, v in whole.items()}, cube, SOURCE, strict=True)
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, whole[name][1::2] if parameter.dim() > 1 else whole[name]), name
     held = sum(value.numel() for value in module.state_dict().values())
     assert sum(num_read) == (held if is_stored else 0)
+
+
+class Translates(nn.Linear):
+    """Knows an older name of its weight, whose rows were in another order."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}older").flip(0)
+        super()._load_from_state_dict(state, prefix, *arguments)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_modules_translate_whole_values_before_a_shard_is_taken(is_stored: bool) -> None:
+    module, value = nn.Sequential(Translates(2, 4, bias=False)), torch.arange(8.0).view(4, 2)
+    older = StoredTensor.around(value) if is_stored else value
+    load(module, {"0.older": older}, Rows(module), SOURCE, strict=True)
+    assert torch.equal(module[0].weight, value.flip(0)[1::2])
+    replace_with_placeholders(module, set())
+    load(module, {"0.older": older}, None, SOURCE, strict=True)  # nor does a rank without values warn
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -1,0 +1,29 @@
+"""What a checkpoint has for a model is kept, with the versions of its modules, until the model is cut."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hanayo.checkpoint.load.model_check import Source
+from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from tests.harness.training import Layout, make_strategy
+
+
+class SecondVersion(nn.Linear):
+    """Doubles the values of its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: Any, *arguments: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *arguments)
+
+
+def test_modules_hear_which_version_was_saved() -> None:
+    module, options = nn.Sequential(SecondVersion(2, 2, bias=False)), make_strategy(Layout()).options
+    state, weight = module.state_dict(), module[0].weight.detach().clone()
+    for saved, expected in ((state, weight), (dict(state), 2 * weight)):  # a plain dictionary has no versions
+        KeptValues(module, saved, Source("last.ckpt"), options, strict=True).put_in(module, None)
+        assert torch.equal(module[0].weight, expected)

@@ -243,6 +243,21 @@ def test_at_the_end_of_an_epoch(pool: Pool, tmp_path: Path, layout: Layout, load
     assert_resumed_run_is_equal(pool, tmp_path, layout, loader, EPOCH_END, **options)
 
 
+@pytest.mark.parametrize(
+    ("layout", "loader", "save"),
+    covered(
+        list(product([Layout(2), CUBE, DATA], ["sized", "unsized"], [Save("on_train_epoch_end", 5), MID_EPOCH])),
+        by=[(Layout(2), "sized", Save("on_train_epoch_end", 5))],
+    ),
+    ids=str,
+)
+def test_of_epochs_that_do_not_read_all_batches(
+    pool: Pool, tmp_path: Path, layout: Layout, loader: str, save: Save
+) -> None:
+    """The epoch after them begins with new data, though the loader is in the middle of its own."""
+    assert_resumed_run_is_equal(pool, tmp_path, layout, loader, save, limit_train_batches=3)
+
+
 HABITS = {
     "in on_validation_end, in mid-epoch": (Save("on_validation_end", 6), {"val_check_interval": 2}),
     "in on_validation_end, after the last batch": (Save("on_validation_end", 4), {"val_check_interval": NUM_BATCHES}),

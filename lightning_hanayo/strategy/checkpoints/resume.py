@@ -25,8 +25,10 @@ from lightning_hanayo.strategy.lightning.loops import resumed
 from lightning_hanayo.strategy.lightning.loops.loader_states import (
     batch_size,
     generators_of_loaders,
+    have_more,
     loader_states,
     random_states_before,
+    stateful_loaders,
 )
 from lightning_hanayo.strategy.losses.step_samples import WAY_OUT, StepSamples, accumulation
 from lightning_hanayo.topology import Topology
@@ -93,6 +95,11 @@ class SavedRun:
         states: Sequence[Any] = self.data_document(data_rank).get("loaders", ())
         return states
 
+    def have_more(self, data_rank: int) -> Sequence[bool]:
+        """For each of those loaders, whether it could have given more batches in its epoch."""
+        found: Sequence[bool] = self.data_document(data_rank).get("have_more", ())
+        return found
+
     def random_states(self, rank: int, topology: Topology, when: str) -> dict[str, Tensor]:
         """The states of the generators of a rank: its own on the same layout, else those of its data rank's reader."""
         data_rank = topology.coordinates(rank)[0]
@@ -118,7 +125,8 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         for when in random
         for name, state in random[when].items()
     ]
-    return ResumeState(document, {"loaders": states} if states else None, [*tensors, *gradients])
+    data_document = {"loaders": states, "have_more": have_more(trainer)} if states else None
+    return ResumeState(document, data_document, [*tensors, *gradients])
 
 
 class Resume:
@@ -133,7 +141,8 @@ class Resume:
         self._session = session
         self._saved = saved
         # Read now: a Tuner removes its checkpoint before training starts.
-        self._loader_states, self._set_random = self._states(), self._random_states()
+        self._loader_states, self._have_more = self._states()
+        self._set_random = self._random_states()
         resumed.correct_loops(trainer)
 
     def start(self, accept: Collection[str]) -> None:
@@ -143,14 +152,14 @@ class Resume:
             HanayoError: optimizer steps would take other samples than they did.
         """
         trainer, session, saved = self._trainer, self._session, self._saved
-        lines = list(_lines(trainer, session, saved))
+        lines = list(_lines(trainer, session, saved, has_position=bool(self._loader_states)))
         if saved is not None:
             if "samples" not in accept:
                 lines += self._keep_samples(saved)
             session.samples.largest = max(session.samples.largest, saved.samples.batch)
             session.reseed(saved.document["seed"])
             self._restore_gradients(saved)
-        resumed.read_data_anew(trainer, session.attributes, self._loader_states, self._set_random)
+        resumed.read_data_anew(trainer, session.attributes, self._loader_states, self._have_more, self._set_random)
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
 
@@ -169,12 +178,15 @@ class Resume:
 
         return set_states
 
-    def _states(self) -> Sequence[Any]:
-        """Those of the loaders that this rank reads."""
+    def _states(self) -> tuple[Sequence[Any], Sequence[bool]]:
+        """Those of the loaders that this rank reads, and whether they have more."""
         topology, rank = self._session.topology, self._session.rank
-        if self._saved is None or not _reads_data(topology, rank):
-            return ()
-        return self._saved.loader_states(topology.coordinates(rank)[0])
+        if not _reads_data(topology, rank):
+            return (), ()
+        if self._saved is None:  # a plain Trainer stores those of one process
+            return (resumed.plain_loader_states(self._trainer), ()) if topology.data == 1 else ((), ())
+        data_rank = topology.coordinates(rank)[0]
+        return self._saved.loader_states(data_rank), self._saved.have_more(data_rank)
 
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
         trainer, session = self._trainer, self._session
@@ -198,8 +210,8 @@ class Resume:
                 _gradients(self._trainer, self._session).restore(saved.names, saved.read)
 
 
-def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None) -> Iterator[str]:
-    """What can't be as in the uninterrupted run."""
+def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
+    """What can't be as in the uninterrupted run. `has_position`: the checkpoint holds the loaders' states."""
     accumulated, in_epoch = resumed.num_accumulated(trainer), resumed.is_in_epoch(trainer)
     if saved is None:
         yield "the checkpoint holds no random states: shuffled data and random numbers may differ from then on."
@@ -213,10 +225,12 @@ def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None) ->
             f"{resumed.num_batches(trainer)} batches of the epoch have been trained: metrics logged with on_epoch=True "
             f"are of the rest alone, and on_train_epoch_start is not called again."
         )
-    if in_epoch and (saved is None or not saved.loader_states(0)):
+    if in_epoch and not (has_position and stateful_loaders(trainer)):
+        has_state = bool(stateful_loaders(trainer))
+        missing = "state_dict() and load_state_dict()" if not has_state else "state in the checkpoint"
         yield (
-            "the training loader has no state_dict() and load_state_dict(): the epoch is read from its start again, up "
-            "to its usual number of batches. Save at the end of epochs, or use a loader that has them."
+            f"the training loader has no {missing}: the epoch is read from its start again, up to its usual number of "
+            f"batches. Save at the end of epochs, or with a loader that has them."
         )
     if accumulated and not any(name.startswith(PREFIX) for name in (saved.names if saved is not None else ())):
         yield f"the checkpoint holds no gradients of the {accumulated} batches accumulated since the last step."

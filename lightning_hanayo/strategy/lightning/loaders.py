@@ -150,6 +150,11 @@ class ResumableLoader(_LoaderWrapper):
         self.loader.load_state_dict(state)
         self._is_loaded = True
 
+    def skip_rest(self) -> None:
+        """Let the next iteration be a new epoch, though the state that was loaded is in the middle of one."""
+        next(iter(self.loader), None)
+        self._is_loaded = False
+
     def __iter__(self) -> Iterator[Any]:
         """Continue; a state at the end of the data is that of the epoch before."""
         was_loaded, self._is_loaded = self._is_loaded, False

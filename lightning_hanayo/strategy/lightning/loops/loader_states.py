@@ -1,10 +1,12 @@
 """The training loaders of this rank: their states and random generators, and the size of their batches."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 
 
@@ -27,10 +29,25 @@ def _is_read_ahead(trainer: "pl.Trainer") -> bool:
     return bool(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
-def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any]) -> None:
-    """Let the loaders continue where they were. There are as many states as stateful loaders, or none."""
-    for loader, state in zip(stateful_loaders(trainer), states, strict=False):
-        loader.load_state_dict(state)
+def have_more(trainer: "pl.Trainer") -> list[bool]:
+    """For each loader with a state, whether it has batches that the epoch has not read so far, or will not read.
+
+    So it is at the end of epochs that `limit_train_batches`, or a shorter loader next to it, has cut.
+    """
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    num_read = batches.processed
+    without_end = _is_read_ahead(trainer) or num_read == trainer.num_training_batches
+    lengths = [sized_len(loader) for loader in stateful_loaders(trainer)]
+    return [without_end if not length else num_read % length > 0 for length in lengths]
+
+
+def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any], skip: Sequence[bool] = ()) -> None:
+    """Let the loaders continue where they were, or where `skip` says so with their next epoch."""
+    for loader, state, skips in zip_longest(stateful_loaders(trainer), states, skip):
+        if loader is not None and state is not None:
+            loader.load_state_dict(state)
+            if skips:
+                loader.skip_rest()
 
 
 def generators_of_loaders(trainer: "pl.Trainer") -> dict[str, torch.Generator]:

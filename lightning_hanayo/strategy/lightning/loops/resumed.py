@@ -43,6 +43,11 @@ def correct_loops(trainer: "pl.Trainer") -> None:
         _Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]  # its own setter says True with `max_steps`
 
 
+def plain_loader_states(trainer: "pl.Trainer") -> list[Any]:
+    """The states of loaders that a plain Trainer has stored with its loops. Called before `correct_loops`."""
+    return list(trainer.fit_loop._combined_loader_states_to_load)
+
+
 def was_in_batch(trainer: "pl.Trainer") -> bool:
     """Whether a batch is under way, or was when the checkpoint was saved. Then Lightning runs one in its place."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -70,6 +75,7 @@ def read_data_anew(
     trainer: "pl.Trainer",
     attributes: TemporaryAttributes,
     states: Sequence[Any],
+    have_more: Sequence[bool],
     set_generators: Callable[[str], None],
 ) -> None:
     """Let the first epoch make the iterator of the training loader anew. Called by all ranks in `on_train_start`.
@@ -78,6 +84,7 @@ def read_data_anew(
         trainer: whose loops are restored, and have not run.
         attributes: restored at the end of the run.
         states: of the loaders that have one; none on a rank that reads no data.
+        have_more: for each of them, whether it could have given more batches in its epoch.
         set_generators: sets the random generators to the states that they had when the checkpoint was saved ("now"), or
             "before" the batch that had been read ahead.
     """
@@ -86,9 +93,11 @@ def read_data_anew(
 
     def on_run_start(fetcher: Any) -> None:
         attributes.set(epoch_loop, "on_run_start", original)
-        load_loader_states(trainer, states)
+        load_loader_states(trainer, states, skip=() if in_epoch else have_more)
         if in_epoch:
             set_generators("before")
+        elif any(have_more):  # batches that were skipped have been read
+            set_generators("now")
         iter(fetcher)
         if in_epoch:  # what this draws was drawn before the checkpoint was saved
             set_generators("now")

@@ -7,7 +7,7 @@ checked. Whatever the rest says is checked too: a hash shows damage, but anybody
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +102,19 @@ class Manifest:
         body = _body(data, where)
         with _checked(where):
             return _manifest(json.loads(body, parse_constant=_no_constant))
+
+
+def files_named_in(data: bytes, where: str) -> Collection[str]:
+    """Returns the names of a manifest's files, whatever else it says: much faster than to check all regions.
+
+    Raises:
+        CheckpointError: as `Manifest.from_bytes`, as far as the files are concerned.
+    """
+    body = _body(data, where)
+    with _checked(where):
+        document = typed(json.loads(body, parse_constant=_no_constant), dict, "the document")
+        save_id = matching(document.get("save_id"), _SAVE_ID, "the save id")
+        return [_file_name(name, save_id) for name in _dict(document, "files")]
 
 
 def _one_line_each(document: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Literal
 
-from lightning_hanayo.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
+from lightning_hanayo.checkpoint.format.manifest import FORMAT, MANIFEST, files_named_in
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.errors import CheckpointError
 
@@ -51,7 +51,7 @@ def _named_files(storage: Storage) -> Collection[str] | None:
     if not storage.sizes([MANIFEST]):
         return ()
     try:
-        return Manifest.from_bytes(bytes(storage.read(MANIFEST)), storage.path).files
+        return files_named_in(bytes(storage.read(MANIFEST)), storage.path)
     except CheckpointError:
         return None
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hanayo.checkpoint.format.manifest import Manifest
+from lightning_hanayo.checkpoint.format.manifest import Manifest, files_named_in
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.stored import StoredFile, StoredPart, WholeTensor
 from lightning_hanayo.errors import CheckpointError
@@ -44,6 +44,15 @@ def test_a_manifest_comes_back() -> None:
     one = manifest()
     assert Manifest.from_bytes(one.to_bytes(), "here") == one
     assert one.num_bytes == 102
+
+
+def test_its_files_are_known_without_looking_at_tensors() -> None:
+    names = {FILE, f"state-{SAVE_ID}.json"}
+    assert set(files_named_in(manifest().to_bytes(), "last.ckpt/manifest.json")) == names
+    document = document_of(manifest().to_bytes())
+    assert set(files_named_in(sealed(document | {"tensors": None}), "last.ckpt/manifest.json")) == names
+    with pytest.raises(CheckpointError, match="can't be a file of a checkpoint"):
+        files_named_in(sealed(document | {"files": {"../a.json": {}}}), "last.ckpt/manifest.json")
 
 
 def test_it_is_json_with_a_line_for_each_file_and_tensor() -> None:

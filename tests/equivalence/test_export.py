@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_hanayo.checkpoint.convert import export_checkpoint
+from lightning_hanayo.checkpoint.format.state_document import RUN
 from tests.equivalence.test_checkpoints import ALONE, assert_same, train
 from tests.harness import models
 from tests.harness.pool import Pool
@@ -51,7 +52,7 @@ def test_an_exported_checkpoint_is_that_of_one_process(pool: Pool, tmp_path: Pat
         assert not written.notes and not written.left_out
 
     gathered, whole = (torch.load(tmp_path / name, weights_only=True) for name in ("gathered.ckpt", "whole.ckpt"))
-    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch", "global_step"):
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "epoch", "global_step", RUN):
         assert_same(in_order(whole[part]), in_order(gathered[part]), part)
     (outcome,) = pool.run(1, train, GPT2, ALONE, 2, tmp_path / "resumed.ckpt", tmp_path / "whole.ckpt")
     assert_close(outcome.weights, expected.weights, TOLERANCE)

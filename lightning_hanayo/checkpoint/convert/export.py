@@ -97,7 +97,7 @@ def _to_file(opened: OpenedCheckpoint, target: str) -> Exported:
     if opened.folder is not None and "optimizer_states" in content:
         content["optimizer_states"] = [_numbered(state) for state in content["optimizer_states"]]
     write_file(target, lambda file: write_torch_file(file, content))
-    return Exported(target, len(opened.state_dict), notes=[*_unread(opened), *_unsafe(target)])
+    return Exported(target, len(opened.state_dict), notes=_unsafe(target))
 
 
 def _with_shared_tensors(opened: OpenedCheckpoint) -> dict[str, Any]:
@@ -124,13 +124,6 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
             {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
         ],
     }
-
-
-def _unread(opened: OpenedCheckpoint) -> list[str]:
-    names = opened.folder.manifest.tensors if opened.folder is not None else ()
-    if not any(name.startswith("gradient/") for name in names):
-        return []
-    return ["the checkpoint was saved between two optimizer steps: its accumulated gradients are not in the file"]
 
 
 def _unsafe(target: str) -> list[str]:

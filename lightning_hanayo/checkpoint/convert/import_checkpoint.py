@@ -5,6 +5,7 @@ a folder of Hugging Face       weights, under the names that the model has in me
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_hanayo.checkpoint.convert.huggingface import make_model, read_config
 from lightning_hanayo.checkpoint.convert.opened import open_checkpoint, tied_in_memory
+from lightning_hanayo.checkpoint.convert.run_state import as_in_a_folder
 from lightning_hanayo.checkpoint.format.state_document import STATE, OptimizerDocument, StateDocument
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
@@ -68,6 +70,7 @@ def _of_file(path: str, weights_only: bool) -> RankPart:
         for index, saved in enumerate(states):
             names = _names(path, saved, [name for name in tensors if name not in tied], tensors)
             optimizers.append(_optimizer(index, saved, names, parts))
+    run_parts, run_texts = as_in_a_folder(content)
     document = StateDocument(
         checkpoint=content,
         names=list(state),
@@ -77,7 +80,8 @@ def _of_file(path: str, weights_only: bool) -> RankPart:
         optimizers=optimizers,
     )
     facts = {"step": content.get("global_step", 0), "epoch": content.get("epoch", 0), "tied": tied}
-    return _rank_part(document, parts, {"num_parameters": _count(tensors, tied), **facts})
+    made = _rank_part(document, [*parts, *run_parts], {"num_parameters": _count(tensors, tied), **facts})
+    return replace(made, texts={**made.texts, **run_texts})
 
 
 def _names(path: str, saved: Mapping[str, Any], names: list[str], tensors: Mapping[str, Tensor]) -> list[str]:

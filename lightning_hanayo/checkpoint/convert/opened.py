@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_hanayo.checkpoint.convert.run_state import as_in_a_file
+from lightning_hanayo.checkpoint.format.state_document import RUN
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.load.folder_content import folder_content
@@ -73,7 +75,10 @@ def open_checkpoint(path: str, *, check_hashes: bool = True) -> OpenedCheckpoint
         folder = CheckpointFolder(path)
         if check_hashes:
             folder.verify()
-        return OpenedCheckpoint(path, folder_content(folder), folder)
+        content = folder_content(folder)
+        if RUN in content:
+            content[RUN] = as_in_a_file(folder, content[RUN])
+        return OpenedCheckpoint(path, content, folder)
     if not is_zip(Path(storage.path)):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of this package nor a file of torch.save")
     if check_hashes:

@@ -11,13 +11,20 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hanayo.checkpoint.format.plain_values import decode, encode
+from lightning_hanayo.checkpoint.format.plain_values import DocumentError, decode, encode
 from lightning_hanayo.errors import CheckpointError
 
 STATE = "state"
 """the stem of the document's file"""
+RUN = "lightning_hanayo"
+"""the key of Lightning's dictionary under which is what a resumed run needs; a plain Trainer leaves it alone"""
 WITHOUT_STATE = "without_state"
 """in an optimizer's state dict: the parameters that had no state when it was saved, while others had"""
+
+
+def data_stem(data_rank: int) -> str:
+    """The stem of the document of a data rank, which holds the states of its loaders."""
+    return f"state-data-{data_rank:05}"
 
 
 @dataclass(frozen=True)
@@ -90,12 +97,12 @@ class StateDocument:
         Raises:
             CheckpointError: it is something else.
         """
-        found = decode(document, get_tensor)
         try:
+            found = decode(document, get_tensor)
             optimizers = found.pop("optimizers")
             listed = None if optimizers is None else [OptimizerDocument(**one) for one in optimizers]
             made = StateDocument(**found, optimizers=listed)
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, DocumentError, KeyError, TypeError) as error:
             raise CheckpointError(f"{where} doesn't have the form of a state document: {error}.") from None
         if not made._is_possible:
             raise CheckpointError(f"{where} doesn't have the form of a state document.")

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.checkpoint.format.state_document import RUN
 from lightning_hanayo.checkpoint.save.part import TensorPart
 from lightning_hanayo.errors import CheckpointError, HanayoError
 from lightning_hanayo.runtime.generators import generator_states, set_generators
@@ -36,8 +37,8 @@ from lightning_hanayo.topology import Topology
 if TYPE_CHECKING:
     from lightning_hanayo.strategy.session import Session
 
-KEY = "lightning_hanayo"
-"""of Lightning's dictionary; a plain Trainer leaves it alone"""
+KEY = RUN
+"""of Lightning's dictionary"""
 RANDOM = "random/"
 _WHEN = ("now", "before")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_hanayo.checkpoint.format.plain_values import decode, encode
 from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.checkpoint.format.state_document import data_stem
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
 from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
@@ -34,7 +35,7 @@ def with_resume(part: RankPart, state: ResumeState, data_rank: int) -> RankPart:
         return replace(part, tensors=[*part.tensors, *state.tensors])
     document, found = encode(state.data_document, "state of the training loaders")
     tensors = [TensorPart.whole(f"{_DATA}{data_rank}/{n}", tensor, "state") for n, tensor in enumerate(found)]
-    texts = {**part.texts, _stem(data_rank): document}
+    texts = {**part.texts, data_stem(data_rank): document}
     return replace(part, tensors=[*part.tensors, *state.tensors, *tensors], texts=texts)
 
 
@@ -47,16 +48,14 @@ def saved_in_folder(folder: CheckpointFolder, entry: Mapping[str, Any]) -> Saved
     """What a folder says of the run; `entry` is what `run_entry` has made."""
 
     def data_document(data_rank: int) -> Mapping[str, Any]:
-        if _stem(data_rank) not in folder.manifest.texts:
+        if data_stem(data_rank) not in folder.manifest.texts:
             return {}
-        found: dict[str, Any] = decode(folder.text(_stem(data_rank)), lambda n: folder.read(f"{_DATA}{data_rank}/{n}"))
+        found: dict[str, Any] = decode(
+            folder.text(data_stem(data_rank)), lambda n: folder.read(f"{_DATA}{data_rank}/{n}")
+        )
         return found
 
     return SavedRun(entry["run"], data_document, folder.manifest.tensors.keys(), folder.read)
-
-
-def _stem(data_rank: int) -> str:
-    return f"state-data-{data_rank:05}"
 
 
 def gathered(state: ResumeState, data_rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:

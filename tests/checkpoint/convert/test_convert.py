@@ -19,7 +19,7 @@ from lightning_hanayo.checkpoint.convert import export_checkpoint, import_checkp
 from lightning_hanayo.checkpoint.convert.export import Format
 from lightning_hanayo.checkpoint.convert.weights_folder import write_weights
 from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.checkpoint.format.state_document import StateDocument
+from lightning_hanayo.checkpoint.format.state_document import RUN, StateDocument
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.save.part import RankPart, TensorPart
 from lightning_hanayo.checkpoint.save.peers import NoPeers
@@ -110,6 +110,20 @@ def test_a_plain_file_becomes_a_folder_and_the_same_file_again(tmp_path: Path) -
     assert same(dict(resumed.state_dict()), dict(model.state_dict()))
     loaded = Model.load_from_checkpoint(tmp_path / "again.ckpt")
     assert same(dict(loaded.state_dict()), again["state_dict"])
+
+
+def test_what_a_resume_needs_goes_through_files_and_folders(tmp_path: Path) -> None:
+    plain, _ = trained(tmp_path)
+    tensors = {"random/0/now/torch": torch.arange(3, dtype=torch.uint8), "gradient/0/net.0.bias": torch.ones(4)}
+    loaders = {1: {"loaders": [{"position": 2, "order": torch.tensor([1, 0])}]}}
+    entry = {"run": {"seed": 5}, "data": loaders, "tensors": tensors}
+    torch.save({**torch.load(plain, weights_only=True), RUN: entry}, plain)
+
+    import_checkpoint(str(plain), str(tmp_path / "folder.ckpt"))
+    folder = CheckpointFolder(tmp_path / "folder.ckpt")
+    assert tensors.keys() <= folder.manifest.tensors.keys() and "state-data-00001" in folder.manifest.texts
+    export_checkpoint(folder.path, str(tmp_path / "again.ckpt"), to="file")
+    assert same(torch.load(tmp_path / "again.ckpt", weights_only=True)[RUN], entry)
 
 
 def test_several_groups_have_no_names_but_weights_alone_have(tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ _KNOWN = "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, t
 _KNOWN += "paths, dates and durations"
 
 
+class DocumentError(CheckpointError):
+    """A document that `encode` didn't make; it doesn't say which."""
+
+
 def encode(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     """Returns a value as JSON, and the tensors in it, in the order of their numbers.
 
@@ -65,7 +69,7 @@ def decode(document: Any, get_tensor: Callable[[int], Tensor]) -> Any:
         get_tensor: returns the tensor with a number.
 
     Raises:
-        CheckpointError: `encode` didn't make this document, or a tensor is missing.
+        DocumentError: `encode` didn't make this document, or a tensor is missing.
     """
     return _decode(document, get_tensor, 0)
 
@@ -181,20 +185,20 @@ def _is_json(value: Any) -> bool:
 
 def _decode(document: Any, get_tensor: Callable[[int], Tensor], depth: int) -> Any:
     if depth > 2 * _MAX_DEPTH + 10:
-        raise CheckpointError(f"The document is nested more than {_MAX_DEPTH} deep")
+        raise DocumentError(f"The document is nested more than {_MAX_DEPTH} deep")
     if isinstance(document, list):
         return [_decode(one, get_tensor, depth + 1) for one in document]
     if not isinstance(document, dict):
         return document
     if len(document) != 1:
-        raise CheckpointError(f"The document has {len(document)} kinds where one is expected")
+        raise DocumentError(f"The document has {len(document)} kinds where one is expected")
     ((tag, content),) = document.items()
     try:
         return _decode_tagged(tag, content, get_tensor, depth)
     except CheckpointError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"The document has an impossible {str(tag)[:20]!r}: {str(error)[:200]}") from None
+        raise DocumentError(f"The document has an impossible {str(tag)[:20]!r}: {str(error)[:200]}") from None
 
 
 def _decode_tagged(tag: str, content: Any, get_tensor: Callable[[int], Tensor], depth: int) -> Any:

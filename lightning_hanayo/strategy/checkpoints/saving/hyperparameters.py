@@ -14,8 +14,8 @@ _KEYS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, "datamodule_hyper_paramete
 
 
 def unstorable(values: Mapping[str, Any]) -> dict[str, str]:
-    """Of hyperparameters that can't be stored the names, and why."""
-    return {name: why for name, value in values.items() if (why := _problem(name, value))}
+    """Of hyperparameters that can't be stored the names, and in short what they are."""
+    return {name: type(value).__name__ for name, value in values.items() if not _is_storable(name, value)}
 
 
 def without_unstorable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,16 +32,19 @@ def warn_of_unstorable(values: Mapping[str, Any], owner: str) -> None:
     """Name those that checkpoints will not hold."""
     left_out = unstorable(values)
     if left_out:
+        listed = ", ".join(f"{name} ({kind})" for name, kind in left_out.items())
+        arguments = ", ".join(f"{name}=..." for name in left_out)
         rank_zero_warn(
             f"Checkpoints will not hold these hyperparameters of {owner}, as they can't be stored without pickle: "
-            f"{'; '.join(left_out.values())}. load_from_checkpoint needs them as arguments. To leave them out "
-            f"yourself: save_hyperparameters(ignore=[...])."
+            f"{listed}. Give them when you load one, or they have the defaults of __init__: "
+            f"load_from_checkpoint(path, {arguments}). To leave them out yourself: "
+            f"save_hyperparameters(ignore={[*left_out]})."
         )
 
 
-def _problem(name: str, value: Any) -> str:
+def _is_storable(name: str, value: Any) -> bool:
     try:
         encode(value, name)
-    except HanayoError as error:
-        return str(error)
-    return ""
+    except HanayoError:
+        return False
+    return True

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback, seed_everything
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -163,15 +164,17 @@ class Save:
 def fit(layout: Layout, loader: str, save: Save, folder: Path, options: dict[str, Any], resume: bool) -> Seen:
     options = dict(options)
     own = {name: options.pop(name) for name in ("save_full", "master_weights") if name in options}
+    model, schedule = options.pop("model", Dropping), options.pop("schedule", None)
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable")
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*no `val_dataloader`")
     seed_everything(100 * resume + data_rank(layout))
     watch = Watch(save, folder)
+    callbacks = [watch, *([GradientAccumulationScheduler(schedule)] if schedule else [])]
     trainer = make_trainer(
-        layout, strategy=make_strategy(layout, **own), callbacks=[watch], num_sanity_val_steps=0, **options
+        layout, strategy=make_strategy(layout, **own), callbacks=callbacks, num_sanity_val_steps=0, **options
     )
-    module = models.build(Dropping)
+    module = models.build(model)
     torch.manual_seed(100 * resume + data_rank(layout))
     validation = [DataLoader(Samples(0), batch_size=SIZE)] if "val_check_interval" in options else []
     path = folder / "saved.ckpt" if resume else None
@@ -282,6 +285,48 @@ def test_habits_of_saving(pool: Pool, tmp_path: Path, habit: str, loader: str, l
     save, options = HABITS[habit]
     limits = {"max_epochs": 3} if limit == "max_epochs" else {"max_epochs": -1, "max_steps": 15}
     assert_resumed_run_is_equal(pool, tmp_path, Layout(2), loader, save, **limits, **options)
+
+
+class Waiting(Dropping):
+    """Its learning rate falls with each value of a metric; `interval` is when the scheduler looks at it."""
+
+    interval = "epoch"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": self.interval, "monitor": "train_loss"},
+        }
+
+
+class WaitingInSteps(Waiting):
+    interval = "step"
+
+
+@pytest.mark.parametrize(
+    ("model", "save", "options"),
+    covered(
+        [
+            *product([Waiting, WaitingInSteps], [MID_EPOCH, EPOCH_END], [{}, {"val_check_interval": 2}]),
+            *product([Waiting, WaitingInSteps], [Save("on_validation_end", 6)], [{"val_check_interval": 2}]),
+        ],
+        by=[],
+    ),
+    ids=str,
+)
+def test_schedulers_that_wait_for_a_metric(
+    pool: Pool, tmp_path: Path, model: Any, save: Save, options: dict[str, Any]
+) -> None:
+    """The metric that they have seen last, or were about to see, is in the checkpoint."""
+    assert_resumed_run_is_equal(pool, tmp_path, Layout(2), "sized", save, model=model, **options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("save", [MID_EPOCH, EPOCH_END, Save("on_train_epoch_end", 9)], ids=str)
+def test_accumulation_that_changes_by_epoch(pool: Pool, tmp_path: Path, save: Save) -> None:
+    assert_resumed_run_is_equal(pool, tmp_path, Layout(2), "sized", save, schedule={0: 1, 1: 2})
 
 
 def test_more_steps_than_max_steps_allowed_at_first(pool: Pool, tmp_path: Path) -> None:

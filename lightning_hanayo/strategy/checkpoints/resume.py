@@ -26,6 +26,7 @@ from lightning_hanayo.strategy.lightning.loops import resumed
 from lightning_hanayo.strategy.lightning.loops.loader_states import (
     batch_size,
     generators_of_loaders,
+    has_persistent_workers,
     have_more,
     loader_states,
     random_states_before,
@@ -112,7 +113,12 @@ class SavedRun:
 def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
     """Collect what this rank adds to a checkpoint of a run of `fit`. Called by all ranks; no rank waits for another."""
     rank = session.rank
-    document = {"seed": session.seed, "samples": vars(_samples(trainer, session)), "layout": _layout(session)}
+    document = {
+        "seed": session.seed,
+        "samples": vars(_samples(trainer, session)),
+        "layout": _layout(session),
+        "metrics": resumed.metrics(trainer),
+    }
     states = loader_states(trainer) if _reads_data(session.topology, rank) else []
     now = generator_states(session.device)
     if _reads_data(session.topology, rank):
@@ -144,6 +150,8 @@ class Resume:
         # Read now: a Tuner removes its checkpoint before training starts.
         self._loader_states, self._have_more = self._states()
         self._set_random = self._random_states()
+        self._is_before_plateau = resumed.is_before_plateau(trainer)
+        self._is_after_last_batch = resumed.is_after_last_batch(trainer)
         resumed.correct_loops(trainer)
 
     def start(self, accept: Collection[str]) -> None:
@@ -153,13 +161,22 @@ class Resume:
             HanayoError: optimizer steps would take other samples than they did.
         """
         trainer, session, saved = self._trainer, self._session, self._saved
+        self._is_scheduled = resumed.follow_accumulation_schedule(trainer)
         lines = list(_lines(trainer, session, saved, has_position=bool(self._loader_states)))
+        if self._is_after_last_batch:
+            lines.append(
+                "the checkpoint was saved after the last batch of an epoch, before its end: its validation, "
+                "on_train_epoch_end and schedulers that wait for a metric are left out."
+            )
         if saved is not None:
             if "samples" not in accept:
                 lines += self._keep_samples(saved)
             session.samples.largest = max(session.samples.largest, saved.samples.batch)
             session.reseed(saved.document["seed"])
             self._restore_gradients(saved)
+            resumed.set_metrics(trainer, saved.document.get("metrics", {}))
+            if self._is_before_plateau:
+                resumed.update_plateau_schedulers(trainer)
         resumed.read_data_anew(trainer, session.attributes, self._loader_states, self._have_more, self._set_random)
         for line in lines:
             rank_zero_info(f"Resuming: {line}")
@@ -198,6 +215,12 @@ class Resume:
             return
         scaled = accumulation(before, now)
         if scaled != trainer.accumulate_grad_batches:
+            if self._is_scheduled:
+                raise HanayoError(
+                    f"an optimizer step took {before} samples when the checkpoint was saved; now it would take {now}, "
+                    f"and GradientAccumulationScheduler sets the accumulation of each epoch. Scale its numbers by "
+                    f"{scaled / now.accumulate:g}. {WAY_OUT}"
+                )
             trainer.accumulate_grad_batches = scaled
             yield (
                 f"accumulate_grad_batches={now.accumulate} becomes {scaled}, so that an optimizer step still takes "
@@ -233,6 +256,8 @@ def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *,
             f"the training loader has no {missing}: the epoch is read from its start again, up to its usual number of "
             f"batches. Save at the end of epochs, or with a loader that has them."
         )
+    if has_persistent_workers(trainer):
+        yield "the loader has persistent_workers: they draw other random numbers than workers that have gone on."
     if accumulated and not any(name.startswith(PREFIX) for name in (saved.names if saved is not None else ())):
         yield f"the checkpoint holds no gradients of the {accumulated} batches accumulated since the last step."
     if resumed.was_in_batch(trainer):

@@ -39,6 +39,7 @@ USED = {
         "_logger_connector",
         "_mode",
         "_restart_stage",
+        "_restarting",
         "_results",
         "_signal_connector",
         "_should_accumulate",

@@ -61,6 +61,11 @@ def generators_of_loaders(trainer: "pl.Trainer") -> dict[str, torch.Generator]:
     return found
 
 
+def has_persistent_workers(trainer: "pl.Trainer") -> bool:
+    """Whether workers of a training loader live longer than an epoch."""
+    return any(getattr(loader, "persistent_workers", False) for loader in _training_loaders(trainer))
+
+
 def stateful_loaders(trainer: "pl.Trainer") -> list[Any]:
     """The training loaders that say what they have read."""
     loaders = _training_loaders(trainer)

@@ -11,10 +11,12 @@ Lightning makes the iterator of the training loader before `on_train_start`, and
 it is made anew where the uninterrupted run would make it, and the random generators are set to their saved states.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.loops.loop import _Loop
 
@@ -65,6 +67,21 @@ def num_batches(trainer: "pl.Trainer") -> int:
     return int(batches.processed)
 
 
+def follow_accumulation_schedule(trainer: "pl.Trainer") -> bool:
+    """Accumulate as in the saved epoch: `GradientAccumulationScheduler` does so in `on_train_epoch_start` alone.
+
+    Returns:
+        Whether there is such a callback.
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    epoch = epochs.processed if is_in_epoch(trainer) else max(0, epochs.processed - 1)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [one for one in callbacks if isinstance(one, GradientAccumulationScheduler)]
+    for schedule in schedules:
+        trainer.accumulate_grad_batches = schedule.get_accumulate_grad_batches(epoch)
+    return bool(schedules)
+
+
 def num_accumulated(trainer: "pl.Trainer") -> int:
     """How many batches' gradients have been added up since the last optimizer step."""
     is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -103,15 +120,57 @@ def read_data_anew(
             set_generators("now")
         original(fetcher)
         if in_epoch:
-            _catch_up_validation(epoch_loop, fetcher)
+            trainer.fit_loop._restarting = False  # else schedulers that wait for a metric miss the epoch's end
+            _catch_up(epoch_loop, fetcher)
 
     set_generators("now")
     attributes.set(epoch_loop, "on_run_start", on_run_start)
 
 
-def _catch_up_validation(epoch_loop: Any, fetcher: Any) -> None:
-    """Let the epoch begin with the validation that comes after the batch in whose end the checkpoint was saved."""
-    if epoch_loop.restarted_on_train_batch_end and epoch_loop._should_check_val_fx(fetcher):
+def is_after_last_batch(trainer: "pl.Trainer") -> bool:
+    """Whether it was saved in `on_train_batch_end` of an epoch's last batch. Called before `correct_loops`."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    is_in_hook = batches.current.completed < batches.current.processed == batches.current.ready
+    return bool(batches.is_last_batch and is_in_hook and epochs.processed < epochs.ready)
+
+
+def metrics(trainer: "pl.Trainer") -> dict[str, float]:
+    """What callbacks and schedulers can monitor."""
+    return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
+
+
+def set_metrics(trainer: "pl.Trainer", values: Mapping[str, float]) -> None:
+    """Let callbacks and schedulers monitor what they could when the checkpoint was saved."""
+    found = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    trainer._logger_connector._callback_metrics.update(found)
+
+
+def is_before_plateau(trainer: "pl.Trainer") -> bool:
+    """Whether an epoch has ended, but not for schedulers that wait for a metric. Called before `correct_loops`."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return bool(is_last and epochs.ready == epochs.processed == epochs.completed + 1)
+
+
+def update_plateau_schedulers(trainer: "pl.Trainer") -> None:
+    """Do what comes after `on_train_epoch_end`, where checkpoints are saved. Called in `on_train_start`."""
+    names = {one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau}
+    if not names <= trainer.callback_metrics.keys():  # of an earlier version's checkpoint
+        return
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    completed, epochs.completed = epochs.completed, epochs.processed - 1
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    epochs.completed = completed
+
+
+def _catch_up(epoch_loop: Any, fetcher: Any) -> None:
+    """Let the epoch begin with what comes after the batch in whose end the checkpoint was saved."""
+    if not epoch_loop.restarted_on_train_batch_end:
+        return
+    if not epoch_loop._should_check_val_fx(fetcher):
+        epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+    else:
         epoch_loop.val_loop.restarting = False
         epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
         if not epoch_loop._should_accumulate():

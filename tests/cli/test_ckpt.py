@@ -10,8 +10,9 @@ import torch
 
 from lightning_hanayo import cli
 from lightning_hanayo.checkpoint.format.plain_values import encode
+from lightning_hanayo.checkpoint.save.problems import size_text
 from lightning_hanayo.cli.ckpt import SUBCOMMANDS
-from lightning_hanayo.cli.ckpt.sizes import size, size_text
+from lightning_hanayo.cli.ckpt.export import size
 from tests.checkpoint.folders import SAVE_ID, write_folder
 from tests.harness import limits
 
@@ -304,5 +305,5 @@ def test_export_of_a_damaged_checkpoint_gives_one(capsys: Captured) -> None:
 
 
 def test_sizes_are_read_and_written_as_people_do() -> None:
-    assert [size_text(one) for one in (0, 999, 1000, 2_500_000)] == ["0 B", "999 B", "1.0 KB", "2.5 MB"]
+    assert [size_text(one) for one in (0, 999, 1000, 2_500_000)] == ["0 B", "999 B", "1.0 kB", "2.5 MB"]
     assert [size(one) for one in ("5GB", "1.5 kb", "7B")] == [5 * 10**9, 1500, 7]

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hanayo.checkpoint.convert.huggingface import make_model, read_config, save_config, weights_for
 from lightning_hanayo.checkpoint.convert.opened import OpenedCheckpoint, open_checkpoint
 from lightning_hanayo.checkpoint.convert.torch_file import write_torch_file
-from lightning_hanayo.checkpoint.convert.weights_folder import MAX_SHARD_SIZE, new_folder, write_weights
+from lightning_hanayo.checkpoint.convert.weights_folder import MAX_SHARD_SIZE, check_free, new_folder, write_weights
 from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.checkpoint.load.optimizer_state import CLASS_NAME
@@ -50,7 +50,6 @@ def export_checkpoint(
     module: str | None = None,
     config: str | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
-    check_hashes: bool = True,
 ) -> Exported:
     """Verify a checkpoint, and write it in another format. Call it in one process.
 
@@ -63,7 +62,6 @@ def export_checkpoint(
         module: the name in the LightningModule of the model of transformers, such as "net"; None: the one that fits.
         config: a folder with its config.json; None: the configuration that the checkpoint has.
         max_shard_size: bytes of tensors in one file of a folder.
-        check_hashes: False: only sizes of the checkpoint are checked.
 
     Example:
         >>> export_checkpoint("checkpoints/last.ckpt", "whole.ckpt", to="file")
@@ -79,10 +77,8 @@ def export_checkpoint(
         raise HanayoError(f"there is no format {to!r}: {nearest(to, FORMATS)}")
     if max_shard_size < 1:
         raise HanayoError(f"max_shard_size={max_shard_size}: expected a number of bytes")
-    storage = Storage.of(target)
-    if storage.is_file() or (storage.is_folder() and storage.names()):
-        raise HanayoError(f"{target} exists. Give another path, or remove it first.")
-    opened = open_checkpoint(path, check_hashes=check_hashes)
+    check_free(target)
+    opened = open_checkpoint(path)
     if to == "file":
         return _to_file(opened, target)
     if to == "safetensors":

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_hanayo.checkpoint.convert.huggingface import make_model, read_config
 from lightning_hanayo.checkpoint.convert.opened import open_checkpoint, tied_in_memory
 from lightning_hanayo.checkpoint.convert.run_state import as_in_a_folder
+from lightning_hanayo.checkpoint.convert.weights_folder import check_free
 from lightning_hanayo.checkpoint.format.state_document import STATE, OptimizerDocument, StateDocument
-from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
 from lightning_hanayo.checkpoint.pretrained.names import Merge, joined, match_names, named_values, names_of
 from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder
@@ -49,9 +49,7 @@ def import_checkpoint(path: str, target: str, *, module: str = "", weights_only:
         HanayoError: the target exists, or `path` can't be read.
         UnsupportedError: nobody can tell which state of an optimizer is whose, or a value can't be stored.
     """
-    storage = Storage.of(target)
-    if storage.is_file() or (storage.is_folder() and storage.names()):
-        raise HanayoError(f"{target} exists. Give another path, or remove it first.")
+    check_free(target)
     part = _of_folder(Path(path), module) if Path(path).is_dir() else _of_file(path, weights_only)
     Saver(NoPeers()).save(target, part)
 

@@ -60,12 +60,11 @@ def tied_in_memory(state: Mapping[str, Any]) -> dict[str, str]:
     return tied
 
 
-def open_checkpoint(path: str, *, check_hashes: bool = True) -> OpenedCheckpoint:
+def open_checkpoint(path: str) -> OpenedCheckpoint:
     """Verify a checkpoint, and open it.
 
     Args:
         path: of a checkpoint folder (local or an fsspec URL) or of a plain, local file.
-        check_hashes: False: only sizes are checked.
 
     Raises:
         CheckpointError: it isn't a checkpoint, isn't whole, or can't be read without running code.
@@ -73,16 +72,14 @@ def open_checkpoint(path: str, *, check_hashes: bool = True) -> OpenedCheckpoint
     storage = Storage.of(path)
     if not (storage.is_local and storage.is_file()):
         folder = CheckpointFolder(path)
-        if check_hashes:
-            folder.verify()
+        folder.verify()
         content = folder_content(folder)
         if RUN in content:
             content[RUN] = as_in_a_file(folder, content[RUN])
         return OpenedCheckpoint(path, content, folder)
     if not is_zip(Path(storage.path)):
         raise CheckpointError(f"{path} is no checkpoint: neither a folder of this package nor a file of torch.save")
-    if check_hashes:
-        verify(storage.path)
+    verify(storage.path)
     content = load_mapped(storage.path, weights_only=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")

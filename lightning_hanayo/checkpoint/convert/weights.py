@@ -8,8 +8,8 @@ from torch import Tensor
 from lightning_hanayo.checkpoint.format.manifest import MANIFEST
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.load.folder_content import folder_content
-from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor as LazyTensor
-from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder, StoredTensor
+from lightning_hanayo.checkpoint.load.stored_tensor import StoredTensor
+from lightning_hanayo.checkpoint.pretrained.safetensors_folder import SafetensorsFolder, TensorHeader
 
 
 class CheckpointWeights:
@@ -25,9 +25,9 @@ class CheckpointWeights:
         self.path = path
         self._folder = CheckpointFolder(path)
         state = folder_content(self._folder)["state_dict"]
-        self._values = {name: value for name, value in state.items() if isinstance(value, LazyTensor)}
+        self._values = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
         self.tensors = {
-            name: StoredTensor(path, tuple(value.shape), value.dtype, str(value.dtype))
+            name: TensorHeader(path, tuple(value.shape), value.dtype, str(value.dtype))
             for name, value in self._values.items()
         }
 

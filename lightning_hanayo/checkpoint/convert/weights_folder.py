@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_hanayo.checkpoint.format.storage import LocalStorage
+from lightning_hanayo.checkpoint.format.storage import LocalStorage, Storage
 from lightning_hanayo.checkpoint.format.tensor_file import write_tensors
 from lightning_hanayo.errors import HanayoError, writing
 
@@ -49,6 +49,13 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_size: i
     return written
 
 
+def check_free(path: str) -> None:
+    """Raises a HanayoError if there is something at a path, local or remote; an empty folder is nothing."""
+    storage = Storage.of(path)
+    if storage.is_file() or (storage.is_folder() and storage.names()):
+        raise HanayoError(f"{path} exists. Give another path, or remove it first.")
+
+
 @contextmanager
 def new_folder(path: str) -> Iterator[Path]:
     """Inside it, the folder has another name; it gets its own at the end, or is removed if there is an error.
@@ -56,9 +63,8 @@ def new_folder(path: str) -> Iterator[Path]:
     Raises:
         HanayoError: there is something at the path, or it can't be written.
     """
+    check_free(path)
     target = Path(os.path.abspath(path))
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise HanayoError(f"{path} exists. Give another path, or remove it first.")
     temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     with writing(path):
         temporary.mkdir(parents=True)

@@ -41,7 +41,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorHeader:
     """What a file's header says of a tensor. `dtype` is None for one that torch or this package doesn't know."""
 
     file: Path
@@ -93,7 +93,7 @@ class SafetensorsFolder:
                     yield name, opened.get_tensor(name)
 
 
-def _stored_tensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+def _stored_tensors(path: Path) -> Iterator[tuple[str, TensorHeader]]:
     if (path / _INDEX).is_file():
         for file, names in _files_of_index(path).items():
             yield from _header(file, names)
@@ -111,7 +111,7 @@ def _files_of_index(path: Path) -> Mapping[Path, list[str]]:
     return files
 
 
-def _header(file: Path, names: Iterable[str] | None) -> Iterator[tuple[str, StoredTensor]]:
+def _header(file: Path, names: Iterable[str] | None) -> Iterator[tuple[str, TensorHeader]]:
     """Read the header of one file, which must have all `names`."""
     with _readable(file), safe_open(file, framework="pt") as opened:
         found = list(opened.keys())
@@ -121,7 +121,7 @@ def _header(file: Path, names: Iterable[str] | None) -> Iterator[tuple[str, Stor
         for name in found if names is None else names:
             part = opened.get_slice(name)
             dtype_name = part.get_dtype()
-            yield name, StoredTensor(file, tuple(part.get_shape()), _DTYPES.get(dtype_name), dtype_name)
+            yield name, TensorHeader(file, tuple(part.get_shape()), _DTYPES.get(dtype_name), dtype_name)
 
 
 @contextmanager

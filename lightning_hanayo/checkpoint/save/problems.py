@@ -1,10 +1,11 @@
-"""Says why a rank can't write a checkpoint, in one line that all ranks show."""
+"""Says why a rank can't write a checkpoint, in one line that all ranks show; and sizes, as people write them."""
 
 import errno
 import os
 
 from lightning_hanayo.errors import HanayoError
 
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -27,22 +28,20 @@ def problem_of(error: Exception, path: str, needed: int | None = None, free: int
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {error}"
     if error.errno in _FULL:
-        sizes = "" if not needed else f": {readable(needed)} are needed"
-        sizes += "" if free is None or not sizes else f", {readable(free)} were free"
+        sizes = "" if not needed else f": {size_text(needed)} are needed"
+        sizes += "" if free is None or not sizes else f", {size_text(free)} were free"
         return f"no space left in {path}{sizes}"
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         return f"{str(error.filename or path).rstrip('/')} is a file, and no folder"
     return f"{error.filename or path} can't be written: {error.strerror or f'{type(error).__name__}: {error}'}"
 
 
-def readable(num_bytes: int) -> str:
-    """Returns a number of bytes in a unit that makes it short.
+def size_text(num_bytes: int) -> str:
+    """A size in the largest unit that it has one of.
 
     Example:
-        >>> readable(2_100_000_000)
-        '2.10 GB'
+        >>> size_text(1_500_000)
+        '1.5 MB'
     """
-    size, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{num_bytes} bytes" if size == num_bytes else f"{size:.2f} {units[0]}"
+    unit = max((unit for unit, size in UNITS.items() if size <= num_bytes), key=UNITS.__getitem__, default="B")
+    return f"{num_bytes / UNITS[unit]:.{1 if unit != 'B' else 0}f} {unit}"

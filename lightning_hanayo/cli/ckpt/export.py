@@ -11,11 +11,12 @@ Exit codes: 0, 1 if the checkpoint isn't whole, 2 if it doesn't fit the format, 
 """
 
 import json
-from argparse import ArgumentParser, Namespace
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import asdict
 
+from lightning_hanayo.checkpoint.save.problems import UNITS
 from lightning_hanayo.cli.ckpt.found import existing
-from lightning_hanayo.cli.ckpt.sizes import size
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.errors import CheckpointError
 
@@ -61,3 +62,11 @@ def run(options: Namespace) -> int:
     for note in written.notes:
         print(f"note: {note}")
     return 0
+
+
+def size(text: str) -> int:
+    """The bytes of a size such as "5GB" or "500 MB"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B)", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ArgumentTypeError(f"expected a size such as 5GB, got {text!r}")
+    return int(float(found[1]) * UNITS[found[2].upper().replace("KB", "kB")])

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.save.problems import size_text
 from lightning_hanayo.cli.ckpt.found import existing, layout_text, look_at
-from lightning_hanayo.cli.ckpt.sizes import size_text
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.cli.tables import print_table
 from lightning_hanayo.errors import CheckpointError, HanayoError

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
+from lightning_hanayo.checkpoint.save.problems import size_text
 from lightning_hanayo.cli.ckpt.found import existing, look_at
-from lightning_hanayo.cli.ckpt.sizes import size_text
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.errors import CheckpointError
 

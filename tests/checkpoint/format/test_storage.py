@@ -58,6 +58,13 @@ def test_a_file_takes_anothers_place(storage: Storage) -> None:
     assert storage.names() == ["manifest.json"]
 
 
+def test_a_local_file_is_on_the_device_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    put(LocalStorage(str(tmp_path)), "a", b"0123")
+    assert synced == [4]
+
+
 def test_long_ranges_come_in_pieces(storage: Storage) -> None:
     storage.make_folder()
     data = bytes(range(256)) * (CHUNK // 128)

@@ -39,7 +39,6 @@ PAIRS = [
     (Layout(1, cube=(1, 1, 2)), Layout(2, 1, 2)),
     (Layout(4, 1, 1), Layout(1, 1, 4)),
 ]
-COVER = [("tied gpt", *PAIRS[i]) for i in (3, 6)]
 
 
 def train(training: Training, layout: Layout, epochs: int, path: Path, start: Path | None = None) -> Outcome:
@@ -61,7 +60,7 @@ def uninterrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("kind", "writer", "reader"), covered(((kind, *pair) for kind in TRAININGS for pair in PAIRS), by=COVER), ids=str
+    ("kind", "writer", "reader"), covered(((kind, *pair) for kind in TRAININGS for pair in PAIRS), by=[]), ids=str
 )
 def test_every_layout_reads_the_checkpoints_of_every_other(
     pool: Pool, tmp_path: Path, uninterrupted: dict[str, dict[str, Tensor]], kind: str, writer: Layout, reader: Layout

@@ -216,7 +216,7 @@ ENDS = list(product(LAYOUTS, LOADERS, ["max_epochs", "max_steps"]))
 
 @pytest.mark.parametrize(
     ("layout", "loader", "accumulate"),
-    covered(MIDDLES, by=[(WAVES, "unsized", 2), (DATA_CUBE, "sized", 2)]),
+    covered(MIDDLES, by=[(WAVES, "unsized", 2), (CUBE, "sized", 2)]),
     ids=str,
 )
 def test_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, layout: Layout, loader: str, accumulate: int) -> None:
@@ -329,6 +329,7 @@ def test_accumulation_that_changes_by_epoch(pool: Pool, tmp_path: Path, save: Sa
     assert_resumed_run_is_equal(pool, tmp_path, Layout(2), "sized", save, schedule={0: 1, 1: 2})
 
 
+@pytest.mark.thorough
 def test_more_steps_than_max_steps_allowed_at_first(pool: Pool, tmp_path: Path) -> None:
     """7 steps, and then 15 in all, equal 15 at once: the epoch that `max_steps` has cut goes on."""
     save = Save("on_train_epoch_end", 6)

@@ -115,7 +115,7 @@ CUBES = [(WAVES, CUBE), (CUBE, WAVES)]
     ("model", "writer", "reader"),
     covered(
         [*((Dropping, *pair) for pair in PAIRS), *((models.MLP, *pair) for pair in CUBES)],
-        by=[(Dropping, WAVES, LINE)],
+        by=[(Dropping, ONE, WAVES)],
     ),
     ids=str,
 )

@@ -27,6 +27,7 @@ def run(plan: Plan) -> RankRecord:
     return run_all(dist.get_rank(), plan)
 
 
+@pytest.mark.thorough
 def test_every_way_brings_the_saved_values_back(pool: Pool, tmp_path: Path) -> None:
     case = CaseFigures.combined(pool.run(2, partial(run, Plan(TINY, tmp_path, num_rounds=1, products=0))))
     assert [one.name for one in case.saves] == list(NAMES)

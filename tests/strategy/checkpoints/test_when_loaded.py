@@ -176,7 +176,7 @@ def all_of(layout: Layout, path: Path) -> list[list[Weights]]:
     return [call(layout, path) for call in CALLS]
 
 
-@pytest.mark.parametrize(("layout", "kind"), covered(CASES, by=[(CUBE, "folder")]), ids=str)
+@pytest.mark.parametrize(("layout", "kind"), covered(CASES, by=[(WAVE, "folder")]), ids=str)
 def test_it_is_loaded(pool: Pool, tmp_path: Path, layout: Layout, kind: str) -> None:
     ((saved, resumed),) = pool.run(1, save, tmp_path)
     ranks = pool.run(2, all_of, layout, tmp_path / kind)

@@ -89,7 +89,7 @@ def files(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
     return found
 
 
-COVER = [("tied gpt", LAYOUTS[0]), ("mlp", LAYOUTS[1]), ("tied gpt", LAYOUTS[2])]
+COVER = [("mlp", LAYOUTS[1]), ("tied gpt", LAYOUTS[2])]
 
 
 @pytest.mark.parametrize(

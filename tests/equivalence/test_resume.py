@@ -135,6 +135,9 @@ class Watch(Callback):
         self.seen.steps.append((trainer.current_epoch, batch_idx, trainer.global_step))
         self._save(trainer, "on_train_batch_end")
 
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self._save(trainer, "on_train_epoch_start")
+
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         self._save(trainer, "on_train_epoch_end")
 
@@ -266,6 +269,7 @@ HABITS = {
     "in on_validation_end, after the last batch": (Save("on_validation_end", 4), {"val_check_interval": NUM_BATCHES}),
     "after the last batch": (Save("on_train_batch_end", 4), {}),
     "before validation in mid-epoch": (Save("on_train_batch_end", 6), {"val_check_interval": 2}),
+    "in on_train_epoch_start": (Save("on_train_epoch_start", 4), {"val_check_interval": NUM_BATCHES}),
     "in on_train_epoch_end, with validation": (Save("on_train_epoch_end", 4), {"val_check_interval": NUM_BATCHES}),
 }
 

@@ -5,6 +5,7 @@ in `on_train_epoch_end`, with `max_steps`       with one batch more in the same 
 where `max_steps` has cut an epoch              in the epoch, counted as the next one       in the epoch
 after the last batch of a loader without len    with more batches in the same epoch         with the next epoch
 in mid-epoch, of a loader without len           after a batch that it had read ahead        with that batch
+in `on_train_epoch_start`                       with one batch more in the epoch before     with the epoch
 before a validation in mid-epoch                without the validation                      with the validation
 
 Lightning makes the iterator of the training loader before `on_train_start`, and before samplers know their epoch. Here
@@ -30,6 +31,11 @@ def correct_loops(trainer: "pl.Trainer") -> None:
     epochs, batches = fit_loop.epoch_progress, fit_loop.epoch_loop.batch_progress
     fit_loop._combined_loader_states_to_load = []  # those of data rank 0
     if was_in_batch(trainer):
+        return
+    if epochs.current.started < epochs.current.ready:  # saved in `on_train_epoch_start`, which is called again
+        for progress in (epochs.current, epochs.total):
+            progress.ready -= 1
+        _Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
         return
     has_ended = epochs.current.processed == epochs.current.ready
     if has_ended and not batches.is_last_batch and fit_loop.restarting:  # cut by `max_steps`

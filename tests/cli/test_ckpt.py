@@ -13,6 +13,7 @@ from lightning_hanayo.checkpoint.format.plain_values import encode
 from lightning_hanayo.checkpoint.save.problems import size_text
 from lightning_hanayo.cli.ckpt import SUBCOMMANDS
 from lightning_hanayo.cli.ckpt.export import size
+from lightning_hanayo.cli.tables import print_table
 from tests.checkpoint.folders import SAVE_ID, write_folder
 from tests.harness import limits
 
@@ -131,6 +132,11 @@ def test_ls_of_nothing(capsys: Captured) -> None:
     assert capsys.readouterr().out == "no checkpoints in .\n"
     assert run("ls nowhere") == 2
     assert capsys.readouterr().err == "hanayo: error: there is no nowhere\n"
+
+
+def test_no_name_is_cut_or_taken_for_markup(capsys: Captured) -> None:
+    print_table(["checkpoint", "size"], [["[bold]" + "n" * 200, "1 B"]])
+    assert "[bold]" + "n" * 200 in capsys.readouterr().out
 
 
 def test_ls_does_not_follow_links_and_runs_no_pickle(here: Path, capsys: Captured) -> None:

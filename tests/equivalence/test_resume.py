@@ -219,7 +219,7 @@ ENDS = list(product(LAYOUTS, LOADERS, ["max_epochs", "max_steps"]))
 
 @pytest.mark.parametrize(
     ("layout", "loader", "accumulate"),
-    covered(MIDDLES, by=[(WAVES, "unsized", 2), (CUBE, "sized", 2)]),
+    covered(MIDDLES, by=[(WAVES, "unsized", 2)]),
     ids=str,
 )
 def test_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, layout: Layout, loader: str, accumulate: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hanayo.checkpoint.convert import export_checkpoint, import_checkpoint
 from lightning_hanayo.checkpoint.convert.export import Format
+from lightning_hanayo.checkpoint.convert.opened import tied_in_memory
 from lightning_hanayo.checkpoint.convert.weights_folder import write_weights
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.format.state_document import RUN, StateDocument
@@ -259,6 +260,7 @@ def test_a_folder_of_hugging_face_becomes_a_checkpoint(name: str, tmp_path: Path
     state = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
     expected = around(model).state_dict()
     assert same(dict(state), dict(expected))
+    assert tied_in_memory(state) == tied_in_memory(expected), "tied weights are stored once"
     export_checkpoint(str(tmp_path / "folder.ckpt"), str(tmp_path / "out"), to="huggingface")
     assert same(load_file(tmp_path / "out/model.safetensors"), load_file(tmp_path / "own/model.safetensors"))
 

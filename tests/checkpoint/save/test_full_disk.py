@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from lightning_hanayo.checkpoint.format.storage import LocalStorage
-from lightning_hanayo.checkpoint.save.folder.points import Point
+from lightning_hanayo.checkpoint.save.folder.points import Point, go_on
+from lightning_hanayo.checkpoint.save.folder.rank_files import RankFiles
+from lightning_hanayo.checkpoint.save.folder.target import target_for
 from lightning_hanayo.checkpoint.save.peers import Peers
 from lightning_hanayo.checkpoint.save.plain_file import write_file
 from lightning_hanayo.checkpoint.save.saver import Saver
@@ -126,6 +128,15 @@ def test_either_rank_may_find_the_disk_full(tmp_path: Path, rank: int) -> None:
     assert f"no space left in {path}: 960.0 kB are needed" in message and f"(rank {rank})" in message
     assert sorted(os.listdir(path)) == before
     assert step_of(str(path)) == 1
+
+
+def test_a_rank_that_fails_removes_its_own_files_without_waiting_for_rank_0(tmp_path: Path) -> None:
+    target = target_for(str(tmp_path / "last.ckpt"), "5f2c9a1b")
+    target.prepare()
+    before = target.storage.names()
+    with full_after(100_000, rank=1), pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        RankFiles(target, 1, go_on, int).write(part_of(1, 1, size=SIZE).tensors, {})
+    assert target.storage.names() == before
 
 
 @pytest.mark.parametrize("first", ["marker", "manifest"])

@@ -62,9 +62,13 @@ class Ownership:
         rank_of_block = {i: self.stage_ranks[stage] for stage, blocks in enumerate(self.stages) for i in blocks}
         rank_by_prefix = {f"{name}.": rank_of_block[i] for i, name in enumerate(self.stack.block_names)}
         parameters, buffers = (dict(of(remove_duplicate=False)) for of in (model.named_parameters, model.named_buffers))
+        own_names = {tensor: name for name, tensor in {**parameters, **buffers}.items()}
+        names = {name: name for name in (*parameters, *buffers)}
+        for name, value in state_of_own_tensors(model).items():
+            names.setdefault(name, own_names.get(value, name) if isinstance(value, Tensor) else name)
         return {
-            name: next((rank for prefix, rank in rank_by_prefix.items() if name.startswith(prefix)), 0)
-            for name in {**model.state_dict(), **parameters, **buffers}
+            name: next((rank for prefix, rank in rank_by_prefix.items() if own.startswith(prefix)), 0)
+            for name, own in names.items()
         }
 
     def check(self, model: nn.Module) -> None:
@@ -102,6 +106,15 @@ def _restore(data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> P
     placeholder = Placeholder(data, requires_grad)
     vars(placeholder).update(attributes)
     return placeholder
+
+
+def state_of_own_tensors(model: nn.Module) -> Mapping[str, Any]:
+    """The state dict with the model's parameters and buffers themselves, under the names that hooks give them."""
+    with torch.no_grad():
+        try:
+            return model.state_dict(keep_vars=True)
+        except TypeError:  # user code may have overridden it without arguments
+            return model.state_dict()
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

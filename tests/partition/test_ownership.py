@@ -42,6 +42,20 @@ def test_rank_of_each_state_dict_entry() -> None:
     }  # fmt: skip
 
 
+def test_entries_under_other_names_belong_to_the_rank_of_their_tensor() -> None:
+    model, names = Model(), Model().state_dict().keys()
+    expected = ownership(model).rank_by_name(model)
+    replace_with_placeholders(model, set(model.head.parameters()))
+    model.register_state_dict_post_hook(rename)
+    found = ownership(model).rank_by_name(model)
+    assert {name: found[f"net.{name}"] for name in names} == {name: found[name] for name in names} == expected
+
+
+def rename(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> None:
+    for name in list(state):
+        state[f"net.{name}"] = state.pop(name)
+
+
 def test_block_1_is_not_confused_with_block_11() -> None:
     model = nn.Module()
     model.h = nn.ModuleList(nn.Linear(2, 2) for _ in range(12))

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
 from lightning_hanayo.checkpoint.full.gather_tensors import gather
 from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
+from lightning_hanayo.partition.ownership import state_of_own_tensors
 from lightning_hanayo.runtime.comm.transport import Transport
 
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -82,8 +83,9 @@ def _is_mock(optimizer: Optimizer) -> bool:
 
 
 def _map_parameters(module: nn.Module, state: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    """Those entries of the module's state that are parameters, changed."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    """Those entries of the module's state that are parameters, under whatever name, changed."""
+    renamed = {name: one for name, one in state_of_own_tensors(module).items() if isinstance(one, nn.Parameter)}
+    parameters = {**renamed, **dict(module.named_parameters(remove_duplicate=False))}
     return {name: change(state[name], parameters[name]) for name in state if name in parameters}
 
 

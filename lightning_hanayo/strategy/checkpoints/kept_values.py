@@ -52,7 +52,7 @@ class KeptValues:
 
         A callback, such as one that averages weights, loads others in its `on_load_checkpoint`.
         """
-        current = module.state_dict(keep_vars=True)
+        current = _tensors(module)
         for name, version in _versions(module).items():
             if name in self._state and version != self._versions.get(name, version):
                 self._state[name] = current[name]
@@ -99,8 +99,11 @@ class KeptValues:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Which tensor each name of the module stands for, and how often it was written."""
-    tensors: dict[str, Tensor] = {
+    return {name: (id(tensor), tensor._version) for name, tensor in _tensors(module).items()}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    return {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}

@@ -27,3 +27,19 @@ def test_modules_hear_which_version_was_saved() -> None:
     for saved, expected in ((state, weight), (dict(state), 2 * weight)):  # a plain dictionary has no versions
         KeptValues(module, saved, Source("last.ckpt"), options, strict=True).put_in(module, None)
         assert torch.equal(module[0].weight, expected)
+
+
+class WithoutArguments(nn.Linear):
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return super().state_dict()
+
+
+def test_what_user_code_has_loaded_since_is_kept_whatever_state_dict_takes() -> None:
+    module, options = WithoutArguments(2, 2), make_strategy(Layout()).options
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    kept = KeptValues(module, saved, Source("last.ckpt"), options, strict=True)
+    with torch.no_grad():
+        module.bias.fill_(3)
+    kept.drop_replaced(module)
+    kept.put_in(module, None)
+    assert torch.equal(module.bias, torch.full((2,), 3.0))

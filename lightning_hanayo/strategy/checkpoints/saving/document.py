@@ -47,7 +47,7 @@ def state_document(
         versions=dict(getattr(state, "_metadata", {})),
         optimizers=None if states is None else [
             _optimizer_document(optimizer, parameters, one, gathered, index)
-            for index, ((optimizer, parameters), one) in enumerate(zip(optimizers, states, strict=True))
+            for index, ((optimizer, parameters), one) in enumerate(zip(optimizers, states, strict=False))
         ],
     )  # fmt: skip
 

@@ -31,6 +31,11 @@ class Changed(models.MLP):
             block.register_state_dict_post_hook(with_older_names)
         self.register_buffer("count", torch.tensor(3))
 
+    def state_dict(self, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        state = super().state_dict(**options)
+        state["renamed.blocks.2.down.bias"] = state.pop("blocks.2.down.bias")
+        return state
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
         del state["head.bias"]

@@ -3,6 +3,9 @@
 It is made of a plain file of Lightning, or of a folder of Hugging Face (config.json and safetensors). To start a new
 training from a folder of Hugging Face, HanayoStrategy(init_from=...) reads it as it is.
 
+A plain file has no names for optimizer states: they are taken to be in the order of the module's parameters, as after
+Adam(self.parameters()). Was the order another one, resume from the file itself, which any layout reads.
+
 Exit codes: 0, 1 if the checkpoint isn't whole, 2 if it can't be imported, or the target exists.
 """
 

@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_hanayo.checkpoint.format.plain_values import encode
 from lightning_hanayo.errors import HanayoError
 
-_KEYS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, "datamodule_hyper_parameters")
+_KEYS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY)
 """where a checkpoint has them"""
+_TYPES = (LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE, LightningDataModule.CHECKPOINT_HYPER_PARAMS_TYPE)
+"""where it has the class of OmegaConf's containers, which come back as dicts"""
 
 
 def unstorable(values: Mapping[str, Any]) -> dict[str, str]:
@@ -20,7 +22,7 @@ def unstorable(values: Mapping[str, Any]) -> dict[str, str]:
 
 def without_unstorable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint without the hyperparameters that can't be stored."""
-    kept = dict(checkpoint)
+    kept = {key: value for key, value in checkpoint.items() if key not in _TYPES}
     for key in _KEYS:
         if isinstance(kept.get(key), Mapping):
             left_out = unstorable(kept[key])

@@ -71,7 +71,8 @@ def held() -> tuple[int, int, int]:
     gc.collect()
     things = gc.get_objects()
     tensors = [thing for thing in things if type(thing) in (Tensor, nn.Parameter)]  # not torch.compile's own
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not t.is_meta}
+    dense = [tensor for tensor in tensors if not tensor.is_meta and tensor.layout is torch.strided]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in dense}
     return len(things), len(tensors), sum(storages.values())
 
 

@@ -26,6 +26,24 @@ class CheckpointError(HanayoError):
     """A checkpoint that is not whole, was changed, or can't be written or read. The message names the file."""
 
 
+class NonFiniteError(FloatingPointError):
+    """Gradients are NaN or infinite. The message says where the first one was made; the weights were not changed."""
+
+    failed_first = False
+    """as in `HanayoError`"""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path. It is a `FileNotFoundError`, too, which Lightning raises."""
+
+
+class ReplicasDifferError(RuntimeError):
+    """Ranks that hold the same parameter have different values of it. The message names it and the ranks."""
+
+    failed_first = False
+    """as in `HanayoError`"""
+
+
 class PeerFailed(SystemExit, Exception):
     """Another rank failed first and has shown the cause; this rank exits quietly with the same exit code.
 

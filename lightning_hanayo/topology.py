@@ -13,6 +13,8 @@ from math import prod
 from lightning_hanayo.errors import HanayoError
 
 AXES = ("data", "pipe", "x", "y", "z")
+MAX_RANKS = 1_000_000
+"""of a world: more are a mistake, and lists of so many take a second"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Topology:
         for name, size in (("data", self.data), ("pipe", self.pipe), *zip("xyz", self.cube, strict=True)):
             if size < 1:
                 raise HanayoError(f"the {name} axis has size {size}; every axis has at least one rank")
+        if self.world_size > MAX_RANKS:
+            raise HanayoError(f"{self.world_size:,} ranks are more than {MAX_RANKS:,}, the most that a world may have")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -56,6 +60,21 @@ class Topology:
             coordinates.append(coordinate)
         return tuple(reversed(coordinates))
 
+    def place(self, rank: int) -> str:
+        """Where `rank` is, for messages.
+
+        Example:
+            >>> Topology(data=2, pipe=2).place(3)
+            'pipeline 1, data 1'
+        """
+        data, pipe, *cube = self.coordinates(rank)
+        named = [f"pipeline {pipe}"]
+        if self.data > 1:
+            named.append(f"data {data}")
+        if prod(self.cube) > 1:
+            named.append(f"cube {tuple(cube)}")
+        return ", ".join(named)
+
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ only along `axes`, each in rank order."""
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -79,13 +98,16 @@ def resolve(
     """The topology of `world_size` ranks. A size of `"auto"` is what the others leave; if both are, `data` is 1.
 
     Raises:
-        HanayoError: the product of the sizes isn't `world_size`; the message names the nearest sizes that fit.
+        HanayoError: `world_size` is above `MAX_RANKS`, or not the product of the sizes; then the message names the
+            nearest sizes that fit.
     """
-    cube_sizes = (cube,) * 3 if isinstance(cube, int) else tuple(cube)
+    if not 1 <= world_size <= MAX_RANKS:
+        raise HanayoError(f"{world_size:,} processes (devices x num_nodes): expected 1 to {MAX_RANKS:,}")
+    cube_xyz = cube_sizes(cube)
     pipe, data = pipeline_parallel_size, data_parallel_size
     if pipe == "auto" and data == "auto":
         data = 1
-    known = prod(size for size in (pipe, data, *cube_sizes) if isinstance(size, int))
+    known = prod(size for size in (pipe, data, *cube_xyz) if isinstance(size, int))
     left, rest = divmod(world_size, known) if known > 0 else (0, 1)
     if pipe == "auto":
         pipe = left
@@ -94,12 +116,17 @@ def resolve(
     elif left != 1:
         rest = 1
     if rest or left < 1:
-        raise HanayoError(_mismatch(world_size, pipeline_parallel_size, data_parallel_size, cube_sizes))
-    return Topology(int(data), int(pipe), (cube_sizes[0], cube_sizes[1], cube_sizes[2]))
+        raise HanayoError(_mismatch(world_size, pipeline_parallel_size, data_parallel_size, cube_xyz))
+    return Topology(int(data), int(pipe), cube_xyz)
 
 
-def _mismatch(world_size: int, pipe: int | str, data: int | str, cube_sizes: tuple[int, ...]) -> str:
-    cube = prod(cube_sizes)
+def cube_sizes(cube: int | tuple[int, int, int]) -> tuple[int, int, int]:
+    """The sizes of the axes x, y and z of a cube that is given by them, or by one size for all."""
+    return (cube, cube, cube) if isinstance(cube, int) else (cube[0], cube[1], cube[2])
+
+
+def _mismatch(world_size: int, pipe: int | str, data: int | str, cube_xyz: tuple[int, ...]) -> str:
+    cube = prod(cube_xyz)
     valid = [
         (p, world_size // (cube * p)) for p in range(1, world_size + 1) if cube > 0 and world_size % (cube * p) == 0
     ]
@@ -108,6 +135,6 @@ def _mismatch(world_size: int, pipe: int | str, data: int | str, cube_sizes: tup
     choices = ", ".join(f"pipeline_parallel_size={p} with data_parallel_size={d}" for p, d in valid[:3])
     advice = f"Nearest that do: {choices}." if choices else f"The cube alone needs a multiple of {cube} processes."
     return (
-        f"pipeline_parallel_size={pipe} x data_parallel_size={data} x cube={'x'.join(map(str, cube_sizes))} doesn't "
+        f"pipeline_parallel_size={pipe} x data_parallel_size={data} x cube={'x'.join(map(str, cube_xyz))} doesn't "
         f"multiply to the {world_size} processes that are started (devices x num_nodes). {advice}"
     )

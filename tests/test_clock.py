@@ -55,7 +55,7 @@ class FakeEvent:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     made = Host()
-    monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(module, "perf_counter", made.perf_counter)
     yield made
 
 

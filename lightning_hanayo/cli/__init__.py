@@ -18,6 +18,7 @@ COMMANDS = {
     "test": (_TRAINER, "evaluate a model on its test data"),
     "predict": (_TRAINER, "compute a model's predictions"),
     "check": ("lightning_hanayo.cli.check", "check that the training is the same as in one process"),
+    "doctor": ("lightning_hanayo.cli.doctor", "look at versions, devices, network, disk and links between ranks"),
     "schedule": ("lightning_hanayo.cli.schedule", "show, compare, check and export pipeline schedules"),
     "ckpt": ("lightning_hanayo.cli.ckpt", "list, check, compare, convert and remove checkpoints"),
 }
@@ -52,6 +53,12 @@ def usage() -> str:
         'Wave pipelines for PyTorch Lightning: Trainer(strategy="hanayo") from the command line.\n\n'
         f"commands:\n{commands}\n\n"
         "options:\n  -h, --help  show this help\n  --version   show the installed version\n\n"
+        "exit codes:\n"
+        "  0    done\n"
+        "  1    failed, on any rank; what 1 means for other commands says their --help\n"
+        "  2    a mistake in options, files or the model, in one line\n"
+        "  75   stopped by SIGTERM, after a batch and with a checkpoint: start it again\n"
+        "  130  interrupted by Ctrl-C, in the same way\n\n"
         "With HANAYO_DEBUG=1 in the environment, errors are shown with their traceback.\n"
         "For the options of a command: hanayo <command> --help\n"
         "Example: hanayo fit --config recipes/gpt/wave.yaml"

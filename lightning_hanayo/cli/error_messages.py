@@ -94,6 +94,8 @@ def hint(name: str, known: Iterable[str]) -> str:
         "did you mean 'num_waves'? Known: num_waves, blocks"
     """
     choices = list(known)
+    if not choices:
+        return "there is no class that could have it; class_path names one"
     prefix = name.rpartition(".")[0]
     group = [choice for choice in choices if choice.rpartition(".")[0] == prefix] or choices
     close = get_close_matches(name, group, n=1) or get_close_matches(name, choices, n=1)

@@ -4,16 +4,20 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from lightning_hanayo.checkpoint.load.plain_file import load_mapped
+from lightning_hanayo.cli.config_files import check_config_files
 from lightning_hanayo.cli.error_messages import OneLineErrors, condense
 from lightning_hanayo.cli.wandb_mode import default_to_offline
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy import HanayoStrategy
+from lightning_hanayo.strategy.checkpoints.start import check_local
 from lightning_hanayo.strategy.report.wave_report import WaveReport
 
 Command = TypeVar("Command", bound="WaveCLI")
@@ -66,7 +70,16 @@ class WaveCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse `args`, without the parent's warning that `sys.argv` is ignored: here both are the same."""
         assert isinstance(args, list)
+        check_config_files(args)
         self.config = parser.parse_args(args)
+        config = self.config[self.config.subcommand]
+        for section in ("model", "data"):  # DataLoader finds it later, in all processes
+            if config.get(f"{section}.init_args.batch_size") == 0:
+                raise HanayoError(f"{section}.batch_size=0: expected a whole number from 1 on")
+        path = config.get("ckpt_path")
+        if path and Path(path).is_file():  # which Lightning opens next, for the model's arguments
+            check_local(path)
+            load_mapped(path, weights_only=True)
 
     def instantiate_classes(self) -> None:
         """Build data, model and Trainer. A ValueError from one of them is a mistake in the configuration."""
@@ -74,6 +87,11 @@ class WaveCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             raise HanayoError(condense(str(error))) from error
+        except TypeError as error:
+            if "`devices`" not in str(error):
+                raise
+            given = self.config[self.subcommand]["trainer"]["devices"]
+            raise HanayoError(f"trainer.devices={given!r}: {error}") from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer. Its report stays only in pipeline runs of `fit`, and if the configuration lists none."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -252,16 +253,15 @@ def _check_ranks(layout: Layout) -> Layout:
 
 def _too_few(layout: Layout, num_blocks: int) -> str:
     per_rank = layout.num_stages // layout.num_ranks
-    valid = [(ranks, waves) for waves in range(layout.num_waves, 0, -1) for ranks in range(layout.num_ranks, 0, -1)
-             if _stages(layout, ranks, waves) <= num_blocks]  # fmt: skip
-    valid.sort(key=lambda size: (layout.num_ranks - size[0], layout.num_waves - size[1]))
-    choices = " or ".join(f"pipeline_parallel_size={ranks}, num_waves={waves}" for ranks, waves in valid[:2])
+    per_wave = max(1, per_rank // layout.num_waves)
+    valid = (
+        (ranks, waves)
+        for ranks in range(layout.num_ranks, 0, -1)
+        for waves in range(min(layout.num_waves, num_blocks // (per_wave * ranks)), 0, -1)
+    )
+    choices = " or ".join(f"pipeline_parallel_size={ranks}, num_waves={waves}" for ranks, waves in islice(valid, 2))
     return (
         f"the stack has {num_blocks} blocks, but {layout.schedule} over {layout.num_ranks} pipeline ranks with "
         f"num_waves={layout.num_waves} has {layout.num_stages} stages ({per_rank} per rank), and every stage needs a "
         f"block. " + (f"Nearest that fit: {choices}." if choices else "A pipeline needs at least two blocks.")
     )
-
-
-def _stages(layout: Layout, ranks: int, waves: int) -> int:
-    return layout.num_stages // (layout.num_ranks * layout.num_waves) * ranks * waves

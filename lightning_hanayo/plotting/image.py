@@ -34,6 +34,8 @@ _BOX_WIDTH = 0.13
 """inches, if there is room: a number of two digits fits"""
 _MIN_WIDTH, _MAX_WIDTH, _MAX_HEIGHT = 9.0, 20.0, 40.0
 """inches of the image"""
+_MAX_ROWS_HEIGHT = 100.0
+"""inches of a band: the rows of more than 333 ranks are lower, as no image has more than 65,536 pixels"""
 
 
 def save_comparison(
@@ -139,7 +141,7 @@ def _ideal_width(timeline: Timeline) -> float:
 
 
 def _rows_height(timeline: Timeline) -> float:
-    return max(0.3, 0.5 - 0.01 * timeline.num_ranks) * timeline.num_ranks
+    return min(_MAX_ROWS_HEIGHT, max(0.3, 0.5 - 0.01 * timeline.num_ranks) * timeline.num_ranks)
 
 
 @contextmanager

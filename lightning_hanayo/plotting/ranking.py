@@ -25,6 +25,8 @@ _WIDTH, _NAME, _BARS, _GAP = 15.0, 1.75, 1.5, 0.3
 _TIMELINE = _WIDTH - _NAME - 2 * (_BARS + _GAP) - 0.15
 _ABOVE, _BELOW, _BETWEEN = 0.65, 0.75, 0.16
 """inches"""
+_MAX_ROW = 12.0
+"""inches of one schedule, however many ranks it has: no image has more than 65,536 pixels"""
 _MESSAGE_COLOUR, _GREY = "#a89bb8", "#8a867d"
 
 
@@ -44,7 +46,7 @@ def save_ranking(
         HanayoError: the suffix is no image format, or the file can't be written.
     """
     candidates = comparison.candidates
-    row = max(0.42, 0.075 * max(one.timeline.num_ranks for one in candidates))
+    row = min(_MAX_ROW, max(0.42, 0.075 * max(one.timeline.num_ranks for one in candidates)))
     height = _ABOVE + len(candidates) * (row + _BETWEEN) + _BELOW + 0.15 * len(comparison.refused)
     with image_file(path, _WIDTH, height) as figure:
         figure.text(0.1 / _WIDTH, 1 - 0.1 / height, title, va="top", fontsize=11, weight="bold")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.cost import CostModel, WrongLength
+from lightning_hanayo.schedule.number_checks import MAX_TRIED, check_num_actions
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.registry import Request, registered, schedule_names, sizes_for
 from lightning_hanayo.schedule.schedule import Schedule
@@ -45,7 +46,7 @@ def build(
             steps follow each other without a barrier (without norm clipping, say). False: the least time of one step.
 
     Raises:
-        HanayoError: the name is unknown, a size is below 1, or the schedule can't keep to the budget.
+        HanayoError: the name is unknown, a size is below 1 or too large, or the schedule can't keep to the budget.
 
     Example:
         >>> build("hanayo", num_ranks=4, num_microbatches=4).stage_ranks
@@ -56,6 +57,8 @@ def build(
     waves = WAVES if num_waves == "auto" else (num_waves,)
     sizes = (num_ranks, num_microbatches, waves[0], num_stages_per_rank)
     request = Request(name, *sizes, costs, activation_budget, steady)
+    if name == AUTO or len(waves) > 1:
+        check_num_actions(num_ranks, num_microbatches, num_stages_per_rank or 2 * max(waves), most=MAX_TRIED)
     if name != AUTO and len(waves) == 1:
         return _build(request)
     if name != AUTO:

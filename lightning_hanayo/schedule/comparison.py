@@ -8,6 +8,7 @@ from typing import Any
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.build import build
 from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.number_checks import MAX_ACTIONS, MAX_TRIED, check_num_actions
 from lightning_hanayo.schedule.registry import Request, schedule_names, sizes_for
 from lightning_hanayo.schedule.schedule import Schedule
 from lightning_hanayo.schedule.simulation.simulate import simulate
@@ -68,9 +69,12 @@ def compare(
     """
     candidates: list[Candidate] = []
     refused: dict[str, str] = {}
-    for name in dict.fromkeys(schedule_names() if names is None else names):
+    names = tuple(dict.fromkeys(schedule_names() if names is None else names))
+    most = MAX_TRIED if len(names) > 1 else MAX_ACTIONS
+    for name in names:
         # Sizes that are wrong for all schedules raise here, outside of the `try`
         Request(name, num_ranks, num_microbatches, num_waves, None, costs, activation_budget)
+        check_num_actions(num_ranks, num_microbatches, 2 * num_waves, most=most)
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves)
             make = partial(build, name, num_ranks=num_ranks, num_microbatches=num_microbatches, **sizes)

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
-from lightning_hanayo.schedule.number_checks import check_numbers
+from lightning_hanayo.schedule.number_checks import check_numbers, is_size
 from lightning_hanayo.schedule.table import Table
 
 Cost = float | tuple[float, ...]
@@ -50,7 +50,7 @@ class CostModel:
         if nodes == (None, None):
             return
         numbers = not any(value is None or isinstance(value, tuple) for value in (self.message, *nodes))
-        if not numbers or not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
+        if not numbers or not is_size(self.ranks_per_node):
             raise HanayoError(
                 f"CostModel: message={self.message!r}, message_between_nodes={nodes[0]!r}, ranks_per_node={nodes[1]!r}"
                 "; hops by node need two numbers and a whole number of ranks of at least 1, all three; a tuple of "

@@ -1,11 +1,18 @@
 """Number: checks the sizes, costs, bytes and budgets that a user gives."""
 
 from dataclasses import fields
-from math import inf
-from numbers import Real
+from numbers import Integral, Real
+from reprlib import repr as repr_of
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
+
+MAX_ACTIONS = 1_000_000
+"""of a table that is made: the slowest schedule (v-min) takes a minute for so many, and hanayo-zb half of it"""
+MAX_TRIED = MAX_ACTIONS // 5
+"""of a table if several schedules or numbers of waves are tried; all together take half a minute"""
+LARGEST = 1e60
+"""of costs and bytes, in any unit, and 1 / `LARGEST` the smallest above 0: their sums and ratios are finite"""
 
 
 def is_number(value: Any) -> bool:
@@ -19,13 +26,38 @@ def is_number(value: Any) -> bool:
     return kind is not bool and issubclass(kind, Real) and bool(value >= 0)
 
 
-def is_size(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Whether `value` is a whole number of Python or NumPy. `True` and 2.0 are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_size(value: Any) -> bool:
     """Whether `value` is a whole number of at least 1."""
-    return isinstance(value, int) and value >= 1
+    return is_whole(value) and bool(value >= 1)
+
+
+def check_num_actions(num_ranks: int, num_microbatches: int, stages_per_rank: int, *, most: int = MAX_ACTIONS) -> None:
+    """Raise `HanayoError` if a table of these sizes would have more actions than `most`, so that it is not even begun.
+
+    Example:
+        >>> check_num_actions(2, 10**6, 2)
+        Traceback (most recent call last):
+        lightning_hanayo.errors.HanayoError: 2 ranks, 1000000 micro-batches and 2 stages per rank make up to 12,000,000
+        actions, more than 1,000,000; ...
+    """
+    stages = 3 * num_ranks * stages_per_rank
+    if stages * num_microbatches <= most:
+        return
+    fitting = most // stages
+    fits = f"{fitting:,} micro-batches would do" if fitting else "fewer stages would do"
+    raise HanayoError(
+        f"{num_ranks} ranks, {num_microbatches} micro-batches and {stages_per_rank} stages per rank make up to "
+        f"{stages * num_microbatches:,} actions, more than {most:,}; {fits}"
+    )
 
 
 def check_numbers(model: Any, meaning: str) -> None:
-    """Raise `HanayoError` unless each field of a frozen dataclass is a finite number or a tuple of such.
+    """Raise `HanayoError` unless each field of a frozen dataclass is a moderate number or a tuple of such.
 
     A list becomes a tuple. A field whose default is None may be None.
     """
@@ -36,5 +68,9 @@ def check_numbers(model: Any, meaning: str) -> None:
         if isinstance(value, list):
             object.__setattr__(model, field.name, value := tuple(value))
         values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(is_number(one) and one < inf for one in values):
-            raise HanayoError(f"{type(model).__name__}: {field.name}={value!r}; {meaning}")
+        if not values or not all(map(_is_moderate, values)):
+            raise HanayoError(f"{type(model).__name__}: {field.name}={repr_of(value)}; {meaning}")
+
+
+def _is_moderate(value: Any) -> bool:
+    return is_number(value) and (value == 0 or 1 / LARGEST <= value <= LARGEST)

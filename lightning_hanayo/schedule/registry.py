@@ -6,7 +6,7 @@ from typing import Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.number_checks import is_number, is_size
+from lightning_hanayo.schedule.number_checks import check_num_actions, is_number, is_size
 from lightning_hanayo.schedule.schedule import Schedule
 
 
@@ -15,7 +15,8 @@ class Request:
     """The arguments of `build` as a builder gets them: sizes are checked, defaults are not filled in.
 
     Raises:
-        HanayoError: the name is no text, a size is no whole number of at least 1, or the budget no number above 0.
+        HanayoError: the name is no text, a size is no whole number of at least 1, the table would be too large, or the
+            budget is no number above 0.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Request:
             if not (is_size(size) or (size is None and argument == "num_stages_per_rank")):
                 wanted = "must be a whole number of at least 1"
                 raise HanayoError(f"schedule {self.name!r}: {argument} {wanted}, got {size!r}")
+            object.__setattr__(self, argument, size if size is None else int(size))  # NumPy's become Python's
+        check_num_actions(self.num_ranks, self.num_microbatches, self.num_stages_per_rank or 2 * self.num_waves)
         budget = self.activation_budget
         if budget is not None and (not is_number(budget) or budget == 0):
             raise HanayoError(

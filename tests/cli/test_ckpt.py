@@ -173,6 +173,22 @@ def test_show_of_a_folder_that_is_not_whole_gives_one(capsys: Captured) -> None:
     assert "manifest.json is damaged" in capsys.readouterr().err
 
 
+def test_show_of_a_plain_file_says_what_is_known_without_reading_it(capsys: Captured) -> None:
+    write_plain()
+    facts = printed("show runs/best.ckpt", capsys)
+    assert (facts["kind"], facts["step"], facts["epoch"]) == ("file", 1000, 2)
+    assert run("show runs/best.ckpt") == 0
+    assert "runs/best.ckpt: a plain file, " in (output := capsys.readouterr().out) and "step 1000, epoch 2" in output
+
+
+@pytest.mark.parametrize("subcommand", ["show", "verify"])
+def test_a_folder_of_checkpoints_points_to_ls(capsys: Captured, subcommand: str) -> None:
+    write()
+    assert run(f"{subcommand} runs") == 2
+    expected = "hanayo: error: runs is no checkpoint, but holds runs/last.ckpt. To list all: hanayo ckpt ls runs\n"
+    assert capsys.readouterr().err == expected
+
+
 # verify
 
 

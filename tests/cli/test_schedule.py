@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_hanayo import cli
-from lightning_hanayo.cli.schedule import SUBCOMMANDS, options
+from lightning_hanayo.cli.schedule import SUBCOMMANDS, options, terminal
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import Schedule, build, schedule_names, simulate
 from tests.harness import limits
@@ -208,8 +208,8 @@ def test_show_reads_a_table(capsys: Captured) -> None:
         ("show hanayo --follow 4", "there is no micro-batch 4, micro-batches are 0 to 3"),
         ("show hanayo --columns 3", "--columns: expected at least 20, got 3"),
         ("show gpipe --activation-budget 1", "more than activation_budget=1"),
-        ("show hanayo -P 1000 -B 100000", "more than 5,000,000; ask for fewer"),
-        ("show interleaved -P 1000 -V 100000", "more than 5,000,000; ask for fewer"),
+        ("show hanayo -P 1000 -B 100000", "more than 1,000,000; 166 micro-batches would do"),
+        ("show interleaved -P 1000 -V 100000", "more than 1,000,000; fewer stages would do"),
         ("show hanayo -o a.gif", "--output a.gif: the suffix '.gif' is unknown; "),
         ("show hanayo -o a.pgn", "did you mean '.png'?"),
         ("show hanayo -o nowhere/a.png", "there is no folder nowhere"),
@@ -242,6 +242,14 @@ def test_a_file_that_cannot_be_written_is_one_message(line: str, capsys: Capture
     name = line.split()[-1]
     Path(name).mkdir()
     assert refused(line, capsys) == f"{name} can't be written: Is a directory"
+
+
+def test_a_long_drawing_is_cut_with_a_note(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "MAX_LINES", 6)
+    assert run("show 1f1b -P 4 -B 8 --columns 20") == 0
+    *drawing, note = capsys.readouterr().out.splitlines()[3:]
+    assert [line.split()[:2] for line in drawing] == [["rank", str(rank)] for rank in range(4)] + [[], ["rank", "0"]]
+    assert note.startswith("... cut after 6 lines; to see all: --output schedule.png")
 
 
 # compare

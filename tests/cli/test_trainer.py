@@ -21,7 +21,7 @@ from lightning_hanayo.errors import HanayoError
 
 
 class Model(LightningModule):
-    def __init__(self, width: int = 4):
+    def __init__(self, width: int = 4, batch_size: int = 2):
         super().__init__()
         if width < 1:
             raise ValueError(f"width={width} is no width")
@@ -68,6 +68,9 @@ QUIET = [
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with a user's module that only the command line's own `sys.path` entry finds."""
     (tmp_path / "plain_model.py").write_text(PLAIN)
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "damaged.ckpt").write_bytes(b"PK, but no more")
+    (tmp_path / "no_class.yaml").write_text("data:\n  init_args:\n    size: 2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     monkeypatch.delitem(sys.modules, "plain_model", raising=False)
@@ -135,6 +138,12 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
         ),
         (["--trainer.strategy=hanyo"], "invalid strategy name: `strategy='hanyo'`"),
         (["--model=plain_model.LateError"], "found out late"),
+        (["--model.batch_size=0"], "model.batch_size=0: expected a whole number from 1 on"),
+        (["--trainer.devices=2,"], "trainer.devices='2,': `devices` selected with `CPUAccelerator`"),
+        (["--config=empty.ckpt"], "empty.ckpt is empty; expected sections"),
+        (["--ckpt_path=empty.ckpt"], "ckpt_path=empty.ckpt is empty"),
+        (["--ckpt_path=damaged.ckpt"], "damaged.ckpt can't be read as a checkpoint"),
+        (["--config=no_class.yaml"], "unknown option 'size'; there is no class that could have it"),
     ],
 )
 def test_a_mistake_is_one_line(

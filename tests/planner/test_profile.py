@@ -1,6 +1,8 @@
 """A profile keeps what was measured, and layouts are chosen with it."""
 
+import json
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,17 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 10, "a person reads it too"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"forward": 1}', PROFILE.schedule])
+GOOD = {"schedule": "x", "num_ranks": 1, "num_waves": 1, "num_microbatches": 1, "blocks": [1], "forward": 1.0,
+        "backward_input": 1.0, "backward_weight": 1.0, "message": 0.0}  # fmt: skip
+WRONG = [{"num_ranks": inf}, {"num_waves": "two"}, {"blocks": 5}, {"forward": nan}, {"forward": [[1]]}, {"message": -1}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", "null", "[" * 100_000, '{"forward": 1}', PROFILE.schedule]
+    + [json.dumps(GOOD | wrong) for wrong in WRONG],
+    ids=lambda text: text[-40:],
+)
 def test_no_profile(text: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -91,3 +103,14 @@ def test_stages_are_added_up_but_never_cut() -> None:
 def test_numbers_fit_any_layout() -> None:
     assert chosen(replace(COSTS, message=0.0), num_waves=8).num_stages == 32
     assert chosen(CostModel(forward=2.0, backward_input=2.0, backward_weight=2.0, message=0.1)) == chosen(None)
+
+
+def test_what_is_no_text_or_too_large_is_no_profile(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(HanayoError, match="is no profile: it is no text; expected"):
+        Profile.load(path)
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(HanayoError, match="is no profile: it has more than 16 MiB"):
+        Profile.load(path)

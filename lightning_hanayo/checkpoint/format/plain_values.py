@@ -39,12 +39,22 @@ _KNOWN = "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, t
 _KNOWN += "paths, dates and durations"
 
 
+@dataclass(frozen=True)
+class DistributedTensor:
+    """Stands for a tensor that this rank doesn't hold whole: others write it, or each rank its part."""
+
+    path: tuple[Any, ...]
+    """the keys that lead to it"""
+    pipe_rank: int | None
+    """the pipeline rank that holds it, maybe in parts; None: the ranks of this one's cube hold a part each"""
+
+
 class DocumentError(CheckpointError):
     """A document that `encode` didn't make; it doesn't say which."""
 
 
-def encode(value: Any, where: str) -> tuple[Any, list[Tensor]]:
-    """Returns a value as JSON, and the tensors in it, in the order of their numbers.
+def encode(value: Any, where: str) -> tuple[Any, list[Any]]:
+    """Returns a value as JSON, and the tensors in it (a `DistributedTensor` as it is), in the order of their numbers.
 
     Args:
         where: what the value is, for messages: "callbacks".
@@ -135,7 +145,7 @@ class _Encoder:
     """Encodes one value, and collects its tensors."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Tensor | DistributedTensor] = []
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
         if depth > _MAX_DEPTH:
@@ -148,6 +158,8 @@ class _Encoder:
             return {"dict": self._items(value, where, depth)}
         if type(value) in (Tensor, nn.Parameter):
             return {"tensor": self._number(value.detach(), where)}
+        if type(value) is DistributedTensor:
+            return {"tensor": self._append(value)}
         return self._by_class(value, where, depth)
 
     def _items(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
@@ -160,6 +172,9 @@ class _Encoder:
         if tensor.is_meta:
             raise UnsupportedError(f"{where} is a tensor without values, on the meta device")
         dtype_name(tensor, where)
+        return self._append(tensor)
+
+    def _append(self, tensor: Tensor | DistributedTensor) -> int:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 

@@ -76,8 +76,8 @@ class StateDocument:
     optimizers: Sequence[OptimizerDocument] | None = None
     """None: no states of optimizers were saved"""
 
-    def encode(self) -> tuple[Any, list[Tensor]]:
-        """The document as JSON, and the tensors in it, in the order of their numbers.
+    def encode(self) -> tuple[Any, list[Any]]:
+        """The document as JSON, and the tensors in it (a `DistributedTensor` as it is), in the order of their numbers.
 
         Raises:
             UnsupportedError: a value can't be stored without pickle.

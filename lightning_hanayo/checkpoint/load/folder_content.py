@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from lightning_hanayo.checkpoint.format.manifest import damaged
 from lightning_hanayo.checkpoint.format.state_document import STATE, WITHOUT_STATE, OptimizerDocument, StateDocument
 from lightning_hanayo.checkpoint.format.tensor_file import dtype_named
@@ -38,9 +40,15 @@ def folder_content(folder: CheckpointFolder) -> dict[str, Any]:
 def _state_document(folder: CheckpointFolder) -> StateDocument:
     where = folder.where(folder.manifest.texts.get(STATE, f"{STATE}.json"))
     try:
-        return StateDocument.decode(folder.text(STATE), lambda number: folder.read(f"{STATE}/{number}"), where)
+        return StateDocument.decode(folder.text(STATE), lambda number: _nested(folder, f"{STATE}/{number}"), where)
     except KeyError as error:
         raise damaged(where, f"there is no {error}") from None
+
+
+def _nested(folder: CheckpointFolder, name: str) -> Tensor:
+    """A tensor of the document; read later if several ranks held it: an average of weights is as large as the model."""
+    is_of_rank_0 = all(part.file.startswith(f"{STATE}-00000-") for part in folder.manifest.tensors[name].parts)
+    return folder.read(name) if is_of_rank_0 else _stored(folder, name)
 
 
 def _state_dict(folder: CheckpointFolder, document: StateDocument) -> "OrderedDict[str, Any]":

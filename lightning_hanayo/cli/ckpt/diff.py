@@ -10,7 +10,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
-from lightning_hanayo.cli.ckpt.found import existing
+from lightning_hanayo.checkpoint.found import existing
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.cli.tables import print_table
 from lightning_hanayo.errors import CheckpointError

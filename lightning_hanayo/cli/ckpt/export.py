@@ -15,8 +15,8 @@ import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import asdict
 
+from lightning_hanayo.checkpoint.found import existing
 from lightning_hanayo.checkpoint.save.problems import UNITS
-from lightning_hanayo.cli.ckpt.found import existing
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.errors import CheckpointError
 

@@ -12,7 +12,7 @@ Exit codes: 0, 1 if the checkpoint isn't whole, 2 if it can't be imported, or th
 import json
 from argparse import ArgumentParser, Namespace
 
-from lightning_hanayo.cli.ckpt.found import existing
+from lightning_hanayo.checkpoint.found import existing
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.errors import CheckpointError
 

@@ -10,8 +10,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
+from lightning_hanayo.checkpoint.found import Found, look_into
 from lightning_hanayo.checkpoint.save.problems import size_text
-from lightning_hanayo.cli.ckpt.found import Found, look_into
 from lightning_hanayo.cli.tables import print_table
 
 

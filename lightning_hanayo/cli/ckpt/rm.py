@@ -13,10 +13,10 @@ import warnings
 from argparse import ArgumentParser, Namespace
 
 from lightning_hanayo.checkpoint.format.storage import Storage
+from lightning_hanayo.checkpoint.found import Found, existing, look_at
 from lightning_hanayo.checkpoint.save.leftovers import is_of_a_save
 from lightning_hanayo.checkpoint.save.problems import size_text
 from lightning_hanayo.checkpoint.save.removal import remove_checkpoint
-from lightning_hanayo.cli.ckpt.found import Found, existing, look_at
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.errors import HanayoError
 

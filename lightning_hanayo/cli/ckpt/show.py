@@ -1,4 +1,5 @@
 """Show what is in a checkpoint folder: step, layout, versions, files, the largest tensors, and what else was saved.
+Of a plain file, its size, step and epoch.
 
 Names, shapes and sizes come from its manifest; no tensor is read.
 
@@ -9,14 +10,15 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from lightning_hanayo.checkpoint.found import Found, layout_text, look_at_one
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.save.problems import size_text
-from lightning_hanayo.cli.ckpt.found import existing, layout_text, look_at
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.cli.tables import print_table
-from lightning_hanayo.errors import CheckpointError, HanayoError
+from lightning_hanayo.errors import CheckpointError
 
 _KINDS = {"model": "parameters and buffers", "optimizer": "optimizer states", "gradient": "accumulated gradients"}
 _KINDS |= {"random": "random generators", "state": "tensors of other values"}
@@ -30,12 +32,10 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Show the checkpoint."""
-    found = look_at(existing(options.checkpoint))
+    found = look_at_one(options.checkpoint)
     if found is not None and found.kind == "file":
-        raise HanayoError(
-            f"{found.path} is a plain file, {size_text(found.num_bytes)}, step {found.step}, epoch {found.epoch}. To "
-            f"see more of it, make a folder of it: hanayo ckpt import"
-        )
+        _print_file(found, as_json=options.json)
+        return 0
     try:
         folder = CheckpointFolder(options.checkpoint)
         facts = _facts(folder, options.tensors)
@@ -47,6 +47,17 @@ def run(options: Namespace) -> int:
     else:
         _print(facts)
     return 0
+
+
+def _print_file(found: Found, *, as_json: bool) -> None:
+    """What is known of a plain file without reading its values."""
+    if as_json:
+        print(json.dumps(asdict(found)))
+        return
+    numbers = {"step": found.step, "epoch": found.epoch}
+    known = [f"{name} {number}" for name, number in numbers.items() if number is not None]
+    print(f"{found.path}: {', '.join(['a plain file', size_text(found.num_bytes), *known])}")
+    print("Its tensors are listed once it is a folder: hanayo ckpt import")
 
 
 def _facts(folder: CheckpointFolder, num_tensors: int) -> dict[str, Any]:

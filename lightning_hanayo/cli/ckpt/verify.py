@@ -14,9 +14,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 
 from lightning_hanayo.checkpoint.format.storage import Storage
+from lightning_hanayo.checkpoint.found import Found, look_at_one
 from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.save.problems import size_text
-from lightning_hanayo.cli.ckpt.found import existing, look_at
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.errors import CheckpointError
 
@@ -33,17 +33,17 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Verify each, and go on after one that isn't whole."""
-    problems = {path: _problem(existing(path), quiet=options.json) for path in options.checkpoints}
+    found = {path: look_at_one(path) for path in options.checkpoints}
+    problems = {path: _problem(path, one, quiet=options.json) for path, one in found.items()}
     if options.json:
         results = [{"path": path, "whole": not problem, "problem": problem} for path, problem in problems.items()]
         print(json.dumps(results))
     return int(any(problems.values()))
 
 
-def _problem(path: str, *, quiet: bool) -> str:
+def _problem(path: str, found: Found | None, *, quiet: bool) -> str:
     """What is wrong with a checkpoint; "" if nothing. Prints it, too."""
     try:
-        found = look_at(path)
         if found is not None and found.kind == "file":
             _verify_file(path)
         elif found is not None and Storage.of(path).is_file():

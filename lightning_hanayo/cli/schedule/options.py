@@ -11,11 +11,8 @@ from lightning_hanayo.cli.schedule.argument_types import cost, integer, integer_
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
-from lightning_hanayo.schedule.build import WAVES
 
 DEFAULT_RANKS = 4
-MAX_ACTIONS = 5_000_000
-"""of a schedule that is drawn or written; building a larger one would take minutes"""
 
 _COSTS = {
     "forward": "time of one micro-batch's forward through one rank's share of the model (T_F; default 1); "
@@ -91,7 +88,6 @@ class Options(Namespace):
             microbatches = profile.num_microbatches if profile else ranks
         if waves is None:
             waves = profile.num_waves if profile else 1
-        check_sizes(ranks, microbatches, 2 * (max(WAVES) if waves == "auto" else waves))
         return {"num_ranks": ranks, "num_microbatches": microbatches, "num_waves": waves}
 
     def make_schedule(self) -> Schedule:
@@ -115,7 +111,6 @@ class Options(Namespace):
     def _build(self) -> Schedule:
         sizes = self.sizes
         if self.stages_per_rank is not None:
-            check_sizes(sizes["num_ranks"], sizes["num_microbatches"], self.stages_per_rank)
             sizes["num_stages_per_rank"] = self.stages_per_rank
         known = (*schedule_names(), "auto")
         if self.schedule not in known:
@@ -126,13 +121,3 @@ class Options(Namespace):
     def simulate(self, schedule: Schedule) -> Timeline:
         """The schedule's timeline with these costs."""
         return simulate(schedule, self.costs, self.steps)
-
-
-def check_sizes(ranks: int, microbatches: int, stages_per_rank: int) -> None:
-    """Raise a HanayoError if a schedule of these sizes would take too long to build."""
-    count = 3 * ranks * microbatches * stages_per_rank
-    if count > MAX_ACTIONS and min(ranks, microbatches, stages_per_rank) > 0:
-        raise HanayoError(
-            f"{ranks} ranks, {microbatches} micro-batches and {stages_per_rank} stages per rank make up to {count:,} "
-            f"actions, more than {MAX_ACTIONS:,}; ask for fewer"
-        )

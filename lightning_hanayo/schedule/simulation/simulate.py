@@ -7,7 +7,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import last_gradients
-from lightning_hanayo.schedule.number_checks import is_size
+from lightning_hanayo.schedule.number_checks import MAX_ACTIONS, is_size
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.search.evaluator import ActionTimes, Evaluator
 from lightning_hanayo.schedule.simulation.timeline import Span, Timeline
@@ -34,6 +34,12 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
     """
     if not is_size(steps):
         raise HanayoError(f"simulate: steps={steps!r}, expected at least 1, a whole number")
+    num_actions = sum(map(len, schedule.actions))
+    if steps * num_actions > MAX_ACTIONS:
+        raise HanayoError(
+            f"simulate: {steps} steps of {num_actions:,} actions are more than {MAX_ACTIONS:,} actions; "
+            f"{max(1, MAX_ACTIONS // num_actions):,} steps would do"
+        )
     if not _can_be_encoded(schedule):
         validate(schedule)
     costs = costs or CostModel()

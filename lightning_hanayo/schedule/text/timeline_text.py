@@ -1,9 +1,10 @@
 """Draws a schedule or timeline as text, a row per rank: as a string, or in pieces that a caller may colour."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
+from itertools import groupby, islice
+from operator import attrgetter, itemgetter
 
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.simulation.simulate import simulate
@@ -65,30 +66,38 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
     margin = len(f"rank {timeline.num_ranks - 1}") + 2
     longest = max(len(_label(span)) for span in compute)
     lengths = [span.end - span.start for span in compute]
-    shortest = min(length for length in lengths if length >= SHORT * max(lengths))  # its label should fit
+    too_short = SHORT * max(lengths)
+    shortest = min(length for length in lengths if length >= too_short)  # its label should fit
     scale = min((longest + 1) / shortest, MAX_COLUMNS / timeline.makespan)
     if columns is not None and not wrap:
         scale = min(scale, max(1, columns - margin) / timeline.makespan)
     width = max(1, round(timeline.makespan * scale))
     band = width if columns is None or not wrap else max(longest + 1, columns - margin)
-    spans = ([span for span in compute if span.rank == rank] for rank in range(timeline.num_ranks))
-    rows = [_row(own, timeline.begin, scale, width) for own in spans]
+    spans: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    for span in sorted(compute, key=attrgetter("start")):
+        spans[span.rank].append(span)
     for start in range(0, width, band):
         if start:
             yield Line("", ())
-        for rank, row in enumerate(rows):
-            yield Line(f"rank {rank}".ljust(margin), tuple(_pieces(row[start : start + band])))
+        columns_here = range(start, min(width, start + band))
+        for rank, own in enumerate(spans):
+            yield Line(f"rank {rank}".ljust(margin), tuple(_pieces(_row(own, timeline.begin, scale, columns_here))))
 
 
 _Cell = tuple[str, Span | None]
 
 
-def _row(spans: Sequence[Span], begin: float, scale: float, width: int) -> list[_Cell]:
-    cells: list[_Cell] = [(".", None)] * width
-    for span in spans:
-        first, last = (min(width, round((time - begin) * scale)) for time in (span.start, span.end))
-        text = _label(span) if last - first > len(_label(span)) else _label(span)[: max(1, last - first)]
-        cells[first:last] = [(character, span) for character in text.ljust(last - first)[: last - first]]
+def _row(spans: Sequence[Span], begin: float, scale: float, columns: range) -> list[_Cell]:
+    """These columns of a rank's row, whose spans are in order."""
+    cells: list[_Cell] = [(".", None)] * len(columns)
+    ended = bisect_right(spans, columns.start, key=lambda span: round((span.end - begin) * scale))
+    for span in islice(spans, ended, None):
+        first, last = (round((time - begin) * scale) for time in (span.start, span.end))
+        if first >= columns.stop:
+            break
+        text = _label(span).ljust(last - first)[: last - first]
+        for column in range(max(first, columns.start), min(last, columns.stop)):
+            cells[column - columns.start] = (text[column - first], span)
     return cells
 
 

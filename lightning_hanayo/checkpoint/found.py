@@ -11,6 +11,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
 from typing import Any, Literal
 
@@ -37,6 +38,8 @@ class Found:
     epoch: int | None = None
     layout: str = ""
     """such as "pipe=2 data=2 waves=1"; "" for a file, which has none"""
+    saved: float = 0.0
+    """when it was saved, in seconds since 1970; 0: not known"""
     problem: str = ""
     """why it isn't whole, as far as names and sizes tell; "" if it is"""
 
@@ -77,6 +80,19 @@ def look_into(path: str) -> list[Found]:
     return [itself] if itself is not None else list(_below(path))
 
 
+def look_at_one(path: str) -> Found | None:
+    """Returns what is at a path, as `look_at` does.
+
+    Raises:
+        HanayoError: there is nothing, or a folder of several checkpoints.
+    """
+    found = look_at(existing(path))
+    inner = [] if found is not None else [one for one in _below(path) if not one.problem]
+    if inner:
+        raise HanayoError(f"{path} is no checkpoint, but holds {inner[0].path}. To list all: hanayo ckpt ls {path}")
+    return found
+
+
 def _below(path: str) -> Iterator[Found]:
     storage = Storage.of(path)
     for name in storage.names() if storage.is_folder() else ():
@@ -105,7 +121,15 @@ def _folder(path: str, storage: Storage, *, is_leftover: bool) -> Found | None:
     layout = layout_text(manifest.layout)
     unnamed = unnamed_files(storage)
     problem = f"whole; with {len(unnamed)} files of an interrupted save" if unnamed else ""
-    return Found(path, "folder", num_bytes, manifest.step, manifest.epoch, layout, problem)
+    saved = _seconds(manifest.created)
+    return Found(path, "folder", num_bytes, manifest.step, manifest.epoch, layout, saved, problem)
+
+
+def _seconds(created: str) -> float:
+    try:
+        return datetime.fromisoformat(created).timestamp()
+    except ValueError:
+        return 0.0
 
 
 def layout_text(layout: Mapping[str, Any]) -> str:
@@ -129,7 +153,8 @@ def _file(path: str, local: str, num_bytes: int) -> Found | None:
         return Found(path, "incomplete", num_bytes, problem=problem) if path.endswith(".ckpt") else None
     if numbers is None:
         return None
-    return Found(path, "file", num_bytes, numbers.get("global_step"), numbers.get("epoch"))
+    saved = os.path.getmtime(local)
+    return Found(path, "file", num_bytes, numbers.get("global_step"), numbers.get("epoch"), saved=saved)
 
 
 def _is_pickle(record: zipfile.ZipInfo) -> bool:

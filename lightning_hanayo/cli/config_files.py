@@ -1,0 +1,85 @@
+"""Checks the configuration files of a command before they are parsed: one line says which file is wrong, and where."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
+
+from lightning_hanayo.errors import HanayoError
+
+MAX_BYTES = 16 << 20
+_SECTIONS = ("trainer", "report")
+_EXPECTED = "expected sections such as trainer, model and data"
+
+
+def check_config_files(args: Sequence[str]) -> None:
+    """Check each file that is given as `--config FILE`. A parser reads them next, and says if one is missing.
+
+    Raises:
+        HanayoError: a file is no text, no YAML, no mapping, or has a key twice.
+    """
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        name, _, joined = option.partition("=")
+        path = Path(joined or value)
+        if name in ("--config", "-c") and str(path) and path.is_file():
+            check_config_file(path)
+
+
+def check_config_file(path: Path) -> None:
+    """Check one file."""
+    if path.stat().st_size > MAX_BYTES:
+        raise HanayoError(f"{path} has more than {MAX_BYTES >> 20} MiB, and is no configuration")
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        keys = list(_keys(root))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is no text in UTF-8, see byte {error.start}"
+        raise HanayoError(f"{path} can't be read: {reason}") from None
+    except yaml.YAMLError as error:
+        raise HanayoError(f"{path} is no YAML: {_reason(error)}") from None
+    except RecursionError:
+        raise HanayoError(f"{path} is nested too deeply") from None
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "empty" if root is None else "a single value"
+        raise HanayoError(f"{path} is {kind}; {_EXPECTED}")
+    _check_unique(path, keys)
+    for key, value in root.value:
+        if key.value in _SECTIONS and not isinstance(value, yaml.MappingNode):
+            raise HanayoError(f"{path}, line {_line(key)}: {key.value} must be a mapping of its options")
+
+
+def _keys(node: yaml.Node | None) -> Iterator[tuple[int, yaml.Node]]:
+    """All keys, each with the number of the mapping that it is in. An anchor's node comes once."""
+    nodes, seen = [node], set()
+    for one in nodes:
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, yaml.MappingNode):
+            for key, value in one.value:
+                yield id(one), key
+                nodes.append(value)
+        elif isinstance(one, yaml.SequenceNode):
+            nodes.extend(one.value)
+
+
+def _check_unique(path: Path, keys: Sequence[tuple[int, yaml.Node]]) -> None:
+    first: dict[tuple[int, str], yaml.Node] = {}
+    for mapping, key in keys:
+        before = first.setdefault((mapping, str(key.value)), key)
+        if before is not key and key.value != "<<":
+            raise HanayoError(f"{path}, line {_line(key)}: {key.value} is given twice, first in line {_line(before)}")
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    """The problem and its place, in one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or not problem:
+        return " ".join(str(error).split())
+    if "'\\t'" in problem:
+        problem += "; indent with spaces"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"

@@ -1,0 +1,161 @@
+"""Look at what a run depends on: versions, devices, host, disk, network, variables, and links between ranks.
+
+With --devices N it starts N processes on this host and measures latency and bandwidth between them; under torchrun or
+srun it measures between the ranks that those have started. With --config it checks what `hanayo fit` would run, too.
+
+Exit codes: 0, 1 if something would make a run fail, 2 bad arguments.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from lightning_hanayo.cli.doctor.finding import Finding, exit_code
+from lightning_hanayo.cli.error_messages import OneLineErrors
+from lightning_hanayo.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from lightning_hanayo.cli.doctor.link_report import Measured
+
+_MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Look, print, and return the exit code."""
+    options, rest = _parser().parse_known_args(argv[1:])
+    findings, table = _examine(options, rest)
+    if _is_first():
+        _print(findings, table, as_json=options.json)
+    return exit_code(findings)
+
+
+class _DoctorParser(OneLineErrors, argparse.ArgumentParser):
+    """Parses the options of the doctor; all others are those of `hanayo fit`."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _DoctorParser(
+        "hanayo doctor",
+        usage="hanayo doctor [--devices N] [--json] [--config recipe.yaml [options of hanayo fit]]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--devices", type=_count, metavar="N", help="measure links between N processes of this host")
+    parser.add_argument("--root", metavar="FOLDER", help="where checkpoints go (default: that of --config, or here)")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=120.0, metavar="S", help="seconds to measure (default: 120)"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: expected 2 or more processes, which send to each other")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: expected more than 0 seconds")
+
+
+def _is_first() -> bool:
+    from lightning_hanayo.cli.doctor.links import place
+
+    found = place()
+    return found is None or found[0] == 0
+
+
+def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding], list[list[str]]]:
+    """What was found, and the rows of the table of links."""
+    from lightning_hanayo.cli.doctor import devices, disk, environment, host, sockets, versions
+    from lightning_hanayo.cli.doctor.links import place
+
+    findings = [*versions.examine(), *devices.examine(devices.look()), *host.examine(host.look())]
+    root, of_run = _recipe(rest)
+    findings += disk.examine(options.root or root)
+    findings += sockets.examine(sockets.look())
+    findings += environment.examine(is_rank=place() is not None)
+    findings += of_run
+    links, table = _links(options, findings)
+    return [*findings, *links], table
+
+
+def _recipe(arguments: list[str]) -> tuple[str, list[Finding]]:
+    if not arguments:
+        return ".", []
+    from lightning_hanayo.cli.doctor.recipe import examine  # Lightning: seconds, which the rest needn't wait for
+
+    return examine(arguments)
+
+
+def _links(options: argparse.Namespace, findings: Sequence[Finding]) -> tuple[list[Finding], list[list[str]]]:
+    from lightning_hanayo.cli.doctor.link_report import Measured, examine, matrix
+    from lightning_hanayo.cli.doctor.links import measure_given, measure_here, place
+
+    given = place()
+    if given is not None and given[1] > 1:
+        found: Measured | Finding = measure_given(*given, findings)
+    elif options.devices is not None:
+        found = measure_here(options.devices, options.timeout)
+    else:
+        return [], []
+    if isinstance(found, Finding):
+        return [found], []
+    other = [one for host, own in _by_host(found).items() for one in _differing(host, own, findings)]
+    return [*other, *examine(found)], matrix(found) if len(found.hosts) <= _MOST_COLUMNS else []
+
+
+def _by_host(measured: "Measured") -> dict[str, Sequence[Finding]]:
+    """What the first rank of each host has found; nothing if this process has started the ranks, on its own host."""
+    found: dict[str, Sequence[Finding]] = {}
+    for host, own in zip(measured.hosts, measured.given, strict=False):
+        found.setdefault(host, own or ())
+    return found
+
+
+def _differing(host: str, findings: Sequence[Finding], known: Sequence[Finding]) -> list[Finding]:
+    """What isn't well on another host, and versions and devices that aren't those of this one."""
+    compared = ("versions", "devices")
+    new = [one for one in findings if one not in known and (one.level != "ok" or one.topic in compared)]
+    return [replace(one, topic=f"on {host}", name=f"{one.topic}: {one.name}") for one in new]
+
+
+_MOST_COLUMNS = 8
+"""ranks up to which the table of all links is printed"""
+
+
+def _print(findings: Sequence[Finding], table: list[list[str]], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return
+    for line in _lines(findings):
+        print(line)
+    if table:
+        print_table(["rank", *(row[0] for row in table)], table)
+    problems = sum(finding.level == "problem" for finding in findings)
+    notes = sum(finding.level == "note" for finding in findings)
+    print(f"\nproblems: {problems}, notes: {notes}")
+    sys.stdout.flush()
+
+
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """Each finding in a line, by topic, with the way out below it."""
+    width = max(len(finding.name) for finding in findings)
+    topic = ""
+    for finding in findings:
+        if finding.topic != topic:
+            topic = finding.topic
+            yield f"{os.linesep if topic != findings[0].topic else ''}{topic}"
+        yield f"  {_MARKS[finding.level]:<8}{finding.name:<{width}}  {finding.value}"
+        if finding.advice:
+            yield f"  {'':<8}{'':<{width}}  -> {finding.advice}"

@@ -1,0 +1,267 @@
+"""What `hanayo doctor` says of pretended hosts, devices and networks, and of two real processes."""
+
+import json
+import socket
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_hanayo import cli
+from lightning_hanayo.cli import doctor
+from lightning_hanayo.cli.doctor import devices, disk, environment, host, link_report, links, sockets, versions
+from lightning_hanayo.cli.doctor.devices import Gpu, Seen
+from lightning_hanayo.cli.doctor.finding import GIB, Finding, exit_code
+from lightning_hanayo.cli.doctor.host import Limits
+from lightning_hanayo.cli.doctor.link_report import Link, Measured
+from lightning_hanayo.cli.doctor.link_worker import pairs_of
+from lightning_hanayo.cli.doctor.sockets import Network
+from lightning_hanayo.errors import HanayoError
+
+FINE = {"torch": "2.13.0+cpu", "lightning": "2.6.6"}
+LIMITS = Limits(8, None, 64 * GIB, None, 32 * GIB, 65536, -1)
+GPU = Gpu("H100", 80 * GIB, (9, 0), reached=(0, 1))
+NETWORK = Network("node1", "10.0.0.1", ("eth0", "eth1", "lo"), connects=True)
+
+
+def levels(findings: Iterable[Finding]) -> dict[str, str]:
+    """Those that aren't well, by name; each says a way out."""
+    bad = [one for one in findings if one.level != "ok"]
+    assert all(one.advice for one in bad)
+    return {one.name: one.level for one in bad}
+
+
+def test_only_a_problem_is_a_failure() -> None:
+    ok, note, problem = (Finding("host", "a", "b", level) for level in ("ok", "note", "problem"))
+    assert exit_code([ok, note]) == 0
+    assert exit_code([ok, problem, note]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [
+        ("torch", "2.9.1", "older than 2.10"),
+        ("torch", None, "not installed"),
+        ("lightning", "2.6.5", "older than 2.6.6"),
+        ("lightning", "2.6.3", "malicious code"),
+    ],
+)
+def test_versions_that_are_not_supported_are_problems(name: str, version: str | None, said: str) -> None:
+    found = list(versions.examine({**FINE, name: version}.get))
+    assert levels(found) == {name: "problem"}
+    assert any(said in one.value for one in found)
+
+
+def test_supported_versions_are_well() -> None:
+    assert not levels(versions.examine(FINE.get, "3.10.0"))
+    assert not levels(versions.examine({"torch": "2.10.0rc1", "lightning": "2.7"}.get))
+    assert levels(versions.examine(FINE.get, "3.9.18")) == {"python": "problem"}
+
+
+def test_gpus_that_torch_cannot_use_are_problems() -> None:
+    driver = ["550.54, Enabled"] * 2
+    assert not levels(devices.examine(Seen(())))
+    assert levels(devices.examine(Seen((), driver=driver))) == {"GPUs": "problem"}
+    assert levels(devices.examine(Seen((), cuda="12.8", driver=driver))) == {"GPUs": "problem"}
+    old = Seen([replace(GPU, has_kernels=False)], "12.8", "2.27", driver)
+    assert levels(devices.examine(old)) == {"GPU 0": "problem"}
+
+
+def test_what_slows_gpus_down_is_noted() -> None:
+    pair = Seen([replace(GPU, reached=(1,)), replace(GPU, reached=(0,))], "12.8", "2.27", ["550.54, Enabled"])
+    assert not levels(devices.examine(pair))
+    assert levels(devices.examine(replace(pair, nccl=""))) == {"CUDA of torch, NCCL": "problem"}
+    assert levels(devices.examine(replace(pair, driver=["550.54, Disabled"]))) == {"driver, persistence": "note"}
+    apart = replace(pair, gpus=[replace(GPU, reached=()), replace(GPU, num_bytes=GIB, reached=(0,))])
+    assert levels(devices.examine(apart)) == {"kinds": "note", "direct access": "note"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({"quota": 2.0}, {"cores": "note"}),
+        ({"memory": GIB // 2}, {"memory": "problem"}),
+        ({"group_memory": GIB // 2}, {"memory": "problem"}),
+        ({"memory": None}, {}),
+        ({"shared": 64 * 2**20}, {"/dev/shm": "note"}),
+        ({"open_files": 256}, {"open files": "note"}),
+        ({"open_files": -1}, {}),
+        ({"locked": 2**16}, {}),
+        ({"locked": 2**16, "has_infiniband": True}, {"locked memory": "problem"}),
+    ],
+)
+def test_limits_of_the_host(changes: dict[str, Any], expected: dict[str, str]) -> None:
+    assert levels(host.examine(replace(LIMITS, **changes))) == expected
+
+
+def test_the_limits_of_a_container_are_read(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for name, text in {"cpu.max": "150000 100000", "memory.max": str(8 * GIB), "memory.current": str(GIB)}.items():
+        (group / name).write_text(f"{text}\n")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   2048 kB\n")
+    found = host.look(tmp_path)
+    assert (found.quota, found.group_memory, found.memory) == (1.5, 7 * GIB, 2 * 2**20)
+    (group / "cpu.max").write_text("max 100000\n")
+    assert host.look(tmp_path).quota is None
+
+
+def test_a_folder_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
+    found = list(disk.examine(str(tmp_path / "runs" / "of" / "mine")))
+    assert not any(one.level == "problem" for one in found)
+    assert found[0].value.startswith(f"{tmp_path}: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_files_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, name: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(disk.LocalStorage, "create", refuse)
+    found = list(disk.examine_folder("TMPDIR", str(tmp_path)))
+    assert levels(found) == {"writing to TMPDIR": "problem"}
+    assert "Permission denied" in found[-1].value
+
+
+@pytest.mark.parametrize(
+    ("changes", "variables", "expected"),
+    [
+        ({}, {}, {}),
+        ({"address": ""}, {}, {"hostname": "problem"}),
+        ({"address": ""}, {"GLOO_SOCKET_IFNAME": "eth0"}, {"hostname": "note"}),
+        ({"address": "127.0.1.1"}, {}, {"hostname": "note"}),
+        ({"connects": False}, {}, {"connections": "problem"}),
+        ({}, {"GLOO_SOCKET_IFNAME": "eth"}, {"GLOO_SOCKET_IFNAME": "problem"}),
+        ({}, {"NCCL_SOCKET_IFNAME": "eth"}, {}),
+        ({}, {"NCCL_SOCKET_IFNAME": "=eth"}, {"NCCL_SOCKET_IFNAME": "problem"}),
+        ({}, {"NCCL_SOCKET_IFNAME": "^lo,docker"}, {}),
+        ({}, {"MASTER_ADDR": "localhost"}, {"MASTER_PORT": "problem"}),
+        ({}, {"MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}, {"MASTER_PORT": "problem"}),
+    ],
+)
+def test_the_network(changes: dict[str, Any], variables: dict[str, str], expected: dict[str, str]) -> None:
+    assert levels(sockets.examine(replace(NETWORK, **changes), variables)) == expected
+
+
+def test_a_port_that_is_taken_is_a_problem() -> None:
+    with socket.create_server(("", 0)) as server:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        assert levels(sockets.examine(NETWORK, variables)) == {"MASTER_PORT": "problem"}
+        assert not levels(sockets.examine(NETWORK, variables | {"RANK": "1"}))
+    assert not levels(sockets.examine(NETWORK, variables))
+    assert levels(sockets.examine(NETWORK, variables | {"RANK": "1"})) == {"MASTER_ADDR": "note"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, {}),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, {"CUDA_LAUNCH_BLOCKING": "problem"}),
+        ({"CUDA_LAUNCH_BLOCKING": "0"}, {}),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "note"}),
+        ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, {"TORCH_DISTRIBUTED_DEBUG": "note"}),
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "train"}, {"SLURM_NTASKS": "problem"}),
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "interactive"}, {}),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {}),
+        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "problem"}),
+        ({"LOCAL_RANK": "0"}, {"LOCAL_RANK": "problem"}),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "1"}, {}),
+    ],
+)
+def test_variables(variables: dict[str, str], expected: dict[str, str]) -> None:
+    assert levels(environment.examine({"OMP_NUM_THREADS": "1", **variables})) == expected
+    assert "OMP_NUM_THREADS" in levels(environment.examine(variables))
+
+
+def test_the_worst_pair_is_named() -> None:
+    all_links = [Link(a, b, 2e-5, 8.0 * GIB) for a, b in pairs_of(4)]
+    fine = Measured("cpu", ["node1"] * 4, all_links, GIB)
+    assert not levels(link_report.examine(fine))
+    slow = replace(fine, links=[replace(one, bandwidth=GIB) if one.second >= 2 else one for one in all_links])
+    (bandwidth,) = [one for one in link_report.examine(slow) if one.name.startswith("bandwidth")]
+    assert bandwidth.level == "ok"  # most of the pairs: that is how this host is
+    one_slow = replace(fine, links=[replace(one, bandwidth=GIB) if one.first == 2 else one for one in all_links])
+    (bandwidth,) = [one for one in link_report.examine(one_slow) if one.name.startswith("bandwidth")]
+    assert bandwidth.level == "note" and "least: 2-3" in bandwidth.value
+
+
+def test_links_between_nodes_are_summed_up_apart() -> None:
+    measured = Measured("cpu", ["node1", "node1", "node2"], [Link(a, b, 1e-5, GIB) for a, b in pairs_of(3)], GIB)
+    names = [one.name for one in link_report.examine(measured)]
+    assert names[:4:2] == ["latency, 1 pairs in a node (cpu)", "latency, 2 pairs between nodes (cpu)"]
+    assert link_report.matrix(measured)[2] == ["2", "1024 MiB/s", "1024 MiB/s", ""]
+
+
+def test_two_processes_measure_their_link_and_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.run(["doctor", "--devices", "2", "--json", "--root", str(tmp_path), "--timeout", "100"])
+    found = [Finding(**one) for one in json.loads(capsys.readouterr().out)]
+    assert code == exit_code(found)
+    measured = [one for one in found if one.topic == "links"]
+    assert [one.name.split(",")[0] for one in measured] == ["latency", "bandwidth", "all-reduce"]
+    assert not [one for one in psutil.Process().children(recursive=True) if links._WORKER in one.cmdline()]
+
+
+def test_processes_that_take_too_long_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_WORKER", "this")  # a module that would end at once
+    found = links.measure_here(2, timeout=0.0)
+    assert isinstance(found, Finding)
+    assert found.level == "problem" and found.value == "ranks [0, 1] have not finished within 0 s"
+
+
+@pytest.mark.thorough
+def test_the_run_of_a_configuration_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = str(Path(__file__).parents[2] / "recipes" / "gpt" / "wave.yaml")
+    arguments = ["doctor", "--json", "--root", str(tmp_path), "--config", recipe]
+    for devices_given, level in (("4", "ok"), ("3", "problem")):
+        cli.run([*arguments, "--trainer.devices", devices_given])
+        output = capsys.readouterr().out
+        found = [Finding(**one) for one in json.loads(output[output.index("[") :])]
+        assert {one.level for one in found if one.topic == "run"} == {level}
+
+
+def test_what_is_bad_or_other_on_another_host_is_said_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [Finding("versions", "torch", "2.13"), Finding("host", "cores", "8")]
+    there = [
+        Finding("versions", "torch", "2.10"),
+        Finding("host", "cores", "4"),
+        Finding("disk", "x", "y", "note", "z"),
+    ]
+    measured = Measured("cpu", ["node1", "node2"], [Link(0, 1, 1e-5, GIB)], GIB, [here, there])
+    monkeypatch.setattr(links, "place", lambda: (0, 2))
+    monkeypatch.setattr(links, "measure_given", lambda *_: measured)
+    found, _ = doctor._links(doctor._parser().parse_args([]), here)
+    assert [(one.topic, one.name) for one in found[:2]] == [
+        ("on node2", "versions: torch"),
+        ("on node2", "disk: x"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "x"], "x: expected 2 or more processes"),
+        (["--devices", "1"], "1: expected 2 or more processes"),
+        (["--timeout", "nan"], "nan: expected more than 0 seconds"),
+        (["--timeout", "soon"], "soon: expected more than 0 seconds"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor._parser().parse_args(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_rank_is_the_launchers() -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "train"}
+    assert links.place({}) is None
+    assert links.place({"RANK": "1", "WORLD_SIZE": "2"}) == (1, 2)
+    assert links.place(slurm) == (0, 4)
+    assert links.place(slurm | {"SLURM_JOB_NAME": "bash"}) is None  # it would wait for ranks that nobody starts
+    with pytest.raises(HanayoError, match="RANK=y: expected a whole number"):
+        links.place({"RANK": "y", "WORLD_SIZE": "2"})

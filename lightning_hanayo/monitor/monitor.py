@@ -1,0 +1,301 @@
+"""`Monitor`: what the other parts of a rank know of all this. Tells, asks, decides, and knows who runs.
+
+monitor = Monitor(rank, num_ranks, place, address)              listens
+monitor.connect(members, token)                                 all members, the same on all ranks
+monitor.on("saved", lambda sender, step: print(sender, step))   in the monitor's thread
+monitor.tell("saved", 12)                                       to all ranks
+monitor.decide("who saves", rank)                               the same on all ranks
+"""
+
+import atexit
+import os
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from lightning_hanayo.monitor.loop import Loop, Timer, guarded
+from lightning_hanayo.monitor.member import Member
+from lightning_hanayo.monitor.overlay import Json, Overlay
+from lightning_hanayo.monitor.peers import Peer, Peers, State, Timing
+from lightning_hanayo.monitor.questions import Pending, Questions
+from lightning_hanayo.monitor.verdicts import MOST_WAITS, Verdicts
+
+Handler = Callable[[int, Json], object]
+STOOD_STILL = 2.0
+"""seconds for which this process could not run its monitor; then what it has not heard in that time means nothing"""
+GOODBYE = 0.5
+"""seconds until the others have read a good-bye"""
+
+_open: "weakref.WeakSet[Monitor]" = weakref.WeakSet()
+
+
+class Monitor:
+    """One rank's monitor, for the lifetime of the world's process group. In a world of one rank it has no thread.
+
+    Args:
+        rank: this one.
+        num_ranks: of the world.
+        place: of this rank, as messages name it.
+        address: of this host, at which other ranks can reach it.
+        timing: seconds; None: the usual ones. Tests give less.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, place: str, address: str, timing: Timing | None = None) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self._timing = timing or Timing()
+        self._listener = None if num_ranks == 1 else _listen(address)
+        port = 0 if self._listener is None else self._listener.getsockname()[1]
+        self.member = Member.of_this_process(rank, place, address, port)
+        self._members: tuple[Member, ...] = (self.member,)
+        self._handlers: dict[str, list[Handler]] = {}
+        self._num_runs = count(1)
+        self._is_closed = False
+        self._loop = Loop()
+        self._loop.on_standstill = self._on_standstill
+        _open.add(self)
+
+    def connect(self, members: Sequence[Member], token: str) -> None:
+        """Link it with the other monitors. Called on all ranks with the same members; returns without waiting.
+
+        Args:
+            members: of all ranks, in their order.
+            token: a secret of these ranks, so that no stranger is taken for one of them.
+        """
+        self._members = tuple(members)
+        self._overlay = Overlay(
+            self.rank,
+            self._members,
+            token,
+            self._listener,
+            self._loop,
+            on_message=self._on_message,
+            on_up=lambda rank: self._peers.on_up(rank),
+            on_lost=self._on_lost,
+        )
+        self._peers = Peers(self.rank, self._members, self._loop, self._overlay, self._overlay.flood, self._timing)
+        self._questions = Questions(self.rank, lambda: self._peers.running, self._overlay)
+        self._verdicts = Verdicts(self.rank, lambda: self._peers.running, self._overlay.flood, self._timing.takeover)
+        if self.num_ranks > 1:
+            self._loop.call(self._begin)
+            self._loop.start()
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Of all ranks, in their order."""
+        return self._members
+
+    @property
+    def arbiter(self) -> int:
+        """The rank that decides: the lowest one that runs, as far as this one knows."""
+        return self._peers.running[0]
+
+    @property
+    def num_messages(self) -> int:
+        """How many messages this rank has sent over its links, those of others that it has passed on included."""
+        return self._overlay.num_sent
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
+    def begin_run(self) -> int:
+        """The number of the run that begins. It is the same on all ranks if all begin the same runs."""
+        return next(self._num_runs)
+
+    def state_of(self, rank: int) -> State:
+        """How the rank's process is, as far as this one knows."""
+        return self._peers.of(rank).state
+
+    def peer(self, rank: int) -> Peer:
+        """The same, with when that was observed, and how an ended process has ended."""
+        return self._peers.of(rank)
+
+    def tell(self, kind: str, content: Json) -> None:
+        """Send a message to all ranks, this one too. From any thread; returns at once."""
+        self._call(lambda: self._overlay.flood(kind, content))
+
+    def on(self, kind: str, handler: Handler) -> Callable[[], None]:
+        """Call `handler(sender, content)` for each message of this kind, in the monitor's thread: it must not block.
+
+        Two kinds come from monitors: "state", {"rank", "state", "reason"}, once for each change that they observe, and
+        "verdict", {"topic", "verdict"}, once for each topic, whose sender is the rank that has decided.
+
+        Returns:
+            A function that removes the handler.
+        """
+        handlers = self._handlers.setdefault(kind, [])
+        handlers.append(handler)
+
+        def remove() -> None:
+            if handler in handlers:
+                handlers.remove(handler)
+
+        return remove
+
+    def ask(self, question: str, content: Json = None, *, timeout: float = 1.0) -> dict[int, Json]:
+        """Return the answers of the ranks that answer in time, this one's included. Not from the monitor's thread.
+
+        It doesn't wait for ranks that have ended, are stopped, or silent.
+        """
+        pending = Pending()
+        if not self._is_closed:
+            self._call(lambda: self._questions.ask(question, content, pending))
+            pending.is_complete.wait(timeout)
+            self._call(lambda: self._questions.forget(pending))
+        return dict(pending.answers)
+
+    def answer(self, question: str, function: Callable[[Json], Json]) -> Callable[[], None]:
+        """Answer a question with `function(content)`, called in the monitor's thread. It takes the place of another.
+
+        Returns:
+            A function that removes it.
+        """
+        return self._questions.answer(question, function)
+
+    def decide(self, topic: str, proposal: Json, *, timeout: float = 10.0) -> Json:
+        """Return the verdict, the same on all ranks: the proposal that came first. Not from the monitor's thread.
+
+        After the timeout, and when the monitor is closed, it is this rank's own proposal.
+        """
+        self.propose(topic, proposal)
+        verdict = None if self._is_closed else self._verdicts.wait(topic, timeout)
+        return proposal if verdict is None else verdict
+
+    def propose(self, topic: str, proposal: Json) -> None:
+        """The same without waiting. From any thread; handlers of "verdict" hear of the verdict."""
+        if self.verdict(topic) is None:
+            self.tell("proposal", {"topic": topic, "proposal": proposal})
+
+    def verdict(self, topic: str, *, wait: float = 0.0) -> Json | None:
+        """The verdict; None if there is none yet, or none within the seconds that the caller waits for it."""
+        return self._verdicts.wait(topic, wait) if wait else self._verdicts.get(topic)
+
+    def every(self, seconds: float, function: Callable[[], object]) -> Callable[[], None]:
+        """Call the function again and again, in the monitor's thread: it must not block. Not in a world of one rank.
+
+        Returns:
+            A function that removes it.
+        """
+        timer = Timer(seconds, function, repeats=True)
+        self._call(lambda: self._loop.add(timer))
+        return lambda: self._call(lambda: self._loop.cancel(timer))
+
+    def close(self) -> None:
+        """Say good-bye to the other ranks, and end the thread; again: do nothing. From any thread."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        _open.discard(self)
+        if self._loop.is_started:
+            self._verdicts.close()
+            self._loop.call(self._say_goodbye)
+            self._loop.join(2 * GOODBYE)
+        elif self._listener is not None:
+            self._listener.close()
+        self._loop.close_unstarted()
+
+    def leave_in_child(self) -> None:
+        """In a forked process: close its copies of the files, so that the end of this one's links is seen."""
+        self._is_closed = True
+        self._loop.leave_in_child()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        if self.num_ranks == 1:
+            function()
+        else:
+            self._loop.call(function)
+
+    def _begin(self) -> None:
+        self._overlay.open()
+        self._peers.open()
+        self._loop.every(self._timing.ping, self._tick)
+
+    def _tick(self) -> None:
+        self._overlay.ping()
+        self._peers.look()
+
+    def _on_standstill(self, seconds: float) -> None:
+        if seconds > STOOD_STILL:
+            self._peers.restart_clocks()
+        if seconds > self._timing.takeover / 2:
+            self._verdicts.wait_for_others()
+
+    def _on_message(self, message: dict[str, Json]) -> None:
+        sender, kind, content = message["from"], message["kind"], message["content"]
+        if kind == "proposal":
+            self._verdicts.on_proposal(content)
+            self._decide_soon()
+        elif kind == "ask":
+            self._questions.on_ask(message)
+        elif kind == "reply":
+            self._questions.on_reply(message)
+        elif kind == "goodbye":
+            self._on_state(sender, {"rank": sender, "state": "ended", "reason": "", "seconds": 0.0})
+        elif kind == "state":
+            self._on_state(sender, content)
+        elif kind != "verdict" or self._verdicts.on_verdict(content):
+            self._dispatch(kind, sender, content)
+
+    def _on_state(self, sender: int, content: Json) -> None:
+        if self._peers.on_state(sender, content):
+            self._decide_soon()
+            self._questions.check()
+            self._dispatch("state", sender, content)
+
+    def _dispatch(self, kind: str, sender: int, content: Json) -> None:
+        for handler in tuple(self._handlers.get(kind, ())):
+            guarded(handler, sender, content)
+
+    def _decide_soon(self) -> None:
+        """After this round, in which another rank's verdict may still be read; later, if others should have decided."""
+        if self.num_ranks == 1:
+            self._verdicts.decide_due()
+        else:
+            for waits in range(MOST_WAITS + 2):
+                self._loop.later(waits * self._timing.takeover, self._verdicts.decide_due)
+
+    def _on_lost(self, rank: int) -> None:
+        if not self._is_closed:
+            self._peers.on_lost(rank)
+        elif not self._overlay.is_linked:
+            self._end()
+
+    def _say_goodbye(self) -> None:
+        """The links are closed once the others have read it: closing them at once could take it from them."""
+        self._overlay.flood("goodbye", None)
+        self._overlay.finish()
+        self._loop.later(GOODBYE, self._end)
+        if not self._overlay.is_linked:
+            self._end()
+
+    def _end(self) -> None:
+        self._overlay.close()
+        self._peers.close()
+        self._loop.end()
+
+
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=128)
+
+
+def _close_all() -> None:
+    """At the end of the process."""
+    for monitor in list(_open):
+        monitor.close()
+
+
+def _leave_in_child() -> None:
+    """A forked process, such as a worker of a loader, has no part in its parent's monitor."""
+    for monitor in list(_open):
+        monitor.leave_in_child()
+    _open.clear()
+
+
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_child)

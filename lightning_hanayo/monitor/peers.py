@@ -1,0 +1,194 @@
+"""What a rank knows about the processes of all ranks: whether each runs, is silent, was stopped, or has ended, and how.
+
+running  --- nothing heard for 5 s --->  silent  --- state T in /proc --->  stopped
+   |                                        |  something is heard: running again
+   '--- it says good-bye, its process ends, or its links end ---> ended
+
+A neighbour's silence is observed over the link; how a process is, by ranks of its host. What one observes, all hear.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from lightning_hanayo.monitor import processes
+from lightning_hanayo.monitor.loop import Loop
+from lightning_hanayo.monitor.member import Member
+from lightning_hanayo.monitor.overlay import Overlay
+
+State = Literal["running", "silent", "stopped", "ended"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. Tests have less time than users."""
+
+    ping: float = 1.0
+    silent: float = 5.0
+    """without a ping; then the process is looked at"""
+    lost: float = 2.0
+    """from the end of a link until the rank at the other end counts as ended, unless it is linked again"""
+    takeover: float = 1.0
+    """that a rank has to decide; then the next one does"""
+
+
+@dataclass
+class Peer:
+    """What is known about one rank."""
+
+    state: State = "running"
+    since: float = 0.0
+    """when that began, by this process's `time.monotonic`; silence begins when something was heard last"""
+    reason: str = ""
+    """how it has ended, to be put after its name; "" if it has said good-bye"""
+
+
+class Peers:
+    """All ranks, as one of them sees them. It belongs to the loop's thread; others may read.
+
+    Args:
+        rank: this one.
+        members: of all ranks.
+        loop: runs it.
+        overlay: says what is heard of neighbours.
+        tell: floods a message.
+        timing: how long what takes.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[Member],
+        loop: Loop,
+        overlay: Overlay,
+        tell: Callable[[str, Any], object],
+        timing: Timing,
+    ) -> None:
+        self.started = time.monotonic()
+        self._rank, self._members, self._own = rank, members, members[rank]
+        self._loop, self._overlay, self._tell, self._timing = loop, overlay, tell, timing
+        self._peers = {member.rank: Peer(since=self.started) for member in members}
+        self._lost: dict[int, float] = {}
+        self._pidfds: dict[int, int] = {}
+        self._memory_kills = processes.out_of_memory_kills()
+
+    def open(self) -> None:
+        """Begin to watch the processes of this host."""
+        for member in self._members:
+            if member.is_beside(self._own) and (pidfd := processes.open_pidfd(member.pid)) is not None:
+                self._pidfds[member.rank] = pidfd
+                self._loop.watch(pidfd, partial(self._on_pidfd, member.rank))
+
+    def close(self) -> None:
+        """Watch no more."""
+        for pidfd in self._pidfds.values():
+            self._loop.unwatch(pidfd)
+            with suppress(OSError):
+                os.close(pidfd)
+        self._pidfds.clear()
+
+    def of(self, rank: int) -> Peer:
+        """What is known about a rank."""
+        return self._peers[rank]
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that run, as far as is known, this one included."""
+        return [rank for rank, peer in self._peers.items() if peer.state == "running" or rank == self._rank]
+
+    def look(self) -> None:
+        """Called each second: look at neighbours that have been silent, and at lost ones."""
+        now = time.monotonic()
+        for rank in self._overlay.neighbours:
+            if self._peers[rank].state != "ended":
+                self._look_at(rank, now)
+        for rank, peer in self._peers.items():
+            if peer.state in ("silent", "stopped") and rank not in self._overlay.neighbours:
+                self._look_into_process(rank, peer.state)
+
+    def restart_clocks(self) -> None:
+        """This process could not look at anything for a while: silence of others means nothing."""
+        self.started = now = time.monotonic()
+        self._lost = dict.fromkeys(self._lost, now)
+        for peer in self._peers.values():
+            if peer.state in ("silent", "stopped"):
+                peer.state, peer.since = "running", now
+
+    def on_up(self, rank: int) -> None:
+        """Called when there is a link to the rank."""
+        self._lost.pop(rank, None)
+
+    def on_lost(self, rank: int) -> None:
+        """Called when the link to the rank has ended."""
+        if self._peers[rank].state != "ended":
+            self._lost[rank] = time.monotonic()
+            self._loop.later(self._timing.lost, self.look)
+            self._look_into_process(rank, self._peers[rank].state)
+
+    def on_state(self, observer: int, content: Any) -> bool:
+        """Called with what a rank has observed; return whether it is news to this one."""
+        rank, state = content["rank"], content["state"]
+        peer = self._peers[rank]
+        sees_it_run = rank in self._overlay.neighbours and observer != self._rank and state in ("silent", "running")
+        if rank == self._rank or peer.state == "ended" or peer.state == state or sees_it_run:
+            return False
+        self._set(rank, content)
+        if state == "silent":
+            self._look_into_process(rank, state)
+        return True
+
+    def _look_at(self, rank: int, now: float) -> None:
+        peer, heard = self._peers[rank], max(self._overlay.heard(rank) or 0.0, self.started)
+        if rank in self._lost and now - self._lost[rank] >= self._timing.lost:
+            self._observe(rank, "ended", "ended its connections without saying why")
+        elif now - heard < self._timing.silent:
+            if peer.state != "running":
+                self._observe(rank, "running")
+        else:
+            self._look_into_process(rank, "silent")
+
+    def _look_into_process(self, rank: int, otherwise: State) -> None:
+        """Observe how the process is; if this can't be seen, or says nothing, it is `otherwise`."""
+        member = self._members[rank]
+        if member.is_beside(self._own):
+            if not member.exists:
+                self._process_ended(rank)
+                return
+            if otherwise != "running" and member.is_stopped:
+                otherwise = "stopped"
+        self._observe(rank, otherwise)
+
+    def _on_pidfd(self, rank: int, _: int) -> None:
+        self._process_ended(rank)
+
+    def _process_ended(self, rank: int) -> None:
+        member, pidfd = self._members[rank], self._pidfds.pop(rank, None)
+        status = processes.exit_status(member.pid, pidfd)
+        if pidfd is not None:
+            self._loop.unwatch(pidfd)
+            os.close(pidfd)
+        short = processes.out_of_memory_kills() > self._memory_kills
+        reason = processes.describe_end(status, memory_was_short=short)
+        if self._peers[rank].state == "ended":
+            self._peers[rank].reason = self._peers[rank].reason or reason
+        else:
+            self._observe(rank, "ended", reason)
+
+    def _observe(self, rank: int, state: State, reason: str = "") -> None:
+        peer = self._peers[rank]
+        if peer.state != state:
+            was_quiet = peer.since if peer.state == "silent" else self._overlay.heard(rank)
+            since = was_quiet if state in ("silent", "stopped") and was_quiet is not None else time.monotonic()
+            seconds = time.monotonic() - since
+            self._tell("state", {"rank": rank, "state": state, "reason": reason, "seconds": seconds})
+
+    def _set(self, rank: int, content: Any) -> None:
+        state = content["state"]
+        self._peers[rank] = Peer(state, time.monotonic() - content["seconds"], content["reason"])
+        if state == "ended":
+            self._lost.pop(rank, None)
+            self._overlay.forget(rank)

@@ -1,0 +1,180 @@
+"""Notes one number for each value that a stage makes, on the device: should a NaN appear, they tell where it began.
+
+    action     1F0 of blocks 2, 3           last F0        last B0         1B0
+    noted      sum of each block's output   the loss       sum of the gradient that the stage passes on
+    step 7     0.31  0.28                   2.25           0.02            0.01
+    step 8     0.33  nan                    nan            nan             nan      began in the forward of block 3
+
+A sum is NaN or infinite if an element is. Nobody reads the numbers, and no host waits for them, until a NaN was found.
+But with `Trainer(detect_anomaly=True)` each is read at once, so that the rank that makes a NaN is the one that fails.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite, isnan, nan
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+BEFORE_STACK = -1
+"""stands for the block before the first one: user code, and the batch"""
+Direction = Literal["forward", "loss", "backward"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was made.
+
+    Args:
+        batch: which of the batches that accumulate for one optimizer step, from 0.
+        microbatch: its number on this rank.
+        pass_number: the pass through the stack.
+        direction: whether it is the output of a block, the loss, or the gradient that a stage passes on.
+        index: of the block, or of the stage.
+    """
+
+    batch: int
+    microbatch: int
+    pass_number: int
+    direction: Direction
+    index: int = 0
+
+
+@dataclass
+class MadeValues:
+    """What one rank has made since the optimizer's last step. Nothing is noted unless it `is_watched`."""
+
+    is_watched: bool = False
+    on_nan: Callable[["Place", str], object] = lambda *_: None
+    """called with the place of a NaN while anomalies are detected, and with what is known of it; it may raise"""
+    _places: list[Place] = field(default_factory=list)
+    _sums: list[Tensor] = field(default_factory=list)
+    """of each place; those of earlier batches in one tensor"""
+    _batch: int = -1
+    _action: tuple[int, int, bool] = (0, 0, False)
+    """micro-batch, pass, and whether it is a forward"""
+    _is_on: bool = False
+    _is_complete: bool = False
+    """whether the optimizer may have stepped after the last batch"""
+
+    @contextmanager
+    def batch(self, *, is_last: bool) -> Iterator[None]:
+        """Inside it a batch trains; `is_last`: of those that accumulate for one step, which the user may leave out."""
+        if self._is_complete:
+            self.take()
+        self._is_complete = is_last
+        if len(self._sums) > 1:
+            self._sums = [_stacked(self._sums)]
+        self._batch += 1
+        self._is_on = self.is_watched or torch.is_anomaly_enabled()
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def begin_action(self, microbatch: int, pass_number: int, *, is_forward: bool) -> None:
+        """Called before each action of a stage."""
+        self._action = microbatch, pass_number, is_forward
+
+    def note_block(self, index: int, output: object, nan_line: str = "") -> None:
+        """Called with each block's output, and which line made a NaN; with `BEFORE_STACK` and its arguments."""
+        if self._is_on and self._action[2]:  # in a backward it is made again, to save memory
+            differentiable = _tensors(output, with_gradient=True)
+            if differentiable or index == BEFORE_STACK:  # a batch may well have a NaN for a missing value
+                self._note("forward", index, differentiable, nan_line)
+            else:  # of a frozen block
+                self._note("forward", index, _tensors(output, with_gradient=False), nan_line, only_nan=True)
+
+    def note_gradients(self, stage: int, gradients: Iterable[Tensor]) -> None:
+        """Called with the gradients that a stage passes on."""
+        if self._is_on:
+            self._note("backward", stage, gradients)
+
+    def note_loss(self, microbatch: int, loss: Tensor) -> None:
+        """Called with each micro-batch's loss that counts."""
+        if self._is_on:
+            self._add(Place(self._batch, microbatch, 0, "loss"), loss)
+
+    def take(self) -> "NotedValues":
+        """What was noted since this was called before, at the last step of the optimizer."""
+        noted = NotedValues(self._places, self._sums)
+        self._places, self._sums, self._batch = [], [], -1
+        return noted
+
+    @contextmanager
+    def explaining(self, stage: int) -> Iterator[None]:
+        """Inside it, torch's error of a backward that makes a NaN calls `on_nan`."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "returned nan values" in str(error):
+                microbatch, pass_number, _ = self._action
+                self.on_nan(Place(self._batch, microbatch, pass_number, "backward", stage), str(error))
+            raise
+
+    def _note(
+        self, direction: Direction, index: int, tensors: Iterable[Tensor], nan_line: str = "", *, only_nan: bool = False
+    ) -> None:
+        microbatch, pass_number, _ = self._action
+        for tensor in tensors:
+            self._add(Place(self._batch, microbatch, pass_number, direction, index), tensor, nan_line, only_nan)
+
+    def _add(self, place: Place, tensor: Tensor, nan_line: str = "", only_nan: bool = False) -> None:
+        total = _sum(tensor.detach())
+        self._places.append(place)
+        self._sums.append(total.nan_to_num(nan, 0.0, 0.0) if only_nan else total)
+        if torch.is_anomaly_enabled() and isnan(self._sums[-1]):
+            self.on_nan(place, nan_line)
+
+
+@dataclass(frozen=True)
+class NotedValues:
+    """What a rank has made for one step of the optimizer: places, and the sum of each."""
+
+    places: Sequence[Place]
+    sums: Sequence[Tensor]
+
+    def nonfinite(self) -> list[tuple[Place, bool]]:
+        """Where values were NaN or infinite, and whether NaN. The host waits for the device."""
+        sums = _stacked(self.sums).tolist() if self.sums else []
+        return [(place, isnan(one)) for place, one in zip(self.places, sums, strict=True) if not isfinite(one)]
+
+
+@dataclass(frozen=True)
+class BlockValues:
+    """Notes the outputs of one block. It is not copied or pickled with the block."""
+
+    made: MadeValues
+    index: int
+
+    def note(self, args: object, output: object, nan_line: str) -> None:
+        """Called after the block has run. `nan_line`: which made a NaN of values without one; "" if it isn't known."""
+        if self.index == 0:
+            self.made.note_block(BEFORE_STACK, args)
+        self.made.note_block(self.index, output, nan_line)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(None), ()
+
+
+def _stacked(sums: Sequence[Tensor]) -> Tensor:
+    return torch.cat([one.float().reshape(-1) for one in sums])
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """NaN or infinite if an element is. A sum in fp16 would overflow; in bf16 it is added in fp32 anyway."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)
+
+
+def _tensors(output: object, *, with_gradient: bool) -> list[Tensor]:
+    """The tensors in an output that have a gradient, or could have one: a mask among them may well be infinite."""
+    leaves = (output,) if isinstance(output, Tensor) else tree_leaves(output)
+    strided = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    if with_gradient:
+        return [leaf for leaf in strided if leaf.requires_grad]
+    return [one for one in strided if (one.is_floating_point() or one.is_complex()) and one.element_size() > 1]

@@ -1,0 +1,272 @@
+"""Looks at all gradients before each step of the optimizer: NaN or infinite ones never reach the weights.
+
+    closure: forward, backward, hooks, clipping
+    is a gradient on any rank not finite?    one number, all-reduced; after clip_grad_norm_ its norm tells
+      no     the optimizer steps
+      yes    nonfinite="raise"    all ranks raise one error, which says where the first one was made
+             nonfinite="skip"     no rank steps
+
+With a fused optimizer on a GPU the number stays there, and the step does nothing if it is 1. The host reads it a step
+later, without waiting. With a gradient scaler (16-mixed) infinite gradients are usual: it skips the step and lowers the
+scale. Here that is an error only if the loss isn't finite, or the scale has become useless.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_hanayo.errors import NonFiniteError, available
+from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
+from lightning_hanayo.runtime.values import MadeValues, NotedValues, Place
+from lightning_hanayo.strategy.nonfinite.gradients import GradientLook, HostFlag, elements_of
+from lightning_hanayo.strategy.nonfinite.origin import BlockNames, Finding, described, loss_is_finite
+from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
+
+Mode = Literal["raise", "skip", "ignore"]
+Closure = Callable[[], Any]
+SMALLEST_SCALE = 2.0**-10
+"""of a gradient scaler, which starts at 2**16: with a smaller one even gradients of millions don't fit into fp16"""
+_ALWAYS_SAID = 3
+"""so many skipped steps are reported one by one, later ones whenever their number has doubled"""
+
+
+class _Skipped(Exception):
+    """Leaves the optimizer's step after the closure."""
+
+
+@dataclass(frozen=True)
+class RankNames:
+    """Which rank this is, and names for messages: of the place of any rank, and of the blocks in all stages."""
+
+    rank: int
+    place_of: Callable[[int], str]
+    blocks: BlockNames
+
+
+@dataclass(frozen=True)
+class _Late:
+    """What is known of a step whose flag the host hasn't read yet."""
+
+    step: int
+    flag: HostFlag
+    noted: NotedValues
+    look: GradientLook | None = None
+    useless_scale: HostFlag | None = None
+    """whether the gradient scaler's scale is too small; None without a scaler"""
+
+
+class NonFiniteCheck:
+    """One rank's look at gradients. Its methods are called by all ranks of the world.
+
+    Args:
+        mode: `HanayoStrategy(nonfinite=...)`.
+        names: of this rank, for messages.
+        values: what this rank's stages have made.
+        parameters: those that this rank trains, by name.
+        norms: of the whole model's gradients.
+        groups: of this rank.
+        num_steps: how many steps the optimizer has made.
+        is_search: whether a search for a learning rate runs now, which goes on until the loss is NaN.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        names: RankNames,
+        values: MadeValues,
+        parameters: Mapping[str, nn.Parameter],
+        norms: GradientNorms,
+        groups: ProcessGroups,
+        num_steps: Callable[[], int],
+        is_search: Callable[[], bool],
+    ) -> None:
+        self.mode = mode
+        self._names = names
+        self._values = values
+        self._parameters = dict(parameters)
+        self._norms = norms
+        self._open_groups: ProcessGroups | None = groups
+        self._num_steps = num_steps
+        self._is_search = is_search
+        self._late: _Late | None = None
+        values.on_nan = self._detected
+        self.num_skipped = 0
+        """how many steps were skipped, but for those that a gradient scaler has skipped"""
+
+    def step(self, step: Callable[[Closure], Any], optimizer: Optimizer, closure: Closure) -> Any:
+        """Step the optimizer: `step` runs the closure and the hooks, and then updates the parameters."""
+        results: list[Any] = []
+
+        def run() -> Any:
+            results.append(closure())
+            return results[-1]
+
+        try:
+            with _restored(optimizer):
+                return step(run)
+        except _Skipped:
+            return results[-1]
+        finally:
+            vars(optimizer).pop("found_inf", None)
+
+    def before_step(self, optimizer: Optimizer, clip: Callable[[], object]) -> None:
+        """Called when gradients are complete, after all hooks; clips them, as the user wants it, and looks at them.
+
+        Raises:
+            NonFiniteError: one of them, on any rank, isn't finite.
+        """
+        self._norms.forget_total()
+        clip()
+        if self._ignores:
+            return
+        self.read_late()
+        total, noted = self._norms.total_of_all, self._values.take()
+        if takes_flag(optimizer):
+            look = self._look(optimizer)
+            optimizer.found_inf = flag = self._agreed(look.flag)  # type: ignore[attr-defined]
+            self._late = _Late(self._num_steps(), HostFlag(flag), noted, look)
+        elif self._is_found(optimizer, total):
+            names = self._look(optimizer).nonfinite()
+            exact = [name for name in names if not _is_finite(self._parameters[name].grad)]
+            first = set(self._norms.nonfinite_of_totals()) if exact else ()
+            findings = self._gather(noted, exact, [name for name in exact if self._parameters[name] in first])
+            if any(one.gradients for one in findings):
+                self._report(findings, self._num_steps())
+                raise _Skipped
+
+    def after_unscaling(self, optimizer: Optimizer, found: Tensor, scale: Tensor) -> None:
+        """Called by a gradient scaler with what all ranks together have found. It skips the step if that isn't 0.
+
+        Raises:
+            NonFiniteError: the loss isn't finite, or the scale is useless.
+        """
+        if self._ignores:
+            return
+        self.read_late()
+        is_useless = scale < SMALLEST_SCALE
+        self._late = _Late(self._num_steps(), HostFlag(found), self._values.take(), useless_scale=HostFlag(is_useless))
+        if not takes_flag(optimizer):  # the scaler reads it on the host anyway
+            self.read_late()
+
+    def read_late(self) -> None:
+        """Read what was left on the device a step before. Called before the next step, and at the end of training.
+
+        Raises:
+            NonFiniteError: a gradient of that step wasn't finite.
+        """
+        late, self._late = self._late, None
+        if late is None or not late.flag.read():
+            return
+        findings = self._gather(late.noted, late.look.nonfinite() if late.look is not None else [])
+        if late.useless_scale is None:
+            self._report(findings, late.step)
+        elif self.mode == "raise" and (late.useless_scale.read() or not loss_is_finite(findings)):
+            self._report(findings, late.step, scale=" at any loss scale" if late.useless_scale.read() else "")
+
+    def _detected(self, place: Place, how: str) -> None:
+        """Called by the rank that makes a NaN, at once, with `Trainer(detect_anomaly=True)`.
+
+        Raises:
+            NonFiniteError: always.
+        """
+        finding = Finding(self._names.rank, [(place, True)], ())
+        where = described([finding], self._names.blocks, self._names.place_of)
+        raise NonFiniteError(f"optimizer step {self._num_steps()}: {where}{how and f': {how}'} (detect_anomaly=True)")
+
+    def close(self) -> None:
+        """Forget the other ranks: the run has ended."""
+        self._open_groups = self._late = None
+        self._values.on_nan = lambda *_: None
+
+    def _is_found(self, optimizer: Optimizer, total: Tensor | None) -> bool:
+        """Whether a rank's gradients aren't finite, or only their norms. Here the host waits for the device."""
+        flag = self._look(optimizer).flag if total is None else total.isfinite().logical_not().float()
+        if total is None or self._groups.data is not None:  # the norm is the same on all ranks of a replica
+            flag = self._agreed(flag)
+        return bool(flag)
+
+    def _look(self, optimizer: Optimizer) -> GradientLook:
+        """Gradients of parameters that the optimizer doesn't have harm nothing; nobody sets them to zero."""
+        steps = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        return GradientLook.at({name: p for name, p in self._parameters.items() if p in steps}, self._norms.device)
+
+    def _agreed(self, flag: Tensor) -> Tensor:
+        """The flag of any rank, on all of them."""
+        groups = self._groups
+        if groups.data is not None:
+            dist.all_reduce(flag)
+        elif groups.replica_tensors.size() > 1:
+            dist.all_reduce(flag, group=groups.replica_tensors)
+        return flag.clamp_(max=1.0)
+
+    def _gather(
+        self, noted: NotedValues, gradients: Sequence[str], before_clipping: Sequence[str] = ()
+    ) -> list[Finding]:
+        """What all ranks have found."""
+        groups = self._groups
+        own = Finding(self._names.rank, noted.nonfinite(), list(gradients), list(before_clipping))
+        found = all_gather_objects(groups.replica, own)
+        if groups.data_control is not None:
+            found = [one for replica in all_gather_objects(groups.data_control, found) for one in replica]
+        return sorted(found, key=lambda one: one.rank)
+
+    def _report(self, findings: Sequence[Finding], step: int, *, scale: str = "") -> None:
+        """Raise, or count the step that is skipped.
+
+        Raises:
+            NonFiniteError: nonfinite="raise".
+        """
+        where = described(findings, self._names.blocks, self._names.place_of)
+        what = f"optimizer step {step}: NaN or infinite gradients{scale}, {where}"
+        if self.mode == "raise":
+            raise NonFiniteError(
+                f"{what}. The weights are as they were before this step. Trainer(detect_anomaly=True) finds the line "
+                f"of a backward; HanayoStrategy(nonfinite='skip') leaves out such steps."
+            )
+        self.num_skipped += 1
+        if self.num_skipped <= _ALWAYS_SAID or self.num_skipped.bit_count() == 1:
+            rank_zero_info(f"{what}. All ranks skip this step (nonfinite='skip'; {self.num_skipped} so far).")
+
+    @property
+    def _ignores(self) -> bool:
+        return self.mode == "ignore" or self._is_search()
+
+    @property
+    def _groups(self) -> ProcessGroups:
+        return available(self._open_groups, "process groups exist until a run has failed")
+
+
+def takes_flag(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's kernels read `found_inf` on the device, so that no host has to."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and any(p.is_cuda for p in parameters)
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool(elements_of(gradient).isfinite().all())
+
+
+@contextmanager
+def _restored(optimizer: Optimizer) -> Iterator[None]:
+    """LBFGS changes the weights between the closures of a step: what it began with comes back if one finds a NaN."""
+    if not isinstance(optimizer, LBFGS):
+        yield
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    except (_Skipped, NonFiniteError):
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        optimizer.state.clear()  # what it knows of the curvature includes the NaN
+        raise

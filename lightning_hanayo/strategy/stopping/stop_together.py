@@ -1,0 +1,207 @@
+"""All ranks of a run stop before the same batch once one of them has been told to stop.
+
+           told                 decided: up to batch 8
+rank 0     | batch 7             batch 8              | stops
+rank 1     |      batch 8                             | stops      the furthest
+rank 2     * batch 7 ........... batch 8              | stops      * got the signal; .. waits for the decision
+
+1. The rank with the signal tells all monitors: from then on no main thread begins a batch.
+2. One rank asks all monitors which batch they have begun, and decides on the last of these. Each rank runs up to its
+   end. No collective is issued, and no main thread is asked: it may be in the middle of a batch, waiting for others.
+
+A rank that doesn't answer could be anywhere; after `AGREE_WITHIN` seconds the decision is to end without a checkpoint.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_hanayo.monitor.monitor import Monitor
+
+AGREE_WITHIN = 10.0
+"""seconds from the signal until the run ends without an agreement"""
+TAKE_OVER = 2.0
+"""seconds until every rank tries to decide: the first to do so may have ended its run, or be frozen"""
+TOLD_WITHIN = 2.0
+"""seconds for which a rank waits that knows of a signal before its monitor's thread does"""
+LOOK = 0.1
+"""seconds between two looks of the monitor thread"""
+
+Place = tuple[int, int]
+"""the batches that a rank has begun in a run: of training, and of evaluation since then"""
+END: Place = (1 << 62, 0)
+"""the place of a rank whose run has ended"""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where all ranks stop, and why."""
+
+    signal: int
+    rank: int
+    """the one that got the signal"""
+    last: Place | None
+    """the last batch that is run; None: the ranks couldn't agree"""
+    missing: tuple[int, ...] = ()
+    """ranks that didn't answer"""
+
+
+class StopTogether:
+    """One rank's side of it, for one run.
+
+    Args:
+        rank: this process's.
+        num_ranks: of the world.
+        run: its number, the same on all ranks.
+        monitor: this rank's; None in a world of one rank.
+        check_peers: called while the main thread waits for a decision; raises if another rank has failed.
+        on_no_agreement: called in the monitor thread of each rank if the ranks couldn't agree.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        run: int,
+        monitor: Monitor | None,
+        *,
+        check_peers: Callable[[], object],
+        on_no_agreement: Callable[[Decision], object],
+    ) -> None:
+        self._rank, self._num_ranks, self._monitor = rank, num_ranks, monitor
+        self._topic = f"stop/{run}"
+        self._check_peers, self._on_no_agreement = check_peers, on_no_agreement
+        self._lock = threading.Lock()
+        self._begun: Place = (0, 0)
+        self._expected_at: float | None = None
+        self._told_at: float | None = None
+        self._told_by: tuple[int, int] | None = None
+        self._is_deciding = False
+        self._decision: Decision | None = None
+        self._decided = threading.Event()
+        self._leave: list[Callable[[], None]] = []
+        if monitor is not None:
+            self._leave = [
+                monitor.on(f"{self._topic}/told", self._on_told),
+                monitor.answer(f"{self._topic}/begun", self._hold),
+                monitor.every(LOOK, self._look),
+            ]
+
+    @property
+    def decision(self) -> Decision | None:
+        """What all ranks have decided; None: nothing yet."""
+        return self._decision
+
+    def expect(self) -> None:
+        """The monitor thread is about to call `tell`: begin nothing before. Called in the handler; takes no lock."""
+        self._expected_at = time.monotonic()
+
+    def tell(self, signal: int) -> None:
+        """Let all ranks stop. Called in the monitor thread; in a world of one rank in the handler of the signal."""
+        if self._monitor is not None:
+            self._monitor.tell(f"{self._topic}/told", signal)
+        elif self._decision is None:
+            self._decision = Decision(signal, self._rank, self._begun)
+
+    def begin(self, place: Place) -> Decision | None:
+        """Called by the main thread before a batch, and where an evaluation ends.
+
+        Returns:
+            None: go on. Else the decision: stop here.
+
+        Raises:
+            PeerFailed: another rank has failed while this one waited.
+        """
+        while self._is_about_to_be_told():
+            self._check_peers()
+            time.sleep(LOOK / 10)
+        with self._lock:
+            if self._told_at is None and self._decision is None:
+                self._begun = place
+                return None
+        decision = self._wait()
+        if decision.last is None or place > decision.last:
+            return decision
+        with self._lock:
+            self._begun = place
+        return None
+
+    def close(self) -> None:
+        """The run has ended on this rank; others may still ask how far it is."""
+        monitor, self._monitor = self._monitor, None
+        for leave in self._leave:
+            leave()
+        if monitor is not None:
+            monitor.answer(f"{self._topic}/begun", _has_ended)
+
+    def _is_about_to_be_told(self) -> bool:
+        """A short run could end before the monitor's thread reads the signal."""
+        if self._expected_at is None or self._told_at is not None or self._decision is not None:
+            return False
+        return time.monotonic() - self._expected_at < TOLD_WITHIN
+
+    def _wait(self) -> Decision:
+        while self._decision is None:
+            self._check_peers()
+            self._decided.wait(LOOK)
+        return self._decision
+
+    # in the monitor thread
+
+    def _on_told(self, rank: int, signal: int) -> None:
+        self._hold()
+        self._told_by = self._told_by or (rank, signal)
+
+    def _hold(self, _: Any = None) -> Place:
+        """Let the main thread begin nothing more; return what it has begun."""
+        with self._lock:
+            self._told_at = self._told_at or time.monotonic()
+            return self._begun
+
+    def _look(self) -> None:
+        monitor, told_at = self._monitor, self._told_at
+        if monitor is None or told_at is None or self._decision is not None:
+            return
+        found = monitor.verdict(self._topic)
+        if found is not None:
+            self._accept(_decision_of(found))
+            return
+        is_due = monitor.arbiter == self._rank or time.monotonic() - told_at > TAKE_OVER
+        if self._told_by is not None and is_due and not self._is_deciding:
+            self._is_deciding = True
+            of = (monitor, *self._told_by, told_at)
+            threading.Thread(target=self._decide, args=of, daemon=True, name="hanayo-stop").start()
+
+    def _accept(self, decision: Decision) -> None:
+        self._decision = decision
+        self._decided.set()
+        if decision.last is None:
+            self._on_no_agreement(decision)
+
+    # in a thread of its own
+
+    def _decide(self, monitor: Monitor, rank: int, signal: int, told_at: float) -> None:
+        """Propose the furthest place. Others may propose, too: it's the same one, since no rank begins anything.
+
+        A process that has ended has ended its run before; if it hasn't, all ranks fail soon.
+        """
+        begun: dict[int, Place] = {}
+        while len(begun) < self._num_ranks and time.monotonic() - told_at < AGREE_WITHIN:
+            begun |= {one: END for one in range(self._num_ranks) if monitor.state_of(one) == "ended"}
+            begun |= {one: (place[0], place[1]) for one, place in monitor.ask(f"{self._topic}/begun").items()}
+            time.sleep(0 if len(begun) == self._num_ranks else LOOK)
+        missing = tuple(one for one in range(self._num_ranks) if one not in begun)
+        last = None if missing else max(begun.values())
+        monitor.decide(self._topic, asdict(Decision(signal, rank, last, missing)))
+
+
+def _has_ended(_: Any) -> Place:
+    return END
+
+
+def _decision_of(fields: dict[str, Any]) -> Decision:
+    last = fields["last"]
+    place = None if last is None else (last[0], last[1])
+    return Decision(fields["signal"], fields["rank"], place, tuple(fields["missing"]))

@@ -1,0 +1,62 @@
+"""Ranks that are started again with the store of the start before."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from torch.distributed.distributed_c10d import Store
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.strategy.groups import joining
+from lightning_hanayo.strategy.groups.joining import fresh_store, store_of_start
+from tests.harness.limits import wait_until
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def start(store: Store, world_size: int) -> list[Store]:
+    with ThreadPoolExecutor(world_size) as threads:
+        return list(threads.map(lambda rank: fresh_store(store, rank, world_size, TIMEOUT), range(world_size)))
+
+
+def test_each_start_finds_nothing_of_the_one_before() -> None:
+    store = dist.HashStore()
+    for world_size in (3, 3, 2, 4):
+        stores = start(store, world_size)
+        assert not any(one.check(["address"]) for one in stores)
+        stores[-1].set("address", "of this start")
+        assert all(one.get("address") == b"of this start" for one in stores)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store = dist.HashStore()
+    start(store, 2)
+    with pytest.raises(HanayoError, match="rank 1 has not joined the run within 0:00:00"):
+        fresh_store(store, 0, 2, timedelta(0))
+    with pytest.raises(HanayoError, match="rank 0 has not joined the run"):
+        fresh_store(dist.HashStore(), 1, 2, timedelta(milliseconds=1))
+
+
+def test_ranks_that_are_late_are_named_while_the_others_wait(capfd: pytest.CaptureFixture[str]) -> None:
+    port = find_free_network_port()
+
+    def join(rank: int) -> Store:
+        return store_of_start("127.0.0.1", port, rank, 4, TIMEOUT, {})
+
+    texts: list[str] = []
+
+    def says(text: str) -> bool:
+        texts.append(capfd.readouterr().err)
+        return text in "".join(texts)
+
+    with patch.multiple(joining, FIRST=0.2, AGAIN=0.2), ThreadPoolExecutor(4) as threads:
+        joined = [threads.submit(join, 1)]
+        assert wait_until(lambda: says("rank 0 has not joined the run for "), 30.0)
+        joined.append(threads.submit(join, 0))
+        assert wait_until(lambda: says("ranks 2, 3 have not joined the run for "), 30.0)
+        joined += [threads.submit(join, rank) for rank in (2, 3)]
+        joined[0].result().set("key", "value")
+        assert {one.result().get("key") for one in joined} == {b"value"}

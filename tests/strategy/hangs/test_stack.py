@@ -1,0 +1,120 @@
+"""What a thread is doing, read from its stack by another one."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from lightning_hanayo.runtime.capture.suspended_call import SuspendedCalls, suspend
+from lightning_hanayo.strategy.hangs import stack
+from tests.harness.limits import wait_until
+
+
+class Blocked:
+    """User code that waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.inside.set()
+        self.go_on.wait(60)
+
+    def __call__(self) -> None:
+        self.wait()
+
+
+@contextmanager
+def trainer_thread(function: Callable[[], object], blocked: Blocked) -> Iterator[int]:
+    """The identity of a thread that runs the function, once it is blocked."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    assert blocked.inside.wait(60)
+    assert thread.ident is not None
+    yield thread.ident
+    blocked.go_on.set()
+    thread.join()
+
+
+def test_the_line_of_user_code_is_read() -> None:
+    blocked = Blocked()
+
+    def hook() -> None:
+        blocked()
+
+    with trainer_thread(hook, blocked) as ident:
+        text, source = stack.doing(stack.read_stack(ident))
+    assert text == f"is in wait, tests/strategy/hangs/test_stack.py:{Blocked.wait.__code__.co_firstlineno + 2}"
+    assert source == (__file__, Blocked.wait.__code__.co_firstlineno + 2)
+
+
+def test_the_step_that_runs_is_read_and_not_one_that_is_suspended() -> None:
+    blocked, calls = Blocked(), SuspendedCalls()
+
+    def suspended_step() -> None:
+        suspend()
+
+    def running_step() -> None:
+        blocked()
+
+    def run() -> None:
+        calls.start(suspended_step, None)
+        calls.start(running_step, None)
+        calls.close()
+
+    with trainer_thread(run, blocked) as ident:
+        names = [frame.f_code.co_name for frame in stack.read_stack(ident)]
+        text, _ = stack.doing(stack.read_stack(ident))
+    assert "running_step" in names
+    assert "suspended_step" not in names
+    assert names.index("running_step") < names.index("run")
+    assert text.startswith("is in wait, ")
+
+
+def test_a_thread_that_has_ended_has_no_stack() -> None:
+    blocked = Blocked()
+    with trainer_thread(blocked, blocked) as ident:
+        pass
+    assert wait_until(lambda: stack.read_stack(ident) == [], 10.0)
+    assert stack.doing([]) == ("is in a thread that has ended", None)
+
+
+def test_nothing_that_was_read_stays_alive() -> None:
+    blocked = Blocked()
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def step() -> None:
+        tensor = torch.ones(2)
+        tensors.append(weakref.ref(tensor))
+        blocked()
+
+    calls = SuspendedCalls()
+
+    def run() -> None:
+        calls.start(step, None)
+        calls.close()
+
+    with trainer_thread(run, blocked) as ident:
+        stack.doing(stack.read_stack(ident))
+        assert tensors[0]() is not None
+    assert tensors[0]() is None
+
+
+@pytest.mark.parametrize(
+    ("module", "activity"),
+    [
+        ("torch._inductor.compile_fx", "compiling"),
+        ("lightning_hanayo.checkpoint.save.part", "saving a checkpoint"),
+        ("torch.utils.data.dataloader", "reading from its data loader"),
+    ],
+)
+def test_what_libraries_do_is_named(module: str, activity: str) -> None:
+    blocked = Blocked()
+    library: dict[str, object] = {"__name__": module, "blocked": blocked}
+    exec("def called(): blocked()", library)
+    with trainer_thread(library["called"], blocked) as ident:  # type: ignore[arg-type]
+        text, _ = stack.doing(stack.read_stack(ident))
+    assert text.startswith(f"is {activity}, in wait, ")

@@ -1,0 +1,163 @@
+"""Ranks that train in lockstep, with their monitors, in one thread: what happens next is chosen from outside.
+
+A rank begins a batch by itself, but ends it only once all have begun it, as in a pipeline. Messages of monitors arrive
+in any order; between two answers to a question anything else may happen.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_hanayo.strategy.stopping.stop_together import Decision, StopTogether
+
+Choose = Callable[[int], int]
+"""Returns a number below its argument."""
+
+
+class World:
+    """All ranks, and what can happen next. Each rank trains `num_batches`, and is held in frozen ones."""
+
+    def __init__(self, num_ranks: int, num_batches: int, choose: Choose, *, frozen: int | None = None) -> None:
+        self.choose, self.num_batches, self.frozen = choose, num_batches, frozen
+        self.waiting: list[Callable[[], object]] = []
+        """messages on their way, and threads that have been started"""
+        self.verdict: Any = None
+        self.now = 0.0
+        self.ranks = [Rank(rank, num_ranks, self) for rank in range(num_ranks)]
+
+    def run(self) -> None:
+        """Until nothing more can happen."""
+        idle = 0
+        while idle < 400:  # looks that find nothing
+            moved = self.happen()
+            idle = 0 if moved else idle + 1
+
+    def happen(self) -> bool:
+        """Let one thing happen; return whether anything has changed."""
+        self.now += 0.01
+        number = self.choose(len(self.waiting) + 2 * len(self.ranks))
+        if number < len(self.waiting):
+            self.waiting.pop(number)()
+            return True
+        rank = self.ranks[(number - len(self.waiting)) // 2]
+        if rank.rank == self.frozen:
+            return False
+        return rank.train() if number % 2 else rank.look()
+
+
+class Rank:
+    """One rank: its main thread, and the `Monitors` of its process."""
+
+    def __init__(self, rank: int, num_ranks: int, world: World) -> None:
+        self.rank, self.num_ranks, self.world = rank, num_ranks, world
+        self.handlers: dict[str, Callable[[int, Any], object]] = {}
+        self.answers: dict[str, Callable[[Any], Any]] = {}
+        self.looks: list[Callable[[], object]] = []
+        self.begun = 0
+        self.is_over = False
+        self.stopped_by: Decision | None = None
+        self.disagreed: Decision | None = None
+        self.stop = StopTogether(
+            rank,
+            num_ranks,
+            1,
+            self,
+            check_peers=lambda: None,
+            on_no_agreement=lambda decision: setattr(self, "disagreed", decision),
+        )
+
+    # the main thread
+
+    def train(self) -> bool:
+        """Begin the next batch, if the last one has ended on all ranks."""
+        is_held = self.stop._told_at is not None and self.stop.decision is None
+        if self.is_over or is_held or any(other.begun < self.begun for other in self.world.ranks):
+            return False
+        if self.begun == self.world.num_batches:
+            self.stop.close()
+            self.is_over = True
+            return True
+        self.stopped_by = self.stop.begin((self.begun + 1, 0))
+        self.is_over = self.stopped_by is not None
+        self.begun += not self.is_over
+        return True
+
+    def look(self) -> bool:
+        before = (self.stop.decision, len(self.world.waiting))
+        for function in list(self.looks):
+            function()
+        return before != (self.stop.decision, len(self.world.waiting))
+
+    # the monitor
+
+    @property
+    def arbiter(self) -> int:
+        return 0 if self.world.frozen != 0 else 1
+
+    def state_of(self, rank: int) -> str:
+        return "running"
+
+    def tell(self, kind: str, content: Any) -> None:
+        for other in self.world.ranks:
+            self.world.waiting.append(lambda other=other: other.receive(self.rank, kind, content))  # type: ignore[misc]
+
+    def receive(self, sender: int, kind: str, content: Any) -> None:
+        if kind in self.handlers and self.rank != self.world.frozen:
+            self.handlers[kind](sender, content)
+
+    def on(self, kind: str, handler: Callable[[int, Any], object]) -> Callable[[], None]:
+        self.handlers[kind] = handler
+        return lambda: _remove(self.handlers, kind)
+
+    def answer(self, question: str, function: Callable[[Any], Any]) -> Callable[[], None]:
+        self.answers[question] = function
+        return lambda: _remove(self.answers, question)
+
+    def every(self, seconds: float, function: Callable[[], object]) -> Callable[[], None]:
+        self.looks.append(function)
+        return self.looks.clear
+
+    def ask(self, question: str, content: Any = None, *, timeout: float = 1.0) -> dict[int, Any]:
+        found = {}
+        for other in self.world.ranks:
+            for _ in range(self.world.choose(4)):
+                self.world.happen()
+            if other.rank != self.world.frozen and question in other.answers:
+                found[other.rank] = other.answers[question](content)
+        return found
+
+    def decide(self, topic: str, proposal: Any) -> Any:
+        self.world.verdict = self.world.verdict or proposal
+        return self.world.verdict
+
+    def verdict(self, topic: str) -> Any:
+        return None if self.world.verdict is None else dict(self.world.verdict)
+
+
+class Threads:
+    """Takes the place of the module `threading`: what a thread would run happens some time later."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def Thread(self, target: Callable[..., object], args: tuple[Any, ...], **_: Any) -> Any:
+        class Started:
+            start = staticmethod(lambda: self.world.waiting.append(lambda: target(*args)))
+
+        return Started
+
+
+class Time:
+    """Takes the place of the module `time`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def monotonic(self) -> float:
+        return self.world.now
+
+    def sleep(self, seconds: float) -> None:
+        self.world.now += seconds
+
+
+def _remove(functions: dict[str, Any], name: str) -> None:
+    functions.pop(name, None)

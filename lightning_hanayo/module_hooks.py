@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import UnsupportedError
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OWN_MODULE_ONLY = ("torch.", "transformers.", "peft.", "lightning_hanayo.")
-"""hooks of these packages read and change the module that they are on (weight norm), or do nothing without a request"""
+_OWN_MODULE_ONLY = ("torch.", "transformers.", "peft.", "lightning.pytorch.profilers.", "lightning_hanayo.")
+"""hooks of these packages read, change or time the module that they are on, or do nothing without a request"""
 
 
 def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,8 @@ from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.setup.plan import plan_model
+
+MAX_STEPS = 1000
 
 
 def check(
@@ -69,6 +72,12 @@ def check(
     """
     if steps < 1 or accumulate_grad_batches < 1:
         raise HanayoError(f"steps={steps}, accumulate_grad_batches={accumulate_grad_batches}: expected 1 or more")
+    if steps > MAX_STEPS:
+        raise HanayoError(f"steps={steps}: expected at most {MAX_STEPS}, whose values are all kept and compared")
+    if depth is not None and depth < 1:
+        raise HanayoError(f"depth={depth}: expected a number of blocks from 1 on, or None")
+    if not 0 < timeout < inf:
+        raise HanayoError(f"timeout={timeout}: expected a number of seconds above 0")
     if not isinstance(strategy, HanayoStrategy | None):
         raise HanayoError(f"strategy={strategy!r}: expected a HanayoStrategy")
     if dtype not in (torch.float64, torch.float32):

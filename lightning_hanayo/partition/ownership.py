@@ -97,6 +97,11 @@ class Placeholder(nn.Parameter):
     Its class tells it from a parameter that is on the meta device because it has no values yet.
     """
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take another dtype, but stay on the meta device: a copy of a module that is moved has no values either."""
+        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        return self if dtype in (None, self.dtype) else super().to(dtype=dtype)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Make pickle and deepcopy return a Placeholder, not a plain Parameter."""
         return _restore, (self.data, self.requires_grad, vars(self))

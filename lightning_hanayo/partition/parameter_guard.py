@@ -46,6 +46,8 @@ class ParameterGuard:
         self.device = device
         self.after_step: Callable[[], None] = _ignore
         """called each time when code of a step has run"""
+        self.num_entered = 0
+        """how often user code began or ended: others see that this rank moves"""
         self._own: list[nn.Parameter] = []
         self._guarded: dict[Scope, list[_Guarded]] = {}
         self._placeholder_class = type("GuardedPlaceholder", (GuardedPlaceholder,), {"user_code": self})
@@ -145,6 +147,7 @@ class ParameterGuard:
             for parameter, _, guarded in self._guarded.get(scope, ()):
                 parameter.__class__ = guarded
         self.scope, self.hook_name = scope, hook_name
+        self.num_entered += 1
 
 
 def _ignore() -> None:

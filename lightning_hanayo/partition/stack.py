@@ -61,6 +61,30 @@ def find_stack(model: nn.Module, name: str | None = None) -> Stack:
     return stack
 
 
+def find_stack_if_any(model: nn.Module, name: str | None = None) -> Stack:
+    """The stack; an empty one, if the model has none that a pipeline could cut. One rank needs none.
+
+    Raises:
+        HanayoError: it was named, and isn't there.
+    """
+    try:
+        return find_stack(model, name)
+    except HanayoError:
+        if name is not None:
+            raise
+        return Stack("", (), ())
+
+
+def other_stacks(model: nn.Module, stack: Stack) -> list[Stack]:
+    """The stacks that could be cut too: they have no module in common with `stack`, or with a larger one of them."""
+    seen, found = _modules(stack), []
+    for other in sorted([*_outermost_stacks(model, ""), *_rows(model)], key=_size, reverse=True):
+        if seen.isdisjoint(_modules(other)):
+            seen |= _modules(other)
+            found.append(other)
+    return found
+
+
 def original(module: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` was called with; the module itself if it isn't the result of that."""
     inner = module._modules.get("_orig_mod")
@@ -100,6 +124,10 @@ def _largest_stack(model: nn.Module) -> Stack:
             f"If they are a list of lists, such as [attention, feed-forward], make a module with a forward of each."
         )
     return max(candidates, key=_size)
+
+
+def _modules(stack: Stack) -> set[nn.Module]:
+    return {part for block in stack.blocks for part in block.modules()}
 
 
 def _size(stack: Stack) -> tuple[bool, int]:

@@ -27,6 +27,7 @@ class Batch:
         dry_run_step: the same on all samples that this rank's blocks work on; only with tensor parallelism.
         on_user_code: called with a micro-batch's index each time before its user code starts or continues, and with
             None before a dry run, whose logs and metrics do not count.
+        on_whole_step: called when a step has ended that ran whole, on the only micro-batch, before its backward.
         on_loss: called before a micro-batch's backward with its index, its loss, and the nodes that end the graph of
             the code after the stack.
         inputs: the micro-batches themselves, for self-contained stages, which have no user's step.
@@ -43,6 +44,7 @@ class Batch:
     step: StepFunction | None = None
     dry_run_step: StepFunction | None = None
     on_user_code: Callable[[int | None], None] = lambda _: None
+    on_whole_step: Callable[[], None] = lambda: None
     on_loss: Callable[[int, Tensor, Collection[Node]], None] = lambda *_: None
     inputs: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()

@@ -1,15 +1,20 @@
 """The engine: runs the program of one pipeline rank. It depends on no schedule, model or network backend."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+
+import torch
 
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.message import Message, MessageKey
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
+from lightning_hanayo.runtime.profiling.ranges import action_range
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Communicate, Compute, Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import Stage
+from lightning_hanayo.runtime.values import MadeValues
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.seeds import mix
 
@@ -28,8 +33,12 @@ class Engine:
     trace: Trace
     streams: RandomStreams | None = field(default=None, kw_only=True)
     """the random streams of steps and blocks; None: torch's own generators are left as they are"""
+    values: MadeValues = field(default_factory=MadeValues, kw_only=True)
+    """notes what stages make; it is off unless somebody turns it on"""
     _messages: dict[MessageKey, Message] = field(default_factory=dict, init=False)
     """made on this rank, and not yet sent or used by another stage of this rank"""
+    num_steps: int = field(default=0, init=False)
+    """of all programs, that this rank has run: others see that it moves"""
 
     def __post_init__(self) -> None:
         self._actions = {(n, kind): run for n, stage in self.stages.items() for kind, run in stage.actions().items()}
@@ -48,6 +57,7 @@ class Engine:
             self.streams.begin_pass(number)
         self.trace.begin()
         for step in program.steps:
+            self.num_steps += 1
             if isinstance(step, Compute):
                 self._compute(step, batch)
             elif isinstance(step, Communicate):
@@ -83,7 +93,14 @@ class Engine:
             start = clock.mark()
         if self.streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
             self.streams.begin_action(action.microbatch, action.kind)
-        made = self._actions[action.stage, action.kind](batch, action.microbatch, received)
+        self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)
+        with (
+            self.values.explaining(action.stage) if torch.is_anomaly_enabled() else nullcontext(),
+            action_range(action),
+        ):
+            made = self._actions[action.stage, action.kind](batch, action.microbatch, received)
+        if made is not None and action.kind is not Kind.F:
+            self.values.note_gradients(action.stage, made.tensors)
         if step.output_key is not None and made is not None:
             self._messages[step.output_key] = made
         self.trace.add(action, reached, start)

@@ -29,6 +29,12 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
+def next_number() -> int:
+    """The number of 62 bits that torch's generator would draw next. It is as before."""
+    with torch.random.fork_rng(devices=()):
+        return int(torch.randint(1 << 62, ()))
+
+
 def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
     """Set the generators that there are states of; those of another kind of device are left out."""
     if "torch" in states:

@@ -48,8 +48,13 @@ class SplitBatch:
         return [i for i, piece in enumerate(self.pieces) if piece is not None]
 
     def merge(self, results: Sequence[Any], weights: Sequence[float], *, has_loss: bool) -> Any:
-        """Merge what the step returned for each piece. `has_loss` says whether it was a training step."""
-        kept = self.present
+        """Merge what the step returned for each piece. `has_loss` says whether it was a training step.
+
+        A training step may skip micro-batches by returning None; the result is None if it has skipped all of them.
+        """
+        kept = [i for i in self.present if not (has_loss and results[i] is None)]
+        if not kept:
+            return None
         return microbatches.merge(
             [results[i] for i in kept], self.sizes.of(kept), [weights[i] for i in kept], has_loss=has_loss
         )
@@ -105,6 +110,10 @@ class BatchSplitter(ABC):
         total = self._count(batch, source)
         return PieceSizes([counts], self.rule.batch_dim, are_known=0 < total == sum(counts))
 
+    def num_samples(self, batch: Any) -> int:
+        """The samples of a batch; 0 if it has none by the usual rule."""
+        return self._count(batch, BatchSource())
+
     def _count(self, piece: Any, source: BatchSource) -> int:
         """The samples of a piece by the usual rule; 0 if it has none for it."""
         try:
@@ -148,6 +157,24 @@ class WholeSplitter(BatchSplitter):
     @override
     def _split_by_user(self, batch: Any, pieces: list[Any], source: BatchSource) -> SplitBatch:
         return _whole(pieces, self._sizes(batch, pieces, source))
+
+
+class SingleRankSplitter(WholeSplitter):
+    """For one pipeline rank without others: a batch that can't be cut is one micro-batch, as in one process."""
+
+    _has_warned = False
+
+    @override
+    def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
+        if self.rule.split is not None:
+            return super().split(batch, limit, source)
+        try:
+            return super().split(batch, limit, source)
+        except HanayoError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"batches run whole, as with num_microbatches=1: {error}", stacklevel=2)
+            return super().split(batch, 1, source)
 
 
 class ReplicatedSplitter(WholeSplitter):

@@ -1,37 +1,72 @@
-"""When a rank fails, it writes the cause to the store that all ranks share; the others end soon and quietly."""
+"""When a rank fails, all ranks agree on the first failure; the others end soon and quietly, and one line says why.
 
-import json
+rank 2    KeyError in its step      publish    --+
+rank 1    "connection closed"       waits: no cause of its own
+rank 0    sees that 3 was killed    proposes   --+-->  the monitors' verdict: the first of them, the same on all ranks
+
+verdict, rank 2: KeyError           rank 2 shows its traceback; the others end with `PeerFailed`
+verdict, rank 3 was killed          the rank that has seen it prints the line; all end with `PeerFailed`
+3 s later                           ranks that still run end themselves; stopped ones were ended by a rank of their host
+"""
+
+import atexit
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group, _get_default_store
 
 from lightning_hanayo.errors import HanayoError, PeerFailed
+from lightning_hanayo.monitor.member import Member
+from lightning_hanayo.monitor.monitor import Monitor
+from lightning_hanayo.monitor.parent import PARENT
+from lightning_hanayo.strategy.groups.lost_connection import is_lost_connection, what_was_lost
+from lightning_hanayo.strategy.groups.world_monitor import close_monitor, forget_monitor
 
-_KEY = "hanayo/first_failure"
-_RUNS, _POSITION = "hanayo/runs", "hanayo/position"
 _ENDED = (1 << 62, 0, 0, 0)
 _MISTAKES = (HanayoError, MisconfigurationException)
 """errors that the user can correct"""
-POLL = 0.5
-"""seconds between two looks for a failure elsewhere"""
-GRACE = 5.0
+_WITHOUT_TRACEBACK = (SystemExit, KeyboardInterrupt)
+"""what user code raises to end its process: neither Python nor Lightning shows where"""
+PAUSE = 0.05
+"""seconds without Python's lock at the end of a process"""
+GRACE = 3.0
 """seconds that a rank has to end by itself once another has failed; gloo wakes no rank whose peer is still alive"""
+CAUSE_TIME = 2.0
+"""seconds that a rank whose connection was lost waits for the cause"""
+STOPPED_TIME = 15.0
+"""seconds that a process may be stopped (SIGSTOP, SIGTSTP) while others wait for it"""
+_TO_TELL = 0.5
+"""seconds in which a message reaches all ranks"""
+_LONGEST = 10_000
+"""characters of a cause that other ranks get"""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure: which rank, the cause, and the exit code of the ranks that end because of it."""
+    """The first failure: which rank, what happened, the exit code of the ranks that end because of it.
+
+    Args:
+        rank: the one that has failed.
+        message: what happened, with the rank's name.
+        code: of the other ranks.
+        by: the rank that says so.
+        is_shown: whether the failed rank shows it itself; otherwise the one that says so does.
+    """
 
     rank: int
-    cause: str
+    message: str
     code: int
+    by: int
+    is_shown: bool
 
     def follow(self) -> NoReturn:
         """End without a traceback.
@@ -39,7 +74,7 @@ class Failure:
         Raises:
             PeerFailed: always.
         """
-        raise PeerFailed(f"rank {self.rank}: {self.cause}", self.code) from None
+        raise PeerFailed(self.message, self.code) from None
 
 
 _left: dict[tuple[str, int], tuple[Store, int]] = {}
@@ -53,6 +88,7 @@ def leave_group(address: tuple[str, int]) -> None:
     The store stays: rank 0 serves it to the others, and the next group of these processes meets there, too. NCCL
     would wait for its kernels, of which some wait for other ranks, so all but gloo is aborted.
     """
+    forget_monitor()
     if dist.is_initialized():
         store, count = _left.get(address, (_get_default_store(), 0))
         _left.clear()
@@ -63,8 +99,18 @@ def leave_group(address: tuple[str, int]) -> None:
 
 def leave_at_exit() -> None:
     """When the process ends and nothing has failed: torch warns of NCCL groups that are still there."""
+    close_monitor()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pause_at_exit() -> None:
+    """When the process ends: let gloo's threads release what their last collectives have used.
+
+    They need Python's lock for it. One that waits for the lock while the interpreter ends aborts the process, which has
+    happened in one of 25 runs on a busy machine: a run that had succeeded ended with signal 6 (pytorch #179291).
+    """
+    time.sleep(PAUSE)
 
 
 def store_after_failure(address: tuple[str, int]) -> Store | None:
@@ -74,43 +120,68 @@ def store_after_failure(address: tuple[str, int]) -> Store | None:
 
 
 class Failures:
-    """One rank's view of failures. Made after the process group; keeps the store open, so that others can read it.
+    """One rank's view of the failures of one run. Made on all ranks, once their monitors are linked.
 
     Args:
         rank: this process's.
+        monitor: this rank's.
         abort: called in a thread when another rank has failed: ends this rank's waiting for a GPU, whose kernels wait
             for that rank. gloo needs nothing: it ends transfers when a connection is closed.
     """
 
-    def __init__(self, rank: int, abort: Callable[[], object]) -> None:
-        self.rank = rank
-        self._abort: Callable[[], object] | None = abort
-        self.store = _get_default_store()  # the one rendezvous all ranks have; torch offers it under no public name
-        self.run = self.store.add(f"{_RUNS}/{rank}", 1)
+    def __init__(self, rank: int, monitor: Monitor, abort: Callable[[], object]) -> None:
+        self.rank, self.monitor = rank, monitor
+        self.run = monitor.begin_run()
         self.position = (0, 0, 0, 0)
-        """how far this rank is: it only grows; others can read it"""
-        self._published: tuple[int, ...] = ()
+        """how far this rank is: it only grows; others can ask for it"""
+        self.held_up_by: tuple[int, str] | None = None
+        """if this rank stands still and it is known why: the rank that holds it up, and what that rank does"""
+        self.store = _get_default_store()
+        """the one rendezvous all ranks have; torch offers it under no public name"""
+        self._abort: Callable[[], object] | None = abort
+        self._topic = f"first failure in run {self.run}"
         self._over = threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True, name="hanayo-failure-watch")
-        self._watch.start()
+        self._finished: set[int] = set()
+        """ranks whose run has ended"""
+        monitor.answer("position", self._position_in)
+        self._forget_finished = monitor.on("run over", self._on_run_over)
+        self._remove = [
+            monitor.on("verdict", self._on_verdict),
+            monitor.on("state", self._on_state),
+            monitor.every(1.0, self._look_at_processes),
+        ]
 
     def publish(self, error: BaseException) -> Failure:
-        """Record that this rank fails with `error`; return the first failure of all ranks."""
-        own = Failure(self.rank, f"{type(error).__name__}: {error}", 2 if isinstance(error, _MISTAKES) else 1)
-        try:
-            return _read(self.store.compare_set(_KEY, "", json.dumps(asdict(own))))
-        except RuntimeError:  # rank 0 has ended, and the store with it
-            return Failure(0, "its process ended", 1) if self.rank else own
+        """Record that this rank fails with `error`; return the first failure of all ranks.
+
+        An error that only says that a connection was lost has a cause elsewhere, which comes soon.
+        """
+        if is_lost_connection(error):
+            first = self.monitor.verdict(self._topic, wait=CAUSE_TIME)
+            if first is not None:
+                return Failure(**first)
+            message = f"{self._name(self.rank)} has lost a connection, or waited in vain: {what_was_lost(error)}"
+            rank, cause = self.held_up_by or (self.rank, "")
+            own = Failure(rank, f"{cause}; {message}" if cause else message, 1, self.rank, is_shown=False)
+        elif isinstance(error, _WITHOUT_TRACEBACK):
+            message = f"{self._name(self.rank)} left the run: {error!r}"[:_LONGEST]
+            code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+            own = Failure(self.rank, message, code or 1, self.rank, is_shown=False)
+        else:
+            message = f"{self._name(self.rank)}: {type(error).__name__}: {error}"[:_LONGEST]
+            code = 2 if isinstance(error, _MISTAKES) else 1
+            own = Failure(self.rank, message, code, self.rank, is_shown=True)
+        return Failure(**self.monitor.decide(self._topic, asdict(own)))
 
     def on_transfer(self, error: Exception) -> NoReturn:
         """Called when a transfer failed: end quietly if another rank failed first, else record the error and raise it.
 
         Raises:
-            PeerFailed: another rank failed first.
+            PeerFailed: another rank failed first, or the error says no more than that another one doesn't answer.
             RuntimeError: none did; the transfer's own error.
         """
         first = self.publish(error)
-        if first.rank != self.rank:
+        if first.rank != self.rank or not first.is_shown:
             first.follow()
         raise error
 
@@ -123,7 +194,9 @@ class Failures:
         if isinstance(error, PeerFailed):
             return
         first = self.publish(error)
-        if first.rank != self.rank:
+        if isinstance(error, _WITHOUT_TRACEBACK):
+            return  # each rank that leaves does so with its own exit code
+        if first.rank != self.rank or not first.is_shown:
             first.follow()
         error.failed_first = True  # type: ignore[attr-defined]
 
@@ -133,52 +206,146 @@ class Failures:
         Raises:
             PeerFailed: one has.
         """
-        if self.store.check([_KEY]):
-            first = _read(self.store.get(_KEY))
-            if first.rank != self.rank:
-                first.follow()
+        first = self.first
+        if first is not None and first.rank != self.rank:
+            first.follow()
 
-    def position_of(self, rank: int) -> tuple[int, ...]:
-        """How far another rank was, at most a second ago; () before it has begun this run."""
-        key = f"{_POSITION}/{rank}/{self.run}"
-        return tuple(json.loads(self.store.get(key))) if self.store.check([key]) else ()
+    @property
+    def first(self) -> Failure | None:
+        """The first failure of all ranks, if one has failed."""
+        verdict = self.monitor.verdict(self._topic)
+        return None if verdict is None else Failure(**verdict)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for all: the lowest one that runs, and whose run has not ended."""
+        ranks = (rank for rank in range(self.monitor.num_ranks) if rank not in self._finished)
+        return self.rank == next((rank for rank in ranks if self.monitor.state_of(rank) == "running"), self.rank)
+
+    def fail_for(self, rank: int, what: str, *, code: int = 1) -> None:
+        """Let all ranks end because of what is seen of this one, put after its name. Returns at once."""
+        failure = Failure(rank, f"{self._name(rank)} {what}", code, self.rank, is_shown=False)
+        self.monitor.propose(self._topic, asdict(failure))
+
+    def watch_parent(self, name: str) -> None:
+        """Let all ranks end when the process ends that has started this one. `name`: what it is."""
+
+        def look() -> None:
+            if os.getppid() != PARENT:
+                self.fail_for(self.rank, f"was started by {name}, process {PARENT}, which has ended")
+
+        self._remove.append(self.monitor.every(1.0, look))
+
+    def positions(self) -> dict[int, tuple[int, ...]]:
+        """How far the ranks are that answer, or whose run is over; () before one has begun this run."""
+        answers = self.monitor.ask("position", self.run)
+        over = dict.fromkeys(self._finished, _ENDED)
+        return {rank: tuple(position) for rank, position in answers.items()} | over
 
     def stop(self) -> None:
-        """Stop watching: the run has ended on this rank."""
+        """Stop watching: the run has ended on this rank. Again: do nothing."""
+        if self._over.is_set():
+            return
         self.position = _ENDED
         self._over.set()
-        self._watch.join()
         self._abort = None  # it holds the process groups
+        for remove in self._remove:
+            remove()
+        if self.first is None:  # else it matters which ranks have ended, too
+            self._forget_finished()
+        self.monitor.tell("run over", self.run)
 
-    def _publish_position(self) -> None:
-        if self.position != self._published:
-            self._published = self.position
-            self.store.set(f"{_POSITION}/{self.rank}/{self.run}", json.dumps(self.position))
+    def leave(self) -> None:
+        """After `stop` in a failed run: close the monitor, once the ranks of this host have ended or left, too.
 
-    def _look(self) -> None:
-        try:
-            while not self.store.check([_KEY]):
-                self._publish_position()
-                if self._over.wait(POLL):
-                    self._publish_position()
-                    return
-            first = _read(self.store.get(_KEY))
-        except RuntimeError:  # the store ended with rank 0; gloo's peers notice the closed connection, a GPU doesn't
-            if not self._over.wait(GRACE):
-                self._end_transfers()
+        Those that can't within `GRACE`, because they hold the interpreter's lock, are killed.
+        """
+        if self.monitor.num_ranks > 1:
+            leaving = threading.Thread(target=self._leave, daemon=True, name="hanayo-leave-run")
+            leaving.start()
+            atexit.register(leaving.join, 2 * GRACE)
+        else:
+            self.monitor.close()
+
+    def _leave(self) -> None:
+        deadline = time.monotonic() + GRACE + 1.0  # by then they have ended themselves
+        while self._still_running and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._kill_still_running()
+        self.monitor.close()
+
+    def _kill_stopped(self) -> None:
+        for member in self._still_running:
+            if member.is_stopped:
+                _kill(member)
+
+    def _kill_still_running(self) -> None:
+        for member in self._still_running:
+            _kill(member)
+
+    @property
+    def _still_running(self) -> list[Member]:
+        """Processes of this host whose run has not ended."""
+        return [
+            member
+            for member in self.monitor.members
+            if member.is_beside(self.monitor.member)
+            and member.rank not in self._finished
+            and self.monitor.state_of(member.rank) != "ended"
+        ]
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self.monitor.members[rank].place})"
+
+    def _position_in(self, run: Any) -> tuple[int, ...]:
+        if run == self.run:
+            return self.position
+        return _ENDED if run < self.run else ()
+
+    def _on_run_over(self, sender: int, run: Any) -> None:
+        if run == self.run:
+            self._finished.add(sender)
+
+    def _on_state(self, _: int, __: Any) -> None:
+        self._look_at_processes()
+
+    def _look_at_processes(self) -> None:
+        """A process that ends without having failed or finished is a failure; so is one that stays stopped."""
+        now = time.monotonic()
+        for rank in set(range(self.monitor.num_ranks)) - self._finished - {self.rank}:
+            peer = self.monitor.peer(rank)
+            if peer.state == "ended" and (peer.reason or now - peer.since > 1.0):
+                self.fail_for(rank, peer.reason or "ended while others still ran")
+            elif peer.state == "stopped" and now - peer.since > STOPPED_TIME:
+                self.fail_for(rank, f"was stopped (SIGSTOP or SIGTSTP) {STOPPED_TIME:g} s ago")
+
+    def _on_verdict(self, _: int, content: Any) -> None:
+        if content["topic"] != self._topic:
             return
-        if first.rank == self.rank or self._over.is_set():
-            return
-        self._end_transfers()
-        if not self._over.wait(GRACE):
-            late = f"rank {self.rank} did not end within {GRACE:g} s after rank {first.rank} failed; ending it"
-            print(late, file=sys.stderr)
-            os._exit(first.code)
+        first = Failure(**content["verdict"])
+        if first.by == self.rank:
+            if not first.is_shown:
+                print(first.message, file=sys.stderr, flush=True)
+            self._kill_stopped()
+        if first.rank != self.rank or not first.is_shown:
+            threading.Thread(target=self._end, args=(first,), daemon=True, name="hanayo-end-run").start()
 
-    def _end_transfers(self) -> None:
+    def _end(self, first: Failure) -> None:
         if self._abort is not None:
             self._abort()
+        self._over.wait(_TO_TELL)  # Linux ends with rank 0 the ranks that it has started, also one that is to say why
+        self._kill_stopped()
+        if not self._over.wait(GRACE - _TO_TELL):
+            late = f"rank {self.rank} did not end within {GRACE:g} s after rank {first.rank} failed; ending it"
+            print(late, file=sys.stderr, flush=True)
+            self.monitor.tell("run over", self.run)  # all that can do the same now
+            time.sleep(_TO_TELL)
+            self._kill_still_running()
+            os._exit(first.code)
 
 
-def _read(stored: bytes) -> Failure:
-    return Failure(**json.loads(bytes(stored)))
+def _kill(member: Member) -> None:
+    """End a process of this run that can't end itself."""
+    if member.exists:  # the same that has joined the run, and none that has got its number since
+        with suppress(OSError):
+            os.kill(member.pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_hanayo.partition.missing_values import MissingValues
 from lightning_hanayo.partition.parameter_guard import ParameterGuard, Scope
@@ -32,7 +33,8 @@ _HOOKS = (
 """in which user code alone runs, or calls what enters `ParameterGuard.off`"""
 _ON_FIRST_RANK = frozenset((*_BATCH_HOOKS, *(f"on_{stage}_epoch_end" for stage in _STAGES[1:])))
 """hooks of the module that the pipeline ranks above 0 skip, as they have no data"""
-
+_WRITES = ("write_on_batch_end", "write_on_epoch_end")
+"""what a `BasePredictionWriter` does with predictions"""
 
 _AFTER_BATCHES = (
     *(f"on_{stage}_batch_{when}" for stage in _STAGES for when in ("start", "end")),
@@ -54,6 +56,10 @@ def read_after_epochs(trainer: "pl.Trainer") -> bool:
 
 def _ignore() -> None:
     """Called after a hook that may exist on some ranks only: a callback's, or one that needs data."""
+
+
+def _skip(*_: Any) -> None:
+    """Called where another rank writes the predictions: files with one name would replace each other."""
 
 
 class _GuardedHook:
@@ -118,16 +124,36 @@ def guard_hooks(
         for name in _HOOKS:
             is_alone = owner is module and num_pipe_ranks > 1 and name in _ON_FIRST_RANK
             at_end = end_hook if owner is module and not is_alone else _ignore
-            _guard_hook(owner, name, guard, "alone" if is_alone else "hook", at_end, attributes)
+            guard_hook(owner, name, guard, attributes, "alone" if is_alone else "hook", at_end)
 
 
-def _guard_hook(
+def guard_writers(
+    trainer: "pl.Trainer", guard: ParameterGuard, attributes: TemporaryAttributes, *, writes: bool, is_alone: bool
+) -> None:
+    """Let predictions be written once: by one rank of those that train a copy of the model.
+
+    Args:
+        trainer: whose callbacks write.
+        guard: entered while they do.
+        attributes: restored at the end of the run.
+        writes: whether this is that rank.
+        is_alone: whether it is the only one of several.
+    """
+    for writer in callbacks_of(trainer):
+        for name in _WRITES if isinstance(writer, BasePredictionWriter) else ():
+            if writes:
+                guard_hook(writer, name, guard, attributes, "alone" if is_alone else "hook")
+            else:
+                attributes.set(writer, name, _skip)
+
+
+def guard_hook(
     owner: Any,
     name: str,
     guard: ParameterGuard,
-    scope: Scope,
-    at_end: Callable[[], None],
     attributes: TemporaryAttributes,
+    scope: Scope = "hook",
+    at_end: Callable[[], None] = _ignore,
 ) -> None:
     """Guard one hook, if it is the user's: set on the instance, or defined by a class outside Lightning."""
     is_on_instance = vars(owner).get(name) is not None

@@ -56,6 +56,7 @@ class MicrobatchSteps:
     def note_loss(self, microbatch: int, loss: Any, stop: Any) -> None:
         """Called with each loss before its backward; `stop`: where the code after the stack begins in its graph."""
         self._session.loss_watch.note(self._sizes, microbatch, loss, stop)
+        self._session.values.note_loss(microbatch, loss)
 
     @contextmanager
     def running(self, batch: Batch) -> Iterator[None]:
@@ -63,7 +64,7 @@ class MicrobatchSteps:
         watch = self._session.loss_watch.training(self._sizes) if self._trains else nullcontext()
         with self._log.collecting(), watch, explaining_single_samples(self._trainer.lightning_module, self._sizes):
             yield
-            if self._weights.is_sum:
+            if self._weights.is_sum and batch.has_loss:
                 self._log.add_up([loss_of(batch.results[m]) for m in range(self._split.num_microbatches)])
 
     def merge(self, batch: Batch) -> Any:
@@ -81,7 +82,7 @@ class MicrobatchSteps:
         session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
         apart = keep_collected(session.collections, split, weights, collected)
         session.warn_of_parts(apart, split.num_microbatches)
-        return split.merge(results, weights.in_loss, has_loss=self._trains)
+        return split.merge(results, weights.in_loss, has_loss=self._trains and batch.has_loss)
 
     def _running_step(self, microbatch: int) -> RunningStep:
         piece = self._split.own[microbatch]

@@ -3,16 +3,27 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import prod
+from os import PathLike, fspath
 from pathlib import Path
+from reprlib import repr as repr_of
 from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.planner.layout import check_schedule
 from lightning_hanayo.runtime.batches.plan import BatchRule, SplitFunction
 from lightning_hanayo.schedule import CostModel
+from lightning_hanayo.schedule.number_checks import LARGEST, check_num_actions, is_number, is_size, is_whole
 from lightning_hanayo.strategy.losses.loss_weight import LossWeight
+from lightning_hanayo.topology import MAX_RANKS, cube_sizes
 
 AutoInt = Literal["auto"] | int
+MAX_PIECES = 1024
+"""of a 3-D product: each needs collectives of its own"""
+MAX_TIMEOUT = timedelta(days=365)
+"""which torch can add to its clocks"""
+_FROM_1 = "a whole number from 1 on"
+_SIZES = ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches")
 LOAD_ANYWAY = ("nan", "dtype", "optimizer_state", "samples")
 """what a checkpoint is refused for unless `load_anyway` accepts it"""
 
@@ -49,32 +60,95 @@ class Options:
     save_async: bool = field(compare=False)
     verify_checkpoints: bool = field(compare=False)
     load_anyway: Collection[str] = field(compare=False)
+    nonfinite: Literal["raise", "skip", "ignore"] = field(compare=False)
+    check_replicas: int | None = field(compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_parallel_size", "num_waves", "data_parallel_size", "num_microbatches"):
-            value = getattr(self, name)
-            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise HanayoError(f"{name}={value!r}: expected 'auto' or a whole number from 1 on")
+        self._check_sizes()
         self._choice("cube_outside", ("share", "replicate"))
-        if isinstance(self.balance, str):
-            self._choice("balance", ("parameters", "time"))
         if not callable(self.loss_weight):
             self._choice("loss_weight", ("samples", "tokens", "shifted_tokens", "sum"))
-        if self.activation_budget is not None and self.activation_budget <= 0:
-            raise HanayoError(f"activation_budget={self.activation_budget}: expected a positive number of M_a, or None")
-        if self.cube_pieces < 1:
-            raise HanayoError(f"cube_pieces={self.cube_pieces}: expected a whole number from 1 on")
+        budget = self.activation_budget
+        if budget is not None and (not is_number(budget) or budget == 0):
+            raise HanayoError(f"activation_budget={budget!r}: expected a positive number of M_a, or None")
         self._choice("cube_memory", ("gathered", "shards"))
         self._choice("tied_gradients", ("in_order", "at_once"))
+        self._choice("nonfinite", ("raise", "skip", "ignore"))
         if self.master_weights is not None:
             self._choice("master_weights", ("fp32",))
-        sizes: tuple[Any, ...] = (self.cube,) * 3 if isinstance(self.cube, int) else tuple(self.cube)
-        if len(sizes) != 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
-            raise HanayoError(f"cube={self.cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
         self._names("cube_exclude", "('experts',)")
+        blocks: Any = self.blocks
+        if blocks is not None and (not isinstance(blocks, str) or not blocks):
+            raise HanayoError(f"blocks={blocks!r}: expected the name of the block stack, 'model.layers', or None")
+        self._check_balance()
+        self._check_timeout()
         self._check_batch_rule()
         self._check_folders()
         self._check_checkpoints()
+        self._check_schedule()
+
+    def _check_sizes(self) -> None:
+        for name in _SIZES:
+            if not (isinstance(value := getattr(self, name), str) and value == "auto"):
+                self._whole(name, f"'auto' or {_FROM_1}")
+        self._whole("cube_pieces", _FROM_1, most=MAX_PIECES)
+        if self.cube_tokens is not None:
+            self._whole("cube_tokens", f"{_FROM_1}, or None")
+        if self.check_replicas is not None:
+            self._whole("check_replicas", f"{_FROM_1}, or None")
+        self._whole("batch_dim", "a whole number from 0 on", least=0)
+        cube: Any = self.cube
+        if not is_size(cube) and not (isinstance(cube, (tuple, list)) and len(cube) == 3 and all(map(is_size, cube))):
+            raise HanayoError(f"cube={cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
+        self._set("cube", int(cube) if is_size(cube) else tuple(map(int, cube)))
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        """Refuse what no machine has, and schedules that take minutes to make, by the least that is known of them."""
+        sizes = {name: getattr(self, name) for name in _SIZES if getattr(self, name) != "auto"}
+        known = dict.fromkeys(_SIZES, 1) | sizes
+        ranks = known["pipeline_parallel_size"] * known["data_parallel_size"] * prod(cube_sizes(self.cube))
+        if ranks > MAX_RANKS:
+            raise HanayoError(
+                f"pipeline_parallel_size x data_parallel_size x cube are at least {ranks:,} ranks, and at most "
+                f"{MAX_RANKS:,} can be"
+            )
+        stages_per_rank = 2 * known["num_waves"] if known["num_waves"] > 1 else 1
+        try:
+            check_num_actions(known["pipeline_parallel_size"], known["num_microbatches"], stages_per_rank)
+        except HanayoError as error:
+            sizes.pop("data_parallel_size", None)
+            raise HanayoError(f"{', '.join(f'{name}={size}' for name, size in sizes.items())}: {error}") from None
+
+    def _check_balance(self) -> None:
+        if isinstance(self.balance, str):
+            return self._choice("balance", ("parameters", "time"))
+        try:
+            costs = tuple(self.balance)
+        except TypeError:
+            costs = ()
+        if not costs or not all(is_number(cost) and cost <= LARGEST for cost in costs):
+            raise HanayoError(
+                f"balance={repr_of(self.balance)}: expected 'parameters', 'time', or one finite number of at least 0 "
+                f"per block"
+            )
+        return self._set("balance", tuple(map(float, costs)))
+
+    def _check_timeout(self) -> None:
+        value: Any = self.timeout
+        seconds = value.total_seconds() if isinstance(value, timedelta) else value
+        if not is_number(seconds) or not 0 < seconds <= MAX_TIMEOUT.total_seconds():
+            raise HanayoError(
+                f"timeout={value!r}: expected a timedelta or a number of seconds, above 0 and at most "
+                f"{MAX_TIMEOUT.days} days"
+            )
+        self._set("timeout", timedelta(seconds=float(seconds)))
+
+    def _check_schedule(self) -> None:
+        if isinstance(self.schedule, PathLike):
+            self._set("schedule", fspath(self.schedule))
+        if not isinstance(self.schedule, str):
+            raise HanayoError(f"schedule={self.schedule!r}: expected a name, the path of a CSV table, or 'auto'")
         check_schedule(self.schedule)
 
     @property
@@ -91,7 +165,7 @@ class Options:
     def _check_folders(self) -> None:
         value: Any = self.init_from
         paths = [*value, *value.values()] if isinstance(value, Mapping) else [value]
-        if not all(path is None or isinstance(path, (str, Path)) for path in paths):
+        if not all(path is None or (isinstance(path, (str, Path)) and str(path)) for path in paths):
             raise HanayoError(
                 f"init_from={value!r}: expected a folder with model.safetensors, a dictionary of such folders by the "
                 f"names of the modules they are for, or None"
@@ -114,13 +188,10 @@ class Options:
                 )
 
     def _check_batch_rule(self) -> None:
-        dim: Any = self.batch_dim
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-            raise HanayoError(f"batch_dim={self.batch_dim!r}: expected a whole number from 0 on")
-        if dim and self.loss_weight == "shifted_tokens":
+        if self.batch_dim and self.loss_weight == "shifted_tokens":
             raise HanayoError(
-                f"loss_weight='shifted_tokens' needs labels [batch, seq], but batch_dim={dim}. Set loss_weight=lambda "
-                f"micro_batch: int((micro_batch['labels'][1:] != -100).sum())"
+                f"loss_weight='shifted_tokens' needs labels [batch, seq], but batch_dim={self.batch_dim}. Set "
+                f"loss_weight=lambda micro_batch: int((micro_batch['labels'][1:] != -100).sum())"
             )
         if self.split_batch is not None and not callable(self.split_batch):
             raise HanayoError(
@@ -134,7 +205,19 @@ class Options:
         if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(one, str) for one in names):
             raise HanayoError(f"{name}={names!r}: expected a sequence of names, such as {example}")
 
+    def _whole(self, name: str, expected: str, *, least: int = 1, most: int | None = None) -> None:
+        """Check a whole number, also one of NumPy, which becomes Python's."""
+        value = getattr(self, name)
+        if not is_whole(value) or value < least:
+            raise HanayoError(f"{name}={value!r}: expected {expected}")
+        if most is not None and value > most:
+            raise HanayoError(f"{name}={value!r}: expected at most {most:,}")
+        self._set(name, int(value))
+
     def _choice(self, name: str, choices: tuple[str, ...]) -> None:
         value: Any = getattr(self, name)
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise HanayoError(f"{name}={value!r} is unknown; {nearest(str(value), choices)}")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)

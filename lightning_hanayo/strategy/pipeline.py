@@ -114,6 +114,11 @@ class Pipeline:
             self.engine, self.relay, self.layout.table, self.user_step, self.gather_in_cube, self.step_state.end_pass
         )
 
+    @property
+    def runs_whole_batches(self) -> bool:
+        """Whether the step runs in one piece, on whole batches."""
+        return self.layout.num_stages == 1 and self.layout.num_microbatches == 1
+
     def split(self, batch: Any, source: BatchSource) -> SplitBatch:
         """Cut a batch into micro-batches: as many as the layout has, or as it has samples."""
         return self.splitter.split(batch, self.layout.num_microbatches, source)
@@ -169,6 +174,7 @@ class Pipeline:
         with (
             self.random_streams.batch(key) if self.random_streams is not None else nullcontext(),
             self.step_state.watched(num_microbatches) if trains else nullcontext(),
+            self.engine.values.batch(is_last=reduce) if trains else nullcontext(),
         ):
             if trains:
                 self._passes.train(batch, num_microbatches, is_first=is_first)

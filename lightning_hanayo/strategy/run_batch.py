@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
 from lightning_hanayo.runtime.batch import Batch
-from lightning_hanayo.runtime.stages.first_last import loss_of
+from lightning_hanayo.runtime.profiling.ranges import is_profiling
+from lightning_hanayo.runtime.stages.first_last import find_loss, loss_of
 from lightning_hanayo.strategy.lightning import precision, progress, user_hooks
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch, source_of
 from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
@@ -41,13 +42,25 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
         pipeline.parameters,
         accumulates=continues,
         keeps_old=user_hooks.reads_old_gradients(trainer),
+        shows_old=pipeline.runs_whole_batches,
         separate=separate,
         scales=scales,
         finish=pipeline.reduce_gradients if separate and steps else None,
         unguarded=session.guard.off,
     )
-    result = _run(session, trainer, batch, step, loss_scale=loss_scale, trains=True, reduce=steps and not separate)
+    result = _run(
+        session,
+        trainer,
+        batch,
+        step,
+        loss_scale=loss_scale,
+        trains=True,
+        reduce=steps and not separate,
+        on_whole_step=deferred.end_step,
+    )
     deferred.stash()
+    if session.topology.replica_size == 1 and find_loss(result) is None:
+        return result  # Lightning skips the batch, or refuses what is no loss
     loss = loss_of(result) if pipeline.rank == 0 else torch.zeros((), device=session.device)
     if session.topology.replica_size > 1:
         if trainer.should_stop != stopping:
@@ -57,6 +70,24 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     result = _hand_over(session, result, batch)
     expected = progress.expected_gradient(trainer, loss_scale)
     return _with_loss(result, deferred.surrogate_loss(loss.reshape(()), expected).reshape(loss.shape))
+
+
+def train_manually(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
+    """Run a step of manual optimization, with its backwards and optimizer steps. Called by all ranks, which are single.
+
+    Returns:
+        What the step returned.
+    """
+    return _hand_over(session, _run(session, trainer, batch, step, trains=True, has_loss=False), batch)
+
+
+def average_gradients(session: Session) -> None:
+    """After a backward of manual optimization: give all data ranks the mean of their gradients. Called by all."""
+    if session.topology.data > 1:
+        session.pipeline.reduce_gradients()
+        trained = [parameter for parameter in session.pipeline.parameters if parameter.requires_grad]
+        for gradient in (parameter.grad for parameter in trained if parameter.grad is not None):
+            gradient.div_(session.topology.data)
 
 
 def evaluate(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
@@ -71,8 +102,10 @@ def _run(
     step: UserStep,
     *,
     trains: bool,
+    has_loss: bool = True,
     loss_scale: Tensor | None = None,
     reduce: bool = False,
+    on_whole_step: Callable[[], None] = lambda: None,
 ) -> Any:
     """Run a batch and merge what the step returned; None above pipeline rank 0."""
     pipeline = session.pipeline
@@ -94,9 +127,11 @@ def _run(
         step=lambda m: step(split.step_inputs[m]),
         dry_run_step=lambda m: step(split.block_input(m)),
         on_user_code=microbatch_steps.enter,
+        on_whole_step=on_whole_step,
         on_loss=microbatch_steps.note_loss,
         loss_weights=[weights.in_gradient[piece] * progress.share_of_step(trainer) for piece in split.own],
         loss_scale=loss_scale,
+        has_loss=has_loss,
     )
     with microbatch_steps.running(running), session.norms.batch():
         key = progress.batch_key(trainer)
@@ -109,6 +144,8 @@ def _hand_over(session: Session, result: Any, batch: Any) -> Any:
     received = session.hand_over.after_batch(outputs=result, batch=batch)
     if isinstance(batch, PlaceholderBatch):
         batch.content = received["batch"]
+    if is_profiling():
+        session.finish_sends()
     return received["outputs"]
 
 

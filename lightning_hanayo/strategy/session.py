@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -20,23 +21,36 @@ from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.runtime.comm.transport import Transport
+from lightning_hanayo.runtime.generators import next_number
 from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.runtime.random_streams import RandomStreams
+from lightning_hanayo.runtime.values import MadeValues
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import guarded_hooks
+from lightning_hanayo.strategy.callbacks import finetuning
+from lightning_hanayo.strategy.callbacks.averages import Averages
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.failure import Failures
+from lightning_hanayo.strategy.hangs.own_status import OwnStatus
+from lightning_hanayo.strategy.hangs.waits_in_stack import WaitFinder
+from lightning_hanayo.strategy.hangs.watch import HangWatch
 from lightning_hanayo.strategy.lightning import (
     loaders,
+    optimizers,
     precision,
+    progress,
     shared_metrics,
-    signals,
     torchmetrics_state,
     user_hooks,
 )
+from lightning_hanayo.strategy.lightning.inspection import model_summary, pytorch_profiler, throughput
+from lightning_hanayo.strategy.lightning.loops.inference import keep_inference_mode
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
+from lightning_hanayo.strategy.nonfinite.check import NonFiniteCheck, RankNames
+from lightning_hanayo.strategy.nonfinite.origin import BlockNames
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_values
@@ -49,7 +63,7 @@ from lightning_hanayo.strategy.setup.build_pipeline import (
 from lightning_hanayo.strategy.setup.checks import warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.compiled_code import run_uncompiled
 from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for
+from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import check_same_folders, was_read
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
@@ -59,9 +73,10 @@ from lightning_hanayo.strategy.user_code.collected import Collections
 from lightning_hanayo.strategy.user_code.collectives import connect_collectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.user_code.merge_collected import warn_of_parts
-from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
+from lightning_hanayo.strategy.whole_model import lbfgs, norm_functions, removed_gradients
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
 from lightning_hanayo.strategy.whole_model.master_weights import MasterWeights
+from lightning_hanayo.strategy.whole_model.replica_check import ReplicaCheck
 from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
 from lightning_hanayo.topology import Topology
 
@@ -70,11 +85,18 @@ class Session:
     """Lives for one fit, validate, test or predict: made when the processes are connected, closed at teardown."""
 
     def __init__(
-        self, options: Options, topology: Topology, groups: ProcessGroups, *, rank: int, device: torch.device
+        self,
+        options: Options,
+        topology: Topology,
+        groups: ProcessGroups,
+        failures: Failures,
+        *,
+        rank: int,
+        device: torch.device,
     ) -> None:
         self.topology = topology
         self.device = device
-        self.failures = Failures(rank, groups.factory.abort)
+        self.failures = failures
         self.attributes = TemporaryAttributes()
         self.guard = ParameterGuard(device)
         self.pipe_relay = self._relay(groups.pipe_ranks, groups)
@@ -83,6 +105,7 @@ class Session:
         self.votes = StepVotes(self.replica_relay, rank, self.guard.off)
         self.rank = rank
         self.samples = SampleCount()
+        self.values = MadeValues(is_watched=options.nonfinite != "ignore")
         self.seed = 0
         """of the random streams, the same on all ranks"""
         self._options = options
@@ -90,8 +113,12 @@ class Session:
         self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
         self._pipeline: Pipeline | None = None
         self._norms: GradientNorms | None = None
+        self._nonfinite: NonFiniteCheck | None = None
+        self._replica_check: ReplicaCheck | None = None
         self._loss_watch: LossWatch | None = None
         self._has_trained = False
+        self._number: int | None = None
+        """what torch's generator would have drawn when the run began, if its random numbers depend on that"""
         self._loss_weight = options.loss_weight
         self._collections: Collections | None = None
         self._hand_over: HandOver | None = None
@@ -104,8 +131,18 @@ class Session:
         self.cube: Cube | None = None
         self._master_weights: MasterWeights | None = None
         self._is_open = True
+        self._hangs: HangWatch | None = None
+        self.averages = Averages(options)
+        self._for_summaries: object = None
         self._released: list[nn.Parameter] = []
         """what was guarded after the run before this one"""
+
+    def watch_hangs(self, trainer: "pl.Trainer") -> None:
+        """From now on until the run ends: report it if no rank moves. Called in the thread that runs the Trainer."""
+        if self.topology.world_size > 1:
+            finder = WaitFinder(self.rank, self.topology)
+            own = OwnStatus(finder, self._num_actions, lambda: self._place_in_run(trainer), self._transports)
+            self._hangs = HangWatch(self.failures, own, self._options.timeout)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -116,6 +153,16 @@ class Session:
     def norms(self) -> GradientNorms:
         """Norms over the whole model's gradients."""
         return available(self._norms, "norms of the whole model exist once the Trainer has set up the model")
+
+    @property
+    def nonfinite(self) -> NonFiniteCheck:
+        """Keeps NaN and infinite gradients away from the weights."""
+        return available(self._nonfinite, "gradients are looked at once the Trainer has set up the model")
+
+    @property
+    def replica_check(self) -> ReplicaCheck:
+        """Compares parameters that several ranks hold."""
+        return available(self._replica_check, "copies are compared once the Trainer has set up the model")
 
     @property
     def loss_watch(self) -> LossWatch:
@@ -178,8 +225,12 @@ class Session:
         if not was_read(module):
             check_same_folders(self._options.init_folders.values(), verify=self._options.verify_checkpoints)
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
+        if prepared.ownership is None:  # later runs of a module leave the same stacks whole
+            report_plan(module, plan, self._options, self.topology)
         if values is not None:
             values.check(module, prepared.cube)
+        is_cut, cuts = prepared.ownership is not None, self.topology.replica_size > 1
+        self._for_summaries = model_summary.keep_whole(module, is_cut=is_cut, cuts=cuts)
         if self.topology.replica_size > 1:
             run_uncompiled(module, plan.stack, self.attributes, cube=_block_kind(plan, prepared))
         seed = self.seed = broadcast_object(torch.initial_seed())
@@ -209,6 +260,10 @@ class Session:
         if self.topology.replica_size > 1:
             norm_functions.start(self._norms)
         raw_collectives.start(self._raw)
+        self._replica_check = self._check_of_replicas(module)
+        self._nonfinite = look = self._check_of_gradients(trainer, module)
+        plugin, attributes = trainer.precision_plugin, self.attributes
+        precision.call_before_steps(plugin, attributes, look.before_step, on_unscaled=look.after_unscaling)
 
     def _prepare(self, module: "pl.LightningModule") -> PreparedModel:
         """Let the module be used again; if this is a run on another layout, make it whole on all ranks first."""
@@ -234,6 +289,14 @@ class Session:
         if values is not None:
             with self._master_weights.in_use():
                 values.put_in(module, self.cube)
+
+    def share_lbfgs(self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]) -> None:
+        """Let LBFGS compute with the whole model. Called by all ranks, once the optimizers are set up."""
+        if module.automatic_optimization:
+            by_samples = self._options.loss_weight in ("samples", "sum")
+            number_of = None if self.cube is None else self.cube.replica
+            groups, topology = self._groups, self.topology
+            lbfgs.use_whole_model(optimizers, groups, topology, number_of=number_of, by_samples=by_samples)
 
     def master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""
@@ -277,6 +340,8 @@ class Session:
         if not self._is_open:
             return
         self._is_open = False
+        if self._number == next_number():  # no loader has drawn from it, and the next run needs other numbers
+            torch.randint(1, ())
         self.failures.stop()
         self.attributes.restore()
         self._stop_whole_model()
@@ -287,6 +352,14 @@ class Session:
         if self._pipeline is not None:
             self._pipeline.close()
             restore_forwards(self._pipeline)
+        if self._hangs is not None:
+            self._hangs.finish()
+
+    def finish_sends(self) -> None:
+        """Wait until all is sent: a send that ends when torch's profiler has stopped would use memory that it freed."""
+        for relay in self._relays:
+            relay.finish()
+        self.pipeline.engine.channel.finish()
 
     def abandon(self) -> None:
         """End the run after a failure, without waiting for other ranks.
@@ -295,6 +368,7 @@ class Session:
         for this one only when its connections are closed.
         """
         self._is_open = False
+        self.stop_watching()
         self._open_groups = None
         self.collectives.forget()
         self.failures.stop()
@@ -312,14 +386,25 @@ class Session:
     def guard_module(self) -> None:
         """The last act of a run: user code may use of the module what is whole on this rank, and no more."""
         after_run.guard(self.guard.end() or self._released)
+        self.averages.close()
         if self.cube is not None:
             self.cube.close()
+
+    def stop_watching(self) -> None:
+        """Report nothing more: another run begins, or this one has failed."""
+        if self._hangs is not None:
+            self._hangs.stop()
+            self._hangs = None
 
     def _stop_whole_model(self) -> None:
         raw_collectives.stop(self._raw)
         if self._norms is not None:
             norm_functions.stop(self._norms)
             self._norms.close()
+        if self._nonfinite is not None:
+            self._nonfinite.close()
+        if self._replica_check is not None:
+            self._replica_check.close()
 
     @property
     def _groups(self) -> ProcessGroups:
@@ -328,6 +413,17 @@ class Session:
     @property
     def _relays(self) -> tuple[Relay, ...]:
         return tuple({id(relay): relay for relay in (self.pipe_relay, self.replica_relay)}.values())
+
+    def _transports(self) -> list[Transport]:
+        engine = [self.pipeline.engine.channel.transport] if self.has_pipeline else []
+        return [relay.transport for relay in self._relays] + engine
+
+    def _num_actions(self) -> int:
+        """Grows with all that this rank does."""
+        return self.guard.num_entered + (self.pipeline.engine.num_steps if self.has_pipeline else 0)
+
+    def _place_in_run(self, trainer: "pl.Trainer") -> str:
+        return progress.place_in_run(trainer) if self.has_pipeline else "set-up"
 
     def _relay(self, ranks: tuple[int, ...], groups: ProcessGroups) -> Relay:
         control = groups.control if ranks == groups.pipe_ranks else groups.replica
@@ -347,6 +443,7 @@ class Session:
             self.failures.on_transfer,
             seed,
             streams,
+            self.values,
             given,
         )
 
@@ -359,12 +456,14 @@ class Session:
     def _random_streams(self, trainer: "pl.Trainer", layout: Layout, seed: int) -> RandomStreams | None:
         """None where nothing is cut: there torch's own generators give the numbers that a plain Trainer draws.
 
-        Outside `fit` no step counter tells one run from the next, so each run takes a new seed from torch's generator.
+        Outside `fit` no step counter tells one run from the next, so each run takes a seed from the state of torch's
+        generator, which reading data changes.
         """
         if self.topology.world_size == 1 and layout.num_microbatches == 1:
             return None
         if trainer.state.fn != TrainerFn.FITTING:
-            seed = broadcast_object(seed_of(seed, int(torch.randint(1 << 62, ()))))
+            self._number = next_number()
+            seed = broadcast_object(seed_of(seed, self._number))
         place = self.cube.sample_rank if self.cube is not None else 0
         return RandomStreams(seed, self._data_rank, self.device, cube_rank=place)
 
@@ -378,7 +477,8 @@ class Session:
             pipe_rank=self._pipe_rank,
             end_hook=self.progress.end_hook,
         )
-        signals.keep_sigterm_local(trainer, attributes)
+        several, first = self.topology.replica_size > 1, self.replica_relay.transport.rank == 0
+        guarded_hooks.guard_writers(trainer, self.guard, attributes, writes=first, is_alone=several)
         computes, warns = self._pipe_rank == 0, self.topology.data > 1
         # The ranks of a cube log the same values: rank 0's are used for all of them.
         shared_metrics.share_metrics(
@@ -389,16 +489,18 @@ class Session:
             warns=warns,
             at_epoch_end=self._at_epoch_end,
         )
+        keep_inference_mode(trainer, attributes)
         if self.topology.world_size > 1:
             vote_on_steps(module, attributes)
-            precision.agree_on_infinities(trainer.precision_plugin, attributes)
         if self.topology.replica_size > 1:
             removed_gradients.agree_after_hooks(trainer, module, attributes)
+            finetuning.compare_whole_parameters(trainer, self.guard, attributes, self.cube)
         torchmetrics_state.sync_metrics_over(module, self._groups.metrics, attributes)
         if self._pipe_rank > 0:
             loaders.skip_hooks_without_data(module, attributes)
-        if self.topology.replica_size > 1:  # summaries and graphs would run the model outside a step
-            attributes.set(module, "example_input_array", None)
+        if self.pipeline.layout.num_stages > 1:
+            pytorch_profiler.follow_steps(trainer, self.pipeline.ownership.stack, attributes)
+        throughput.count_batches_once(trainer, self.topology)
 
     def _watch_losses(self, module: "pl.LightningModule") -> LossWatch:
         return LossWatch(
@@ -422,6 +524,39 @@ class Session:
     def _at_epoch_end(self) -> None:
         self.progress.end_epoch()
         self.hand_over.at_epoch_end()
+
+    def _check_of_gradients(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> NonFiniteCheck:
+        own = set(self.pipeline.parameters)
+        return NonFiniteCheck(
+            self._options.nonfinite,
+            RankNames(self.rank, self.topology.place, self._block_names),
+            self.values,
+            {name: parameter for name, parameter in module.named_parameters() if parameter in own},
+            self.norms,
+            self._groups,
+            num_steps=lambda: trainer.global_step,
+            is_search=partial(optimizers.searches_rate, trainer),
+        )
+
+    @property
+    def _block_names(self) -> BlockNames:
+        ownership = self.pipeline.ownership
+        return BlockNames(ownership.stack.block_names, ownership.stages)
+
+    def _check_of_replicas(self, module: "pl.LightningModule") -> ReplicaCheck:
+        cube, groups = self.cube, self._groups
+        among = (groups.data_control, None if groups.cube is None else groups.cube.whole)
+        return ReplicaCheck(
+            self._options.check_replicas,
+            {
+                (name, "" if cube is None else str(cube.region(parameter))): parameter
+                for name, parameter in module.named_parameters()
+                if not parameter.is_meta
+            },
+            [group for group in among if group is not None],
+            self._block_names.stage_of,
+            self.topology.place,
+        )
 
     def _make_norms(self, module: "pl.LightningModule") -> GradientNorms:
         shards = None if self.cube is None else self.cube.num_replicas

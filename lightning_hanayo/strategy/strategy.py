@@ -29,6 +29,7 @@ from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import run_batch
+from lightning_hanayo.strategy.callbacks.averages import ShardingOfCopy
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.checkpoints.load import Checkpoint, read_checkpoint
 from lightning_hanayo.strategy.checkpoints.load_optimizers import load_optimizers
@@ -38,19 +39,29 @@ from lightning_hanayo.strategy.checkpoints.saving import free_names, own_state
 from lightning_hanayo.strategy.checkpoints.saving.before_training import check_plugin, check_saving
 from lightning_hanayo.strategy.checkpoints.saving.collect import CutModel
 from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
-from lightning_hanayo.strategy.lightning.loaders import check_sampler, wrap_loader
+from lightning_hanayo.strategy.checkpoints.start import check_start
+from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
+from lightning_hanayo.strategy.lightning.loops.batch_size_search import end_searches_on_failure
+from lightning_hanayo.strategy.lightning.loops.loader_counts import agree_on_counts
+from lightning_hanayo.strategy.lightning.loops.validation_times import validate_together
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
+from lightning_hanayo.strategy.restarts.error_file import write_error_file
+from lightning_hanayo.strategy.restarts.restarts import Restarts
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import check_run
+from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import check_optimizers, refuse_partial_states
 from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
+from lightning_hanayo.strategy.stopping.end_run import report_of
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
+from lightning_hanayo.strategy.whole_model import lbfgs
 from lightning_hanayo.strategy.whole_model.saves_on_exception import SavesOnException
+from lightning_hanayo.strategy.whole_model.stops_on_signal import StopsOnSignal
 
 
 class HanayoStrategy(MeshParallelStrategy):
@@ -100,7 +111,7 @@ class HanayoStrategy(MeshParallelStrategy):
             None: 2048.
         cube_exclude: names of modules in blocks whose linear layers stay whole while a batch runs, with those inside
             them, such as "experts" or "mlp.extra": layers that some samples skip, which not all ranks of a cube call.
-        timeout: how long a transfer may take before it counts as failed.
+        timeout: how long a transfer may take before it counts as failed: a timedelta, or a number of seconds.
         batch_dim: the dimension of the samples in a batch's tensors, 1 if they are sequence-first, [seq, batch, ...].
             Tensors without it are cut along dimension 0, labels [batch]; and so are tensors with fewer dimensions than
             others that have the number of samples only there, masks [batch, seq].
@@ -129,6 +140,13 @@ class HanayoStrategy(MeshParallelStrategy):
         load_anyway: what is accepted, with a warning, instead of refused when a checkpoint is loaded: "nan", NaN or
             infinite weights; "dtype", weights that are converted; "optimizer_state", missing states, which start anew;
             "samples", another number of samples per optimizer step.
+        nonfinite: what happens before an optimizer step if a gradient on any rank is NaN or infinite: "raise", all
+            ranks raise one `NonFiniteError` that says where the first such value was made; "skip", no rank steps, and a
+            warning says so; "ignore", the optimizer steps, as in a plain Trainer. A gradient scaler ("16-mixed") skips
+            its own steps; "raise" then is about losses, and scales that have become useless.
+        check_replicas: after how many optimizer steps ranks that hold the same parameters (data ranks; in a cube, those
+            with the same part) compare hashes of them, again and again. A difference is an error on all ranks, which
+            names the first parameter that differs. None: they aren't compared.
 
     Raises:
         HanayoError: a bad value, or sizes that don't multiply to the number of processes; before any of them starts.
@@ -155,7 +173,7 @@ class HanayoStrategy(MeshParallelStrategy):
         cube_tokens: int | None = None,
         cube_exclude: Sequence[str] = ("experts",),
         costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta | float = timedelta(minutes=30),
         batch_dim: int = 0,
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         whole: Sequence[str] = (),
@@ -166,13 +184,17 @@ class HanayoStrategy(MeshParallelStrategy):
         save_async: bool = False,
         verify_checkpoints: bool = True,
         load_anyway: Collection[str] = (),
+        nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        check_replicas: int | None = None,
     ) -> None:
         arguments = locals() | {"costs": costs_from(costs)}
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._session: Session | None = None
         self._saves_on_exception: SavesOnException | None = None
+        self._stops_on_signal: StopsOnSignal | None = None
         self._resume: Resume | None = None
         self._checkpoints: Checkpoints | None = None
+        self._restarts: Restarts | None = None
         self._names_at_start: dict[Tensor, str] = {}
         self._accumulates = False
         self._kept: KeptValues | None = None
@@ -181,7 +203,16 @@ class HanayoStrategy(MeshParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process and its run (threads, groups, connections): a run makes it anew."""
         state: dict[str, Any] = super().__getstate__()
-        of_run = ("_groups", "_session", "_checkpoints", "_saves_on_exception", "_resume")
+        of_run = (
+            "_groups",
+            "_failures",
+            "_session",
+            "_checkpoints",
+            "_saves_on_exception",
+            "_stops_on_signal",
+            "_resume",
+            "_restarts",
+        )
         return state | dict.fromkeys(of_run) | {"_names_at_start": {}}
 
     @property
@@ -212,9 +243,10 @@ class HanayoStrategy(MeshParallelStrategy):
     # set-up
 
     @override
-    def check_before_launch(self, trainer: "pl.Trainer") -> None:
+    def check_before_launch(self, trainer: "pl.Trainer", ckpt_path: Any = None) -> None:
         """Called before any process starts."""
         self._check(trainer)
+        check_start(ckpt_path, trainer, self.checkpoint_io)
         # Ranks that were started may find a folder missing on their node: they say so once all ranks can hear it.
         options = self.options if self.global_rank == 0 else replace(self.options, init_from=None)
         prepared = self._prepared_module
@@ -236,19 +268,37 @@ class HanayoStrategy(MeshParallelStrategy):
         super().setup_environment()
         self._kept = self._resume = None  # of a run that has failed
         self.connect_processes()
+        if self._session is not None:
+            self._session.stop_watching()
         self._session = Session(
-            self.options, self.topology, self.groups, rank=self.global_rank, device=self.root_device
+            self.options, self.topology, self.groups, self.failures, rank=self.global_rank, device=self.root_device
         )
+        self._session.watch_hangs(self.module.trainer)
+        if self.world_size > 1:
+            agree_on_counts(self.module.trainer, self._session.attributes, self.global_rank, lambda: self.groups)
+            end_searches_on_failure(self.module.trainer, self._session.attributes, self.global_rank)
+            validate_together(self.module.trainer, self._session.attributes)
         self._checkpoints = Checkpoints(self.options, self.topology, self.global_rank, self.groups, self.checkpoint_io)
         self._saves_on_exception = SavesOnException(
             self.module.trainer,
-            self._session.failures,
+            self.failures,
             self.world_size,
-            end_run=self._end_run,
             finish=self._checkpoints.finish,
+            newest=lambda: self.checkpoints.newest,
         )
         self._saves_on_exception.adapt_callbacks(self._session.attributes)
+        if self.topology.replica_size > 1:
+            self._session.averages.adapt_callbacks(self.module.trainer, self._session.attributes)
         free_names.adapt_callbacks(self.module.trainer, self._checkpoints, self._session.attributes)
+        self._stops_on_signal = StopsOnSignal(
+            self.module.trainer,
+            self.failures,
+            self.topology,
+            self.root_device,
+            self._session.attributes,
+            finish=self._checkpoints.finish,
+        )
+        self._restarts = Restarts.begin(self.module.trainer, self.topology, self.global_rank, self._session.attributes)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -256,15 +306,21 @@ class HanayoStrategy(MeshParallelStrategy):
         with self._unguarded():
             if self._kept is not None:
                 self._kept.drop_replaced(self.module)
+            self._kept = self.session.averages.loaded(self.module) or self._kept
             self.model = self.precision_plugin.convert_module(self.module)
+            if trainer.state.fn == TrainerFn.FITTING and self.topology.data > 1:  # one rank's are over all already
+                self.synchronize_batchnorm(self.model)
         self._check(trainer)  # again, for a model that `configure_model` has built since
         self.session.set_up(trainer, self.module, self._kept)
+        if self.topology.replica_size > 1:
+            self.session.averages.cut(self.module, self.session.cube, self._state_of)
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers)
             refuse_partial_states(self.optimizers)
             check_optimizers(self.optimizers, self.topology)
+            self.session.share_lbfgs(self.module, self.optimizers)
         self.setup_precision_plugin()
         if fits:
             move_optimizers(self.optimizers, self.root_device)
@@ -293,14 +349,24 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         check_sampler(dataloader, num_data=self.topology.data, num_ranks=self.topology.world_size)
+        if self._session is not None:  # user code may ask a loop for its loaders before any run
+            end_workers_with_process(dataloader, self.global_rank, self._session.attributes)
         get_cube = self._cube_group if prod(self.topology.cube) > 1 else None
-        return wrap_loader(dataloader, self.pipe_rank, self._pipe_relay, get_cube)
+        is_shortened = self._processes_training_loaders and self.topology.data > 1
+        get_data_ranks = self._data_ranks if is_shortened else None
+        with self._unguarded():
+            get_relay = self._pipe_relay if self.topology.pipe > 1 else None
+            return wrap_loader(dataloader, self.pipe_rank, get_relay, get_cube, get_data_ranks)
 
     def _pipe_relay(self) -> Relay:
         return self.session.pipe_relay
 
     def _cube_group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = available(self.groups.cube, "there is a cube group only with a cube").whole
+        return group
+
+    def _data_ranks(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = available(self.groups.data_control, "there is a data group with several data ranks")
         return group
 
     # steps
@@ -319,9 +385,18 @@ class HanayoStrategy(MeshParallelStrategy):
         step, trainer = self.module.training_step, self.module.trainer
         with self._unguarded(), self.precision_plugin.train_step_context():
             self.checkpoints.poll()
-            return run_batch.train(
-                self.session, trainer, batch, lambda part: step(part, *args, **kwargs), steps=not self._accumulates
-            )
+
+            def user_step(part: Any) -> Any:
+                return step(part, *args, **kwargs)
+
+            if not self.module.automatic_optimization:
+                return run_batch.train_manually(self.session, trainer, batch, user_step)
+            return run_batch.train(self.session, trainer, batch, user_step, steps=not self._accumulates)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if not (self.module.automatic_optimization or self._accumulates):
+            run_batch.average_gradients(self.session)
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -343,7 +418,8 @@ class HanayoStrategy(MeshParallelStrategy):
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         closure = self.session.guard.in_this_scope(closure)  # the user's, around Lightning's
         with self._unguarded():  # also from a hook of the user's
-            return self.session.votes.step(step, closure)
+            step = partial(self.session.votes.step, step)
+            return self.session.nonfinite.step(step, optimizer, closure)
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._unguarded():
@@ -434,12 +510,16 @@ class HanayoStrategy(MeshParallelStrategy):
             self._prepared_module.check(module)
             if session is None or not session.has_pipeline:
                 return module.state_dict()
-            ranks = session.pipeline.ownership.rank_by_name(module)
-            if self.checkpoints.is_sharded:
-                return own_state.module_state(module, session.cube, ranks, self.root_device)
-            if self.data_rank > 0:  # one pipeline writes the checkpoint
-                return module.state_dict()
-            return gather_module_state(module, ranks, session.pipe_relay.transport, session.cube)
+            return self._state_of(module, session.cube)
+
+    def _state_of(self, module: nn.Module, cube: Cube | ShardingOfCopy | None) -> dict[str, Any]:
+        """For checkpoints: of the module, or of a copy of it that is cut in the same way."""
+        ranks = self.pipeline.ownership.rank_by_name(self.module)
+        if self.checkpoints.is_sharded:
+            return own_state.module_state(module, cube, ranks, self.root_device)
+        if self.data_rank > 0:  # one pipeline writes the checkpoint
+            return module.state_dict()
+        return gather_module_state(module, ranks, self.session.pipe_relay.transport, cube)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -450,13 +530,19 @@ class HanayoStrategy(MeshParallelStrategy):
             if self.data_rank > 0:
                 state: dict[str, Any] = optimizer.state_dict()
                 return state
-            return gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self.session.cube)
+            gathered = gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self.session.cube)
+            return lbfgs.as_torch_has_it(optimizer, gathered) if self.pipe_rank == 0 else gathered
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self._checkpoints is None:  # before the first run
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         with self._unguarded():
             resumes = "optimizer_states" in checkpoint and self.session.is_running
             state = resume_state(self.module.trainer, self.session) if resumes else None
+            if resumes and self._restarts is not None:
+                self._restarts.note(filepath)
             self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
             # no batch may follow, before which an error could be raised
             if not self.session.is_running or free_names.ends_job(filepath):
@@ -472,7 +558,12 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self.checkpoints.remove(filepath)
+        if self._checkpoints is None:  # before the first run
+            super().remove_checkpoint(filepath)
+            return
+        self._checkpoints.remove(filepath)
+        if self._restarts is not None:
+            self._restarts.forget(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -511,6 +602,17 @@ class HanayoStrategy(MeshParallelStrategy):
             self._resume.start(self.options.load_anyway)
             self._resume = None
 
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with self._unguarded():
+            self.session.replica_check.after(self.module.trainer.global_step)
+
+    @override
+    def on_train_end(self) -> None:
+        with self._unguarded():
+            self.session.nonfinite.read_late()
+            self.session.replica_check.after(self.module.trainer.global_step)
+
     def _master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""
         return nullcontext() if self._session is None else self._session.master_values()
@@ -519,28 +621,31 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._stops_on_signal is not None and report_of(exception) is not None:
+            self._stops_on_signal.say(exception)  # all ranks are between two batches: the run ends in order
+            return
         is_consequence = False
         try:
-            if self._session is not None:
-                self._session.failures.explain(exception)
-        except PeerFailed:
+            if self._failures is not None:
+                self._failures.explain(exception)
+            write_error_file(exception)
+        except PeerFailed as consequence:
             is_consequence = True
+            write_error_file(consequence)
             raise
         finally:
             self._abandon()
             if is_consequence:  # an error that is raised here leaves Lightning's handler, which would tear down
                 self.tear_down_trainer()
 
-    def _end_run(self, exception: BaseException) -> None:
-        """Do what Lightning's handler does, before another error leaves it."""
-        self.on_exception(exception)
-        self.tear_down_trainer()
-
     def _abandon(self) -> None:
         """Leave the run after a failure. A script that catches the error may start the next one."""
         self.abort_transfers()  # first: all else may wait for the device
         if self._checkpoints is not None:
             self._checkpoints.abandon()
+        if self._stops_on_signal is not None:
+            self._stops_on_signal.close()
         if self._session is not None:
             self._session.abandon()
         if self.lightning_module is not None:
@@ -553,8 +658,11 @@ class HanayoStrategy(MeshParallelStrategy):
         self._kept = None
         if self._checkpoints is not None:
             self._checkpoints.finish()
+        if self._stops_on_signal is not None:
+            self._stops_on_signal.close()
         if self._session is not None:
             self._session.close()
+        lbfgs.disconnect(self.optimizers)
         move_optimizers(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
             with self._unguarded():

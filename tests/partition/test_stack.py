@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.partition.stack import find_stack, num_parameters_outside
+from lightning_hanayo.partition.stack import find_stack, find_stack_if_any, num_parameters_outside
 from tests.harness import models
 
 
@@ -141,3 +141,10 @@ def test_one_module_used_twice_is_refused() -> None:
     block = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match=r"h\[1\] and h\[3\] are the same module"):
         find_stack(Holder(h=nn.ModuleList([nn.Linear(2, 2), block, nn.Linear(2, 2), block])))
+
+
+def test_one_rank_needs_no_stack_unless_it_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert len(find_stack_if_any(model)) == 0
+    with pytest.raises(HanayoError, match="blocks='layers' is no ModuleList"):
+        find_stack_if_any(model, "layers")

@@ -1,15 +1,17 @@
 """What a rank does when it or another one has failed: native groups are aborted, and before anything else."""
 
 import atexit
-import json
+import copy
+import pickle
 import threading
-from dataclasses import asdict
-from unittest.mock import Mock
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_hanayo.errors import PeerFailed
 from lightning_hanayo.strategy import failure
 from lightning_hanayo.strategy.failure import Failure, Failures, leave_at_exit, leave_group
 from lightning_hanayo.strategy.groups.factory import DATA
@@ -17,7 +19,8 @@ from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelSt
 from lightning_hanayo.strategy.session import Session
 from tests.faults import script
 from tests.harness.fake_groups import FakeGroups, channels_over_gloo, fake_world
-from tests.harness.limits import real_seconds
+from tests.harness.limits import real_seconds, wait_until
+from tests.harness.monitors import worlds
 from tests.harness.pool import Pool, RunFailed
 
 ADDRESS = ("localhost", 1)
@@ -61,45 +64,95 @@ def test_groups_are_aborted_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert not together.broken and not together.n_waiting
 
 
-def test_a_rank_aborts_its_transfers_when_another_has_failed() -> None:
-    aborted = threading.Event()
+@contextmanager
+def failures_of(num_ranks: int, cause_time: float = 600.0) -> Iterator[tuple[list[Failures], list[threading.Event]]]:
+    """What each rank of a world knows, and an event that is set when its transfers are aborted."""
+    aborted = [threading.Event() for _ in range(num_ranks)]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        failures = Failures(0, aborted.set)
-        failures.store.set(failure._KEY, json.dumps(asdict(Failure(1, "it has failed", 1))))
-        assert aborted.wait(real_seconds(20.0))
-        failures.stop()
-        assert failures._abort is None
+        # a slow machine shall neither end this process nor take a consequence for a cause
+        with worlds() as world, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(failure, "GRACE", 600.0)
+            patch.setattr(failure, "CAUSE_TIME", cause_time)
+            ranks = [Failures(one.rank, one, aborted[one.rank].set) for one in world(num_ranks)]
+            try:
+                yield ranks, aborted
+            finally:  # else they would end this process
+                for one in ranks:
+                    one.stop()
     finally:
         dist.destroy_process_group()
+
+
+def agreed(ranks: list[Failures]) -> list[Failure | None]:
+    """The first failure, once each of the ranks knows it."""
+    assert wait_until(lambda: all(one.first is not None for one in ranks), 20.0)
+    return [one.first for one in ranks]
+
+
+def test_all_ranks_agree_on_the_first_failure() -> None:
+    with failures_of(4) as (ranks, _):
+        own = ranks[2].publish(KeyError("the planned fault"))
+        assert own == Failure(2, "rank 2 (pipeline 2): KeyError: 'the planned fault'", 1, 2, is_shown=True)
+        assert agreed(ranks) == [own] * 4
+        with pytest.raises(PeerFailed, match="the planned fault"):
+            ranks[0].explain(ValueError("a later one"))
+        ranks[2].explain(KeyError("the planned fault"))
+
+
+def test_a_lost_connection_is_a_consequence() -> None:
+    lost = RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4\nframe #0")
+    with failures_of(2) as (ranks, _):
+        cause = threading.Timer(0.1, ranks[1].publish, [KeyError("the planned fault")])
+        cause.start()
+        with pytest.raises(PeerFailed, match=r"^rank 1 \(pipeline 1\): KeyError: 'the planned fault'$"):
+            ranks[0].on_transfer(lost)
+        cause.join()
+
+
+def test_a_lost_connection_without_a_cause_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lost = RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4\nframe #0")
+    expected = "rank 0 (pipeline 0) has lost a connection, or waited in vain: Connection closed by peer [127.0.0.1]:4"
+    with failures_of(2, cause_time=0.1) as (ranks, _):
+        with pytest.raises(PeerFailed) as raised:
+            ranks[0].explain(lost)
+        assert str(raised.value) == expected
+        assert wait_until(lambda: capsys.readouterr().err == expected + "\n", 20.0)
+
+
+def test_a_rank_aborts_its_transfers_when_another_has_failed() -> None:
+    with failures_of(2) as (ranks, aborted):
+        ranks[1].publish(KeyError("the planned fault"))
+        assert aborted[0].wait(real_seconds(20.0))
+    assert ranks[0]._abort is None
+    assert not aborted[1].is_set()
 
 
 def test_a_rank_aborts_nothing_after_its_run() -> None:
-    aborted: list[None] = []
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        failures = Failures(0, lambda: aborted.append(None))
-        failures.stop()
-        failures.store.set(failure._KEY, json.dumps(asdict(Failure(1, "it has failed", 1))))
-        failures._look()
-    finally:
-        dist.destroy_process_group()
-    assert not aborted
+    with failures_of(2) as (ranks, aborted):
+        ranks[0].stop()
+        ranks[1].publish(KeyError("the planned fault"))
+        agreed(ranks)
+    assert not aborted[0].is_set()
 
 
-def test_a_rank_aborts_its_transfers_when_rank_0_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With it the store has ended, and with it the only way to hear why."""
-    aborted = threading.Event()
-    monkeypatch.setattr(failure, "GRACE", 0.1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        failures = Failures(0, aborted.set)
+def test_a_rank_that_ends_without_a_word_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    with failures_of(3) as (ranks, _):
+        assert wait_until(lambda: len(ranks[2].positions()) == len(ranks[1].positions()) == 3, 20.0)
+        ranks[0].stop()  # its run is over: it may end
+        assert wait_until(lambda: ranks[1].positions()[0] == failure._ENDED, 20.0)
+        ranks[0].monitor.close()
+        ranks[2].monitor.close()
+        (first,) = agreed(ranks[1:2])
+        assert first == Failure(2, "rank 2 (pipeline 2) ended while others still ran", 1, 1, is_shown=False)
 
-        failures.store = Mock(**{f"{method}.side_effect": RuntimeError for method in ("check", "get", "set")})
-        assert aborted.wait(real_seconds(20.0))
-        failures.stop()
-    finally:
-        dist.destroy_process_group()
+
+def test_others_are_asked_how_far_they_are() -> None:
+    with failures_of(3) as (ranks, _):
+        ranks[1].position = (3, 0, 1, 0)
+        ranks[2].stop()
+        assert wait_until(lambda: len(ranks[0].positions()) == 3, 20.0)
+        assert ranks[0].positions() == {0: (0, 0, 0, 0), 1: (3, 0, 1, 0), 2: failure._ENDED}
 
 
 def order_of_exit() -> list[str]:
@@ -139,6 +192,17 @@ def clean_exit() -> list[str]:
 
 def test_without_a_failure_groups_are_left_when_the_process_ends(pool: Pool) -> None:
     assert pool.run(1, clean_exit) == [["leave_at_exit"]]
+
+
+def copy_after_a_run() -> None:
+    strategy = script.train(2, 1, script.Fault("nowhere", "0"))
+    assert dist.is_initialized()  # its monitor lives as long
+    for same in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert same.options == strategy.options
+
+
+def test_a_strategy_whose_monitor_lives_can_be_copied_and_pickled(pool: Pool) -> None:
+    pool.run(2, copy_after_a_run)
 
 
 def train_over_channels(pipe: int, fault: script.Fault) -> None:

@@ -1,7 +1,11 @@
 """A bad option is named with its value and what would do, when the strategy is constructed."""
 
+from datetime import timedelta
+from math import inf, nan
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_hanayo import HanayoStrategy
@@ -36,6 +40,39 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"load_anyway": "nan"}, "load_anyway='nan': expected a sequence of names"),
     ({"load_anyway": ("nans",)}, "did you mean 'nan'"),
     ({"costs": "nowhere.json"}, "nowhere.json can't be read"),
+    ({"costs": {"forward": nan}}, "CostModel: forward=nan"),
+    ({"costs": {"forward": 1e300}}, "CostModel: forward=1e+300"),
+    ({"num_waves": 1e10}, "num_waves=10000000000.0: expected 'auto' or a whole number"),
+    ({"num_waves": 10**10}, "num_waves=10000000000: 1 ranks, 1 micro-batches and 20000000000 stages per rank"),
+    ({"num_microbatches": 10**6}, "num_microbatches=1000000: "),
+    ({"num_microbatches": 10**6}, "more than 1,000,000; 333,333 micro-batches would do"),
+    ({"pipeline_parallel_size": 10**9}, "at least 1,000,000,000 ranks"),
+    ({"cube": (10**6, 2, 1)}, "at least 2,000,000 ranks"),
+    ({"cube": None}, "cube=None"),
+    ({"cube": True}, "cube=True"),
+    ({"cube": 1.0}, "cube=1.0"),
+    ({"cube_pieces": 1.5}, "cube_pieces=1.5: expected a whole number from 1 on"),
+    ({"cube_pieces": True}, "cube_pieces=True"),
+    ({"cube_pieces": 10**6}, "cube_pieces=1000000: expected at most 1,024"),
+    ({"cube_tokens": -5}, "cube_tokens=-5: expected a whole number from 1 on, or None"),
+    ({"cube_tokens": 1.5}, "cube_tokens=1.5"),
+    ({"cube_exclude": "experts"}, "cube_exclude='experts': expected a sequence of names"),
+    ({"balance": [1, nan]}, "balance=[1, nan]: expected 'parameters', 'time', or one finite number"),
+    ({"balance": [1, -1]}, "balance=[1, -1]"),
+    ({"balance": ["a"]}, "balance=['a']"),
+    ({"balance": []}, "balance=[]"),
+    ({"balance": 5}, "balance=5"),
+    ({"timeout": "30"}, "timeout='30': expected a timedelta or a number of seconds, above 0"),
+    ({"timeout": 0}, "timeout=0"),
+    ({"timeout": timedelta(seconds=-1)}, "at most 365 days"),
+    ({"timeout": inf}, "timeout=inf"),
+    ({"blocks": 5}, "blocks=5: expected the name of the block stack, 'model.layers', or None"),
+    ({"blocks": ""}, "blocks=''"),
+    ({"schedule": None}, "schedule=None: expected a name, the path of a CSV table, or 'auto'"),
+    ({"schedule": Path("nowhere.csv")}, "schedule='nowhere.csv': there is no such file"),
+    ({"activation_budget": nan}, "activation_budget=nan"),
+    ({"loss_weight": None}, "loss_weight=None is unknown"),
+    ({"init_from": ""}, "init_from=''"),
 ]
 
 
@@ -56,8 +93,17 @@ def test_named(options: dict[str, Any], named: str) -> None:
         {"num_waves": "auto"},
         {"whole": ["a"], "split_batch": max},
         {"init_from": {"net": "folder"}},
+        {"num_waves": np.int64(2), "cube": np.int32(1), "batch_dim": np.int8(1), "cube_tokens": np.uint8(5)},
+        {"balance": np.ones(4)},
+        {"timeout": 30},
         {"save_async": True, "verify_checkpoints": False, "load_anyway": {"nan", "dtype"}},
     ],
 )
 def test_good_ones(options: dict[str, Any]) -> None:
     HanayoStrategy(**options)
+
+
+def test_what_is_given_in_another_form_is_the_same_option() -> None:
+    options = HanayoStrategy(timeout=90, num_waves=np.int64(2), cube=[1, np.int8(2), 1], balance=np.ones(2)).options
+    assert options == HanayoStrategy(timeout=timedelta(seconds=90), num_waves=2, cube=(1, 2, 1), balance=[1, 1]).options
+    assert type(options.num_waves) is int

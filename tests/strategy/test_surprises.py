@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EMAWeightAveraging,
-    LambdaCallback,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelPruning
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hanayo.errors import UnsupportedError
 from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
@@ -48,12 +44,6 @@ class Unpacks(models.MLP):
         return super().loss({"x": batch[0], "y": batch[1]})
 
 
-class Backbone(models.MLP):
-    @property
-    def backbone(self) -> Any:
-        return self.blocks
-
-
 class Lies(IterableDataset[Batch]):
     """Says it has more batches than it has."""
 
@@ -78,24 +68,20 @@ def unpacks() -> None:
     fit(Unpacks, make_loader([tuple(batch.values()) for batch in batches()]))
 
 
-def averages() -> None:
-    fit(callbacks=[EMAWeightAveraging()])
+def prunes() -> None:
+    fit(callbacks=[ModelPruning("l1_unstructured", parameter_names=["weight"])])
 
 
-def averages_late() -> None:
-    fit(callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
-
-
-def finetunes() -> None:
-    fit(Backbone, callbacks=[BackboneFinetuning(1)])
+def averages_rounded() -> None:
+    strategy = make_strategy(WAVE, master_weights="fp32")
+    fit(callbacks=[EMAWeightAveraging()], strategy=strategy, precision="bf16-true")
 
 
 REFUSED = {
     "should_stop in a step": (stops, "should_stop"),
     "a batch unpacked where there is none": (unpacks, "above 0, which gets no data"),
-    "weight averaging": (averages, "EMAWeightAveraging"),
-    "stochastic weight averaging": (averages_late, "StochasticWeightAveraging"),
-    "finetuning": (finetunes, "BackboneFinetuning"),
+    "pruning": (prunes, "ModelPruning"),
+    "averages of rounded weights": (averages_rounded, "EMAWeightAveraging"),
 }
 
 
@@ -338,9 +324,28 @@ def test_blocks_may_guard_their_forward(pool: Pool, layout: Layout) -> None:
     assert pool.run(layout.world_size, sealed, layout) == [3] * layout.world_size
 
 
+class ReadOnlyExample(models.MLP):
+    example_input_array = property(lambda self: torch.zeros(2, models.WIDTH))
+
+
+def summarized(layout: Layout) -> tuple[bool, tuple[int, ...]]:
+    """Whether the module is as before, after a run with a summary."""
+    module = models.build(ReadOnlyExample)
+    make_trainer(layout, max_epochs=1, enable_model_summary=True).fit(module, make_loader(batches()))
+    return type(module) is ReadOnlyExample, tuple(module.example_input_array.shape)
+
+
+def test_an_example_input_array_may_be_read_only(pool: Pool) -> None:
+    assert pool.run(2, summarized, WAVE) == [(True, (2, models.WIDTH))] * 2
+
+
 class BreaksLate(models.MLP):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         raise KeyError("broken")
+
+
+def own_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hanayo")]
 
 
 def breaks_late() -> tuple[str, list[str], bool]:
@@ -349,9 +354,32 @@ def breaks_late() -> tuple[str, list[str], bool]:
     try:
         make_trainer(WAVE, max_epochs=1).fit(module, make_loader(batches()))
     except BaseException as error:
-        ours = [thread.name for thread in threading.enumerate() if thread.name.startswith("hanayo")]
-        return type(error).__name__, ours, any("forward" in vars(block) for block in module.blocks)
+        for thread in own_threads():
+            thread.join(20.0)  # it ends when the other rank has ended, too
+        return (
+            type(error).__name__,
+            [thread.name for thread in own_threads()],
+            any("forward" in vars(block) for block in module.blocks),
+        )
     raise AssertionError("it doesn't break")
+
+
+class ByHand(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def fails_before_it_joins() -> list[threading.Thread]:
+    """The threads that are left if a second Trainer is refused before it joins the processes of the first."""
+    make_trainer(WAVE, max_epochs=1).fit(models.build(models.MLP), make_loader(batches()))
+    with pytest.raises(UnsupportedError, match="manual"):
+        make_trainer(WAVE, max_epochs=1).fit(ByHand(), make_loader(batches()))
+    return own_threads()
+
+
+def test_a_trainer_that_does_not_join_ends_the_monitor_of_the_one_before(pool: Pool) -> None:
+    assert pool.run(2, fails_before_it_joins) == [[], []]
 
 
 def test_a_failed_run_leaves_no_threads_and_no_patches(pool: Pool) -> None:

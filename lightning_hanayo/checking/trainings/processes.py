@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lightning_hanayo.checking.case import RankFailure, RankResult, Results
+from lightning_hanayo.monitor.parent import end_with_parent
 
 PLATFORM = sys.platform
 GRACE = 15.0
@@ -76,6 +77,7 @@ def _wait(processes: list[BaseProcess], timeout: float) -> None:
 
 def _main(folder: str, rank: int, world_size: int, port: int, work: _Work) -> None:
     """The main function of a rank's process."""
+    end_with_parent()
     sys.stdout = sys.stderr = _output(folder, rank).open("w", buffering=1)
     for descriptor in (1, 2):
         os.dup2(sys.stdout.fileno(), descriptor)

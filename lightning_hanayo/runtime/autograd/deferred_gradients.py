@@ -28,6 +28,8 @@ class DeferredGradients:
         parameters: all parameters that this rank trains.
         accumulates: whether the batch adds to the existing gradients, as all but the first accumulated batch do.
         keeps_old: whether existing gradients that the batch does not add to are put back; otherwise they are freed.
+        shows_old: whether the step may look at the existing gradients, and add to them, as in one process. Then
+            `end_step` is called before the batch's backward.
         separate: whether the batch keeps its gradients separate from those that it adds to.
         scales: whether Lightning's backward may send another factor than expected; otherwise a device isn't asked, as
             a product with all gradients would read and write them once more.
@@ -41,6 +43,7 @@ class DeferredGradients:
         *,
         accumulates: bool,
         keeps_old: bool = True,
+        shows_old: bool = False,
         separate: bool = False,
         scales: bool = True,
         finish: Callable[[], None] | None = None,
@@ -52,9 +55,16 @@ class DeferredGradients:
         self._scales = scales
         self._finish = finish
         self._unguarded = unguarded
-        self._old = [parameter.grad if accumulates or keeps_old else None for parameter in self._parameters]
+        self._keeps_old = accumulates or keeps_old
+        self._old: list[Tensor | None] = []
         self._new: list[Tensor | None] = []
-        if not accumulates or separate:
+        if not shows_old:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Put aside what Lightning zeroes after the step: old gradients, and what a backward in the step has added."""
+        self._old = [parameter.grad if self._keeps_old else None for parameter in self._parameters]
+        if not self._continues or self._separate:
             self._set([None] * len(self._parameters))
 
     def stash(self) -> None:

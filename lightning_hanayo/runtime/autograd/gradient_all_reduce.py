@@ -2,12 +2,13 @@
 
     large gradients    each is reduced in place, by an all-reduce of its own
     small ones         | is there a gradient of p0? | of p1? | ... | p3's | p5's | ...      one all-reduce per dtype
+    sparse ones        rows are exchanged: two all-reduces each
 
 The all-reduces overlap with the computation, and nothing is waited for before the step's end. A parameter that one data
 rank used and another did not gets the sum on both. A parameter that no rank used gets no gradient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]
@@ -23,6 +25,15 @@ GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]
 LARGE = 2**18
 """bytes from which a gradient gets its own all-reduce: gloo copies what is reduced together into one buffer and back,
 which takes about as long for a quarter of a megabyte as starting another all-reduce"""
+
+
+def sparse_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights whose gradients are sparse, by the name of their module."""
+    return {
+        name: part.weight
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    }
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,16 @@ class GradientAllReduce:
         parameters: each stage's own parameters; the first stage's include those outside the stack.
         group: the ranks that have the same stages and other data; None if there is only one. Or a function that
             returns the group for each parameter.
+        sparse: those whose gradients are sparse, on all ranks, such as the weight of `nn.Embedding(sparse=True)`.
     """
 
     def __init__(
-        self, parameters: Mapping[int, Sequence[nn.Parameter]], group: dist.ProcessGroup | GroupOf | None
+        self,
+        parameters: Mapping[int, Sequence[nn.Parameter]],
+        group: dist.ProcessGroup | GroupOf | None,
+        sparse: Collection[Tensor] = (),
     ) -> None:
+        self._sparse = frozenset(sparse)
         self._groups: dict[int, dict[dist.ProcessGroup, list[nn.Parameter]]] = {}
         for stage, own in parameters.items():
             groups = self._groups[stage] = {}
@@ -67,7 +83,10 @@ class GradientAllReduce:
         Called by all data ranks, for their stages in the same order.
         """
         for group, trained in self._groups[stage].items():
-            ordered = sorted((p for p in trained if p.requires_grad), key=lambda p: str(gradient_dtype(p)))
+            needed = [parameter for parameter in trained if parameter.requires_grad]
+            others = [parameter for parameter in needed if parameter not in self._sparse]
+            self._under_way += [_start_sparse(parameter, group) for parameter in needed if parameter in self._sparse]
+            ordered = sorted(others, key=lambda p: str(gradient_dtype(p)))
             for _, parameters in groupby(ordered, key=gradient_dtype):
                 self._under_way.append(_start(list(parameters), group))
 
@@ -103,6 +122,16 @@ def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> _Buc
     return _Bucket(parameters, sums, counts, [*works, group.allreduce_coalesced([counts, *together])])
 
 
+def _start_sparse(parameter: nn.Parameter, group: dist.ProcessGroup) -> _Bucket:
+    dtype, gradient = gradient_dtype(parameter), parameter.grad
+    if gradient is None:
+        total = torch.zeros_like(parameter, dtype=dtype).to_sparse(1)
+    else:  # where the weight is used in another way, too, autograd gives all rows
+        total = parameter.grad = gradient if gradient.is_sparse else gradient.to_sparse(1)
+    counts = parameter.new_full((1,), float(gradient is not None), dtype=dtype)
+    return _Bucket([parameter], [total], counts, [group.allreduce([counts]), group.allreduce([total])])
+
+
 def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
     """The parameter's gradient, or zeros, with the parameter's strides, which are the same on all ranks.
 
@@ -111,6 +140,11 @@ def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+    if gradient.is_sparse:
+        raise UnsupportedError(
+            f"a parameter of shape {list(parameter.shape)} has a sparse gradient. Only weights of nn.Embedding and "
+            f"nn.EmbeddingBag with sparse=True may have one with several data ranks, which must know it beforehand."
+        )
     memory = gradient.untyped_storage().data_ptr()
     if gradient.stride() != parameter.stride() or memory in taken:
         gradient = parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

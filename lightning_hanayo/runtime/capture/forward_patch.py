@@ -14,14 +14,19 @@ import torch
 from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.capture.proxy import user_line
 from lightning_hanayo.runtime.capture.suspended_call import current_tracer
+from lightning_hanayo.runtime.first_nan import FirstNaN
+from lightning_hanayo.runtime.profiling.ranges import block_range
 from lightning_hanayo.runtime.random_streams import BlockRandomness, RandomStreams
+from lightning_hanayo.runtime.values import BlockValues, MadeValues
 
 _ORIGINAL = "_hanayo_original_forward"
 _COMPILED = "_hanayo_compiled_call"
 _ON_OTHER_RANK = "_hanayo_on_other_rank"
 _SINGLE_STAGE = "_hanayo_single_stage"
 _RANDOMNESS = "_hanayo_randomness"
+_VALUES = "_hanayo_values"
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,15 @@ def patch_blocks(
     blocks: Sequence[nn.Module],
     streams: RandomStreams | None = None,
     *,
+    values: MadeValues | None = None,
     num_local: int = 0,
     single_stage: bool = False,
 ) -> None:
     """Replace each block's `forward` by a bound method, so that deepcopy and pickle bind it to the copy.
 
     The first `num_local` blocks run where the step calls them; all of them, if the stack is a `single_stage`. Their
-    random numbers come from `streams`; None: from torch's own generators as they are.
+    random numbers come from `streams`; None: from torch's own generators as they are. What they return is noted in
+    `values`.
     """
     for index, block in enumerate(blocks):
         if _ORIGINAL not in vars(block):
@@ -71,6 +78,7 @@ def patch_blocks(
                 in_code = single_stage or index < num_local
                 randomness = BlockRandomness(streams=streams, index=index, in_code=in_code)
             object.__setattr__(block, _RANDOMNESS, randomness)
+            object.__setattr__(block, _VALUES, None if values is None else BlockValues(values, index))
             object.__setattr__(block, "forward", MethodType(forward, block))  # a block may guard its attributes
             if block._compiled_call_impl is not None:
                 object.__setattr__(block, _COMPILED, _CompiledCall(block._compiled_call_impl))
@@ -82,7 +90,7 @@ def unpatch_blocks(blocks: Sequence[nn.Module]) -> None:
     for block in blocks:
         if _ORIGINAL in vars(block):
             original = vars(block).pop(_ORIGINAL)
-            for name in ("forward", _ON_OTHER_RANK, _SINGLE_STAGE, _RANDOMNESS):
+            for name in ("forward", _ON_OTHER_RANK, _SINGLE_STAGE, _RANDOMNESS, _VALUES):
                 del vars(block)[name]
             if original is not None:
                 object.__setattr__(block, "forward", original)
@@ -130,7 +138,13 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def run_original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the block's own forward, compiled if `block.compile()` was called."""
     compiled = vars(block).get(_COMPILED)
-    return _original(block, *args, **kwargs) if compiled is None else compiled.run(*args, **kwargs)
+    values: BlockValues | None = vars(block).get(_VALUES)
+    finds_nan = values is not None and compiled is None and torch.is_anomaly_enabled()
+    with FirstNaN(user_line) if finds_nan else nullcontext() as nan, block_range(block):
+        made = _original(block, *args, **kwargs) if compiled is None else compiled.run(*args, **kwargs)
+    if values is not None:
+        values.note((args, kwargs), made, "" if nan is None else nan.found)
+    return made
 
 
 def randomness_of(block: nn.Module) -> BlockRandomness | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,30 @@ OnFailure = Callable[[Exception], NoReturn]
 """Called with the error of a transfer; raises one that names the rank that failed first."""
 
 
+class Transfer(NamedTuple):
+    """Tells a transfer from all others between two ranks."""
+
+    peer: int
+    """rank of the world"""
+    tag: int
+    sends: bool
+    num_ranks: int
+    """of the transport, which tells transports between the same two ranks apart"""
+    number: int
+    """of the transfers to or from that peer with this tag, from 1 on"""
+
+
 @dataclass(slots=True)
-class _ReportingWork:
+class ReportingWork:
     """A transfer whose errors go to `on_failure`."""
 
     work: dist.Work
     on_failure: OnFailure
+    transfer: Transfer
+    """for reports of runs in which nothing moves"""
 
     def wait(self) -> None:
+        """Block until the buffer is sent, or filled."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -54,16 +70,25 @@ class ProcessGroupTransport(Transport):
         device: torch.device,
         on_failure: OnFailure,
     ) -> None:
-        self.rank = tuple(ranks).index(dist.get_rank())
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(dist.get_rank())
         self.num_ranks = len(ranks)
         self.device = device
         self._control: dist.ProcessGroup | None = control
         self._channels = dict(channels)
         self._on_failure = on_failure
         self._host: ProcessGroupTransport | None = None
+        self._latest: dict[tuple[int, int, bool], Transfer] = {}
+        """by peer, tag and whether this rank sends"""
         if channels:
             cpu = torch.device("cpu")
             self._host = ProcessGroupTransport(ranks, control=control, channels={}, device=cpu, on_failure=on_failure)
+
+    @property
+    def started(self) -> list[Transfer]:
+        """The latest transfers that were started: one for each peer, tag and direction. For any thread."""
+        own = list(self._latest.values())
+        return own if self._host is None else own + self._host.started
 
     @property
     @override
@@ -80,18 +105,26 @@ class ProcessGroupTransport(Transport):
     @override
     def send(self, peer: int, tag: int, buffer: Tensor) -> Work:
         try:
+            transfer = self._count(peer, tag, sends=True)
             group, group_rank = self._group(peer, (self.rank, peer))
-            return _ReportingWork(group.send([buffer], group_rank, tag), self._on_failure)
+            return ReportingWork(group.send([buffer], group_rank, tag), self._on_failure, transfer)
         except RuntimeError as error:
             self._on_failure(error)
 
     @override
     def receive(self, peer: int, tag: int, buffer: Tensor) -> Work:
         try:
+            transfer = self._count(peer, tag, sends=False)
             group, group_rank = self._group(peer, (peer, self.rank))
-            return _ReportingWork(group.recv([buffer], group_rank, tag), self._on_failure)
+            return ReportingWork(group.recv([buffer], group_rank, tag), self._on_failure, transfer)
         except RuntimeError as error:
             self._on_failure(error)
+
+    def _count(self, peer: int, tag: int, *, sends: bool) -> Transfer:
+        earlier = self._latest.get((peer, tag, sends))
+        number = 1 if earlier is None else earlier.number + 1
+        transfer = self._latest[peer, tag, sends] = Transfer(self.ranks[peer], tag, sends, self.num_ranks, number)
+        return transfer
 
     def _group(self, peer: int, pair: tuple[int, int]) -> tuple[dist.ProcessGroup, int]:
         """The group for a transfer from `pair[0]` to `pair[1]`, and the peer's rank in it."""

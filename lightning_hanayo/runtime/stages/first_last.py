@@ -153,12 +153,18 @@ class SingleStage(Stage):
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
-        if batch.loss_weights[microbatch]:  # with weight 0 not even a NaN counts: the mean over no tokens is one
-            loss = loss_of(batch.results[microbatch])
+        loss = find_loss(batch.results[microbatch])  # None: skipped, or refused by the Trainer
+        if batch.has_loss and loss is not None and batch.loss_weights[microbatch]:  # 0: not even a NaN counts
             batch.on_loss(microbatch, loss, ())
             with graph_boundary.without_autocast():
-                batch.weighted(microbatch, loss).backward()
+                torch.autograd.backward(batch.weighted(microbatch, loss))  # Lightning calls the loss's method
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
+
+
+def find_loss(result: Any) -> Tensor | None:
+    """The loss in what a training_step returned, if there is one."""
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    return loss if isinstance(loss, Tensor) else None
 
 
 def loss_of(result: Any) -> Tensor:
@@ -167,11 +173,11 @@ def loss_of(result: Any) -> Tensor:
     Raises:
         UnsupportedError: there is none, or it depends on parameters of other pipeline ranks.
     """
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor):
+    loss = find_loss(result)
+    if loss is None:
         raise UnsupportedError(
             f"training_step returned {type(result).__name__}; a pipeline needs a loss from every micro-batch: a "
-            f"tensor, or a dictionary with the key 'loss'. Skipping a batch by returning None isn't possible."
+            f"tensor, or a dictionary with the key 'loss'. Only one rank without others can skip one by None."
         )
     if loss.is_meta:
         raise missing_values_error("the loss")

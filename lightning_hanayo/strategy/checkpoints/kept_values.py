@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lightning_hanayo.checkpoint.load import module_state
 from lightning_hanayo.checkpoint.load.model_check import Source, check_fit, compare, names_translated_in
+from lightning_hanayo.checkpoint.load.module_state import Sharding
 from lightning_hanayo.errors import CheckpointError, listed
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.setup.cube import Cube
 
 
 class KeptValues:
@@ -57,7 +57,7 @@ class KeptValues:
             if name in self._state and version != self._versions.get(name, version):
                 self._state[name] = current[name]
 
-    def check(self, module: nn.Module, cube: Cube | None) -> None:
+    def check(self, module: nn.Module, cube: Sharding | None) -> None:
         """Compare names, shapes and dtypes. Called by all ranks, before a value changes.
 
         Raises:
@@ -72,7 +72,7 @@ class KeptValues:
         for line in accepted:
             rank_zero_warn(line)
 
-    def put_in(self, module: nn.Module, cube: Cube | None) -> None:
+    def put_in(self, module: nn.Module, cube: Sharding | None) -> None:
         """Read this rank's part of the values into the module. Called by all ranks of the world.
 
         Raises:

@@ -21,7 +21,7 @@ from lightning_hanayo.checkpoint.load.folder import CheckpointFolder
 from lightning_hanayo.checkpoint.load.folder_content import folder_content
 from lightning_hanayo.checkpoint.load.model_check import Source
 from lightning_hanayo.checkpoint.load.verify import verify_on_all_ranks
-from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.errors import CheckpointError, CheckpointNotFoundError
 from lightning_hanayo.strategy.checkpoints.resume import KEY
 from lightning_hanayo.strategy.checkpoints.resume_storage import saved_in_folder
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
@@ -67,7 +67,7 @@ def read_checkpoint(path: str | Path, io: CheckpointIO, *, weights_only: bool | 
         verify: whether all bytes are checked.
 
     Raises:
-        FileNotFoundError: no rank finds it.
+        CheckpointNotFoundError: no rank finds it.
         CheckpointError: on all ranks, if it is damaged, incomplete, no checkpoint, or would run code.
     """
     _check_seen(path)
@@ -124,7 +124,7 @@ def _load_whole(path: str | Path, io: CheckpointIO, weights_only: bool | None) -
 def _check_seen(path: str | Path) -> None:
     seen = on_all_ranks(lambda: bool(get_filesystem(path).exists(str(path))))
     if not any(seen):
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        raise CheckpointNotFoundError(f"Checkpoint file not found: {path}")
     if not all(seen):
         raise CheckpointError(
             f"rank {seen.index(False)} finds no {path}, which rank {seen.index(True)} does. Give a path on a file "

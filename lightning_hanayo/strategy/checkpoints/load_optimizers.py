@@ -16,6 +16,7 @@ from lightning_hanayo.strategy.lightning.optimizers import unwrapped
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
+from lightning_hanayo.strategy.whole_model.lbfgs import by_parameter
 
 
 def load_optimizers(
@@ -42,7 +43,7 @@ def load_optimizers(
     checked = [
         OptimizerState(
             unwrapped(optimizer),
-            state,
+            by_parameter(unwrapped(optimizer), state, shapes),
             names,
             source,
             accept=options.load_anyway,

@@ -173,7 +173,7 @@ class Resume:
                 lines += self._keep_samples(saved)
             session.samples.largest = max(session.samples.largest, saved.samples.batch)
             session.reseed(saved.document["seed"])
-            self._restore_gradients(saved)
+            lines += self._restore_gradients(saved)
             resumed.set_metrics(trainer, saved.document.get("metrics", {}))
             if self._is_before_plateau:
                 resumed.update_plateau_schedulers(trainer)
@@ -209,7 +209,9 @@ class Resume:
     def _keep_samples(self, saved: SavedRun) -> Iterator[str]:
         trainer, session = self._trainer, self._session
         before, now = saved.samples, _samples(trainer, session)
-        _check_position(trainer, saved, now)
+        moved = _scale_position(trainer, saved, now)
+        if moved:
+            yield moved
         if now.batch == 0:
             session.samples.expect(before, now)
             return
@@ -227,11 +229,16 @@ class Resume:
                 f"{before.total} samples: {StepSamples(now.batch, now.data, scaled)}"
             )
 
-    def _restore_gradients(self, saved: SavedRun) -> None:
-        is_same = self._trainer.accumulate_grad_batches == saved.samples.accumulate
-        if is_same and resumed.num_accumulated(self._trainer):
+    def _restore_gradients(self, saved: SavedRun) -> Iterator[str]:
+        before, now = saved.samples.accumulate, self._trainer.accumulate_grad_batches
+        if before == now and resumed.num_accumulated(self._trainer):
             with self._session.guard.off():
                 _gradients(self._trainer, self._session).restore(saved.names, saved.read)
+        elif before != now and any(name.startswith(PREFIX) for name in saved.names):
+            yield (
+                f"the gradients of the batches since the last optimizer step are left out: accumulate_grad_batches was "
+                f"{before}, and is {now}."
+            )
 
 
 def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *, has_position: bool) -> Iterator[str]:
@@ -264,22 +271,32 @@ def _lines(trainer: "pl.Trainer", session: "Session", saved: SavedRun | None, *,
         yield "the checkpoint was saved inside a batch, which a loader with a state does not give again."
 
 
-def _check_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) -> None:
-    """Check that so many batches of an epoch mean what they meant.
+def _scale_position(trainer: "pl.Trainer", saved: SavedRun, now: StepSamples) -> str | None:
+    """Count the batches of the epoch so far as if they had the present size; returns what there is to say of it.
 
     Raises:
-        HanayoError: a batch of all data ranks has another size, or each data rank has read its own samples.
+        HanayoError: the epoch can't go on: each data rank has read its own samples, or no whole number of batches fits.
     """
     before = saved.samples
     if not resumed.is_in_epoch(trainer) or (before.batch, before.data) == (now.batch or before.batch, now.data):
-        return
-    if not now.batch or saved.loader_states(0) or before.batch * before.data != now.batch * now.data:
+        return None
+    num_batches, size = resumed.num_batches(trainer), now.batch * now.data
+    is_whole = size > 0 and resumed.can_scale_batches(trainer, before.batch * before.data, size)
+    if saved.loader_states(0) or not is_whole or num_batches % before.accumulate:
         raise HanayoError(
-            f"the checkpoint was saved in the middle of an epoch, after {resumed.num_batches(trainer)} batches of "
-            f"{before.batch} samples on {before.data} data ranks; with {now.batch or 'other'} samples on {now.data} "
-            f"data ranks the epoch can't go on there. Resume with the same sizes up to the end of the epoch, or from a "
-            f"checkpoint of the end of an epoch. {WAY_OUT}"
+            f"the checkpoint was saved in the middle of an epoch, after {num_batches} batches of {before.batch} "
+            f"samples on {before.data} data ranks; with {now.batch or 'other'} samples on {now.data} data ranks the "
+            f"epoch can't go on there. Resume with the same sizes up to the end of the epoch, or from a checkpoint of "
+            f"the end of an epoch. {WAY_OUT}"
         )
+    if size == before.batch * before.data:
+        return None
+    resumed.scale_batches(trainer, before.batch * before.data, size)
+    return (
+        f"{num_batches} batches of {before.batch} samples on {before.data} data ranks count as "
+        f"{resumed.num_batches(trainer)} of {now.batch} on {now.data}. A sampler that shuffles has another order on "
+        f"another number of data ranks: in this epoch some samples may come twice, and others not at all."
+    )
 
 
 def _samples(trainer: "pl.Trainer", session: "Session") -> StepSamples:

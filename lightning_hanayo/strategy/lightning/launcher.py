@@ -7,21 +7,36 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE, _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.strategy.failure import GRACE
+from lightning_hanayo.monitor import processes
+from lightning_hanayo.monitor.parent import command_ending_with_parent
+from lightning_hanayo.strategy.failure import GRACE, STOPPED_TIME
+from lightning_hanayo.strategy.stopping.stopped import INTERRUPTED, REQUEUE
 
 KILL_AFTER = GRACE + 3.0
 """seconds after a process has failed until those that still run are killed"""
+TO_SAY_WHY = 1.0
+"""seconds for the others to show an error of their own, when a process ends before all have met"""
+TO_SAY_WHO = 15.0
+"""seconds after the end of the script until the processes are named that it waits for"""
+_LOOK = 0.2
+"""seconds between two looks at the processes"""
 
 _ADVICE = (
     "A script that goes on after a failed run must catch the error on all ranks, by `except Exception`: ranks that "
@@ -34,13 +49,30 @@ class _Children:
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._first_rank = 1
         self._is_running = False
         self._has_failed = False
+        self._wait = 0.0
+        self._stopped_since: dict[int, float] = {}
+        self._killed: set[int] = set()
+        """ranks that this process has ended itself"""
 
-    def watch(self, processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-        """Called once they have started."""
-        self._processes = list(processes)
-        threading.Thread(target=self._observe, daemon=True, name="hanayo-children").start()
+    def start(
+        self, start: Callable[[], list["subprocess.Popen[bytes]"]], *, first_rank: int, wait: float
+    ) -> list["subprocess.Popen[bytes]"]:
+        """Start them, in a thread that outlives them: Linux ends them together with the thread that starts them.
+
+        Args:
+            start: starts and returns them.
+            first_rank: the global rank of the first one; the others follow.
+            wait: seconds that they may run on once this process has ended its script.
+        """
+        self._first_rank, self._wait = first_rank, wait
+        started: Future[list[subprocess.Popen[bytes]]] = Future()
+        threading.Thread(target=self._observe, args=(start, started), daemon=True, name="hanayo-children").start()
+        self._processes = started.result()
+        atexit.register(self._end)
+        return self._processes
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -60,36 +92,114 @@ class _Children:
         finally:
             self._is_running = False
 
-    def end_at_exit(self) -> None:
-        """After a failure: see to it that none of them outlives this process, also if it hangs in user code."""
-        if not self._has_failed:
-            atexit.register(self._end)
+    def fail(self) -> None:
+        """After a failure they don't outlive this process for long, also if they hang in user code."""
         self._has_failed = True
 
     def _end(self) -> None:
-        """Wait `GRACE` for them, then kill those that hang in user code."""
-        deadline = time.monotonic() + GRACE
+        """At the end of the script: wait for them, then kill those that still run. The first one's failure counts."""
+        wait = GRACE if self._has_failed else self._wait
+        deadline = time.monotonic() + wait
+        late = self._late(min(deadline, time.monotonic() + TO_SAY_WHO))
+        stopped = [rank for rank, process in self._ranks if rank in late and _is_stopped(process)]
+        if stopped and not self._has_failed:
+            when = f"{TO_SAY_WHO:g} s after rank 0 has ended its script"
+            for rank in stopped:
+                print(f"rank {rank} is stopped (SIGSTOP or SIGTSTP) {when}; ending it", file=sys.stderr)
+            self._kill(stopped)
+        late = [rank for rank in late if rank not in stopped]
+        if late and not self._has_failed:
+            print(f"rank 0 has ended its script, and waits up to {wait:g} s for ranks {late}", file=sys.stderr)
+        late = self._late(deadline)
+        if late and not self._has_failed:
+            print(f"ranks {late} still run {wait:g} s after rank 0 has ended its script; ending them", file=sys.stderr)
+        if not self._has_failed:  # else the first failure was shown; who ends with a code says why
+            for rank, process in self._ranks:
+                if (process.poll() or 0) < 0 and rank not in self._killed:
+                    print(f"rank {rank} {_end_of(process)} after rank 0 had left the run", file=sys.stderr)
+        self._kill()
+        codes = [process.wait() for process in self._processes]
+        if any(codes) and not self._has_failed:
+            sys.stdout.flush()
+            os._exit(max(1, *codes))
+
+    def _late(self, deadline: float) -> list[int]:
+        """The ranks that have not ended by then."""
         for process in self._processes:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        return [rank for rank, process in self._ranks if process.poll() is None]
+
+    def _observe(
+        self,
+        start: Callable[[], list["subprocess.Popen[bytes]"]],
+        started: "Future[list[subprocess.Popen[bytes]]]",
+    ) -> None:
+        """Start and watch them; if one fails, the others have some seconds to end, and so has this one in a run."""
+        try:
+            children = start()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(children)
+        in_order = (0, REQUEUE, INTERRUPTED)
+        while all(process.poll() in (None, *in_order) for process in children):
+            if self._is_running and not dist.is_initialized() and self._is_one_missing:
+                break
+            if all(process.poll() in in_order for process in children):
+                return
+            time.sleep(_LOOK)
+        late = f"rank 0 still runs {KILL_AFTER:g} s after another rank has ended with an error; ending it. {_ADVICE}"
+        if self._is_running and not dist.is_initialized():
+            late = self._first_end()
+            time.sleep(TO_SAY_WHY)
+        else:
+            time.sleep(KILL_AFTER)
+        self._kill()
+        if self._is_running:
+            print(late, file=sys.stderr)
+            os._exit(1)
+
+    def _first_end(self) -> str:
+        """Which rank has ended before all have met, or was stopped, and how."""
+        ended = {rank: _end_of(process) for rank, process in self._ranks if process.poll() is not None}
+        stopped = dict.fromkeys(self._stopped_since, f"was stopped (SIGSTOP or SIGTSTP) {STOPPED_TIME:g} s ago")
+        rank, how = next(iter((ended or stopped).items()))
+        return f"rank {rank} {how} before it joined the others; ending them"
+
+    @property
+    def _is_one_missing(self) -> bool:
+        """Whether a rank can't join the others: it has ended, by `sys.exit(0)` too, or was stopped for long."""
+        return any(process.poll() is not None for process in self._processes) or self._stopped_rank is not None
+
+    @property
+    def _stopped_rank(self) -> int | None:
+        """A rank that has been stopped for long."""
+        now = time.monotonic()
+        stopped = [rank for rank, process in self._ranks if _is_stopped(process)]
+        self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in stopped}
+        return next((rank for rank, since in self._stopped_since.items() if now - since > STOPPED_TIME), None)
+
+    @property
+    def _ranks(self) -> list[tuple[int, "subprocess.Popen[bytes]"]]:
+        return list(enumerate(self._processes, start=self._first_rank))
+
+    def _kill(self, ranks: Collection[int] | None = None) -> None:
+        """End those that still run; None: all."""
+        for rank, process in self._ranks:
+            if process.poll() is None and (ranks is None or rank in ranks):
+                self._killed.add(rank)
                 process.send_signal(signal.SIGKILL)
 
-    def _observe(self) -> None:
-        """Wait for them; if one fails, the others have `KILL_AFTER` seconds to end, and so has this one in a run."""
-        while all(process.poll() in (None, 0) for process in self._processes):
-            if all(process.poll() == 0 for process in self._processes):
-                return
-            time.sleep(1.0)
-        time.sleep(KILL_AFTER)
-        for process in self._processes:
-            process.send_signal(signal.SIGKILL)
-        if self._is_running:
-            late = (
-                f"rank 0 still runs {KILL_AFTER:g} s after another rank has ended with an error; ending it. {_ADVICE}"
-            )
-            print(late, file=sys.stderr)
-            os.kill(os.getpid(), signal.SIGKILL)
+
+def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
+    return process.poll() is None and processes.state(process.pid) in processes.STOPPED
+
+
+def _end_of(process: "subprocess.Popen[bytes]") -> str:
+    """How it has ended, to be put after its name."""
+    code = process.returncode
+    return processes.describe_end(-code) if code < 0 else f"ended with exit code {code}"
 
 
 _children = _Children()
@@ -102,7 +212,9 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         cluster_environment: tells ranks and addresses.
         num_processes: on this node.
         num_nodes: of the run.
-        check: called with the Trainer before any process starts; raises if the run can't work.
+        check: called with the Trainer before any process starts, and with the checkpoint that the run is to load if
+            this process starts the others; raises if the run can't work.
+        timeout: how long processes may run on once this one has ended its script.
     """
 
     def __init__(
@@ -110,31 +222,83 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        check: Callable[["pl.Trainer"], None],
+        check: Callable[["pl.Trainer", Any], None],
+        *,
+        timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._check = check
+        self._timeout = timeout
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the processes, which belong to this one."""
         return vars(self) | {"procs": []}
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook may use it: if it starts no process."""
+        return self.num_processes * self.num_nodes == 1
 
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
         """Check and start as Lightning does, with an observer that lets failing processes say why before it kills."""
-        if trainer is not None:
-            self._check(trainer)
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # In a second fit of the same script the processes exist already, and run it too.
-        if not self.cluster_environment.creates_processes_externally and not self.procs:
+        starts = not self.cluster_environment.creates_processes_externally and not self.procs
+        if trainer is not None:
+            self._check(trainer, _ckpt_path(function, args, kwargs) if starts else None)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if starts:
             self._call_children_scripts()
-            _children.watch(self.procs)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         with _children.running() if self.num_processes > 1 else nullcontext():
             return function(*args, **kwargs)
 
+    @override
+    def _call_children_scripts(self) -> None:
+        """Start them as Lightning does, except that Linux ends them with this process, whatever they do by then."""
+        self._check_can_spawn_children()
+        environment = self.cluster_environment
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        os.environ["NODE_RANK"] = str(environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(environment.local_rank())
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        self.procs = _children.start(
+            lambda: [_start_script(local_rank) for local_rank in range(1, self.num_processes)],
+            first_rank=environment.node_rank() * self.num_processes + 1,
+            wait=self._timeout.total_seconds(),
+        )
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Called by Lightning's handler of KeyboardInterrupt, as the last thing before it exits with 1.
+
+        All processes end by themselves: each has been interrupted, too, and may still be saving.
+
+        Raises:
+            SystemExit: always, with the code of an interrupted program.
+        """
+        raise SystemExit(INTERRUPTED)
+
     def end(self) -> None:
         """After a failure: the other processes end with this one, unless the script catches the error and goes on."""
-        _children.end_at_exit()
+        _children.fail()
+
+
+def _start_script(local_rank: int) -> "subprocess.Popen[bytes]":
+    """Run this process's script again, as another rank."""
+    command, folder = (
+        _hydra_subprocess_cmd(local_rank)
+        if _HYDRA_AVAILABLE and import_module("hydra.core.hydra_config").HydraConfig.initialized()
+        else (_basic_subprocess_cmd(), None)
+    )
+    environment = os.environ | {"LOCAL_RANK": str(local_rank)}
+    return subprocess.Popen(command_ending_with_parent(command), env=environment, cwd=folder)
+
+
+def _ckpt_path(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument `ckpt_path` of a run's function, as the user gave it."""
+    return signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")

@@ -3,13 +3,15 @@
 On these ranks hooks that would work on data are skipped.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, islice
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
@@ -24,15 +26,20 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.monitor.parent import end_with_parent, heed_signals_of_parent_alone
 from lightning_hanayo.runtime.batches.plan import BatchSource
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.generators import generator_states
+from lightning_hanayo.strategy.lightning.loops.same_length import SameLength
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 """samplers that give as many indices as their length says"""
+_OF_READERS = ("state_dict", "load_state_dict", "batch_sampler")
+"""what a loader can't tell where nothing is read: its position, and the indices of the samples in the batches"""
+_END = object()
 
 
 class PlaceholderBatch(dict[str, Any]):
@@ -60,7 +67,7 @@ def _no_data(what: str) -> UnsupportedError:
 GetRelay = Callable[[], Relay]
 """Returns the pipeline's relay. Loaders may be asked for, and for their length, before the relay exists."""
 GetGroup = Callable[[], dist.ProcessGroup]
-"""Returns the ranks of the cube."""
+"""Returns the ranks of the cube, or the data ranks."""
 
 
 class _LoaderWrapper:
@@ -68,38 +75,77 @@ class _LoaderWrapper:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_get_relay", "_get_cube") or name.startswith("__"):
+        if name in ("loader", "_get_relay", "_get_cube", "_same_length") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.loader, name)  # state_dict, sampler, set_epoch: whatever Lightning asks a loader for
 
     def __len__(self) -> int:
-        length = sized_len(self.loader)
+        length = self._length
         if length is None:
             raise TypeError(f"{type(self.loader).__name__} has no length")
         return length
+
+    @property
+    def _length(self) -> int | None:
+        return sized_len(self.loader)
 
 
 class PlaceholderLoader(_LoaderWrapper):
     """Placeholder batches on the ranks above 0: as many as the user's loader has, or as rank 0 announces."""
 
-    def __init__(self, loader: Any, get_relay: GetRelay) -> None:
+    def __init__(self, loader: Any, get_relay: GetRelay, same_length: SameLength | None, *, is_certain: bool) -> None:
         super().__init__(loader)
         self._get_relay = get_relay
+        self._same_length = same_length
+        self._is_certain = is_certain
+
+    @property
+    @override
+    def _length(self) -> int | None:
+        return super()._length if self._same_length is None else self._same_length.length
 
     @override
     def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):  # nothing is read here, so there is no position
+        if name in _OF_READERS:
             raise AttributeError(name)
         return super().__getattr__(name)
 
     def __iter__(self) -> Iterator[PlaceholderBatch]:
-        if _has_certain_length(self.loader):
+        if self._is_certain:
             for _ in range(len(self)):
                 yield PlaceholderBatch()
         else:
             relay = self._get_relay()
             while relay.broadcast("data"):
                 yield PlaceholderBatch()
+
+
+class EqualLoader(_LoaderWrapper):
+    """The user's training loader on one of several data ranks: it ends when the first of them has no more batches."""
+
+    def __init__(self, loader: Any, same_length: SameLength) -> None:
+        super().__init__(loader)
+        self.leaves_out = False
+        """whether the epoch that was read last has ended before the loader did"""
+        self._same_length = same_length
+
+    @property
+    @override
+    def _length(self) -> int | None:
+        return self._same_length.length
+
+    def __iter__(self) -> Iterator[Any]:
+        self.leaves_out, batches = False, iter(self.loader)
+        if self._same_length.is_certain and self._length is not None:
+            self.leaves_out = self._length < len(self.loader)
+            yield from islice(batches, self._length)
+            return
+        for num_read in count():
+            batch = next(batches, _END)
+            if not self._same_length.all_have_one_more(batch is not _END, num_read):
+                self.leaves_out = batch is not _END
+                return
+            yield batch
 
 
 class AnnouncingLoader(_LoaderWrapper):
@@ -123,6 +169,12 @@ class CubeLoader(_LoaderWrapper):
     def __init__(self, loader: Any, get_cube: GetGroup) -> None:
         super().__init__(loader)
         self._get_cube = get_cube
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler" and self._get_cube().rank() > 0:
+            raise AttributeError(name)
+        return super().__getattr__(name)
 
     def __iter__(self) -> Iterator[Any]:
         # No local variable holds the group: it would outlive a failure.
@@ -196,13 +248,58 @@ def _has_certain_length(loader: Any) -> bool:
     return all(type(sampler) in _SAMPLERS for sampler in samplers) and type(batches) in (type(None), BatchSampler)
 
 
-def wrap_loader(loader: Any, pipe_rank: int, get_relay: GetRelay, get_cube: GetGroup | None = None) -> Any:
-    """What a rank iterates over instead of the user's `loader`. `get_cube` is None without a cube."""
-    if pipe_rank > 0:
-        return PlaceholderLoader(loader, get_relay)
+def wrap_loader(
+    loader: Any,
+    pipe_rank: int,
+    get_relay: GetRelay | None,
+    get_cube: GetGroup | None = None,
+    get_data_ranks: GetGroup | None = None,
+) -> Any:
+    """What a rank iterates over instead of the user's `loader`.
+
+    Args:
+        loader: the user's.
+        pipe_rank: this process's place on the pipeline axis.
+        get_relay: the pipeline's; None if it has one rank.
+        get_cube: None without a cube.
+        get_data_ranks: those that train with as many batches as this one; None: this rank reads all of its own.
+    """
+    is_certain, same_length = _has_certain_length(loader), None
+    if get_data_ranks is not None:
+        same_length = SameLength(sized_len(loader), is_certain, get_data_ranks)
+        is_certain = same_length.is_certain
+    if pipe_rank > 0 and get_relay is not None:
+        return PlaceholderLoader(loader, get_relay, same_length, is_certain=is_certain)
     own = ResumableLoader(loader) if _has_state(loader) else loader
     shared = own if get_cube is None else CubeLoader(own, get_cube)
-    return shared if _has_certain_length(loader) else AnnouncingLoader(shared, get_relay)
+    if same_length is not None and not (is_certain and same_length.length == len(loader)):
+        shared = EqualLoader(shared, same_length)
+    return shared if is_certain or get_relay is None else AnnouncingLoader(shared, get_relay)
+
+
+def end_workers_with_process(loader: Any, rank: int, attributes: TemporaryAttributes) -> None:
+    """Let a loader's worker processes end with this one, also if they hang in user code. `rank`: the global one.
+
+    Linux ends them with the thread that starts them, so it must be one that lives as long as the process.
+    """
+    if not isinstance(loader, DataLoader) or threading.current_thread() != threading.main_thread():
+        return
+    if loader.num_workers and not isinstance(loader.worker_init_fn, _WorkerStart):
+        _auto_add_worker_init_fn(loader, rank)  # Lightning would see ours, and not add its own
+        attributes.set(loader, "worker_init_fn", _WorkerStart(loader.worker_init_fn))
+
+
+class _WorkerStart:
+    """Called first in a worker process."""
+
+    def __init__(self, user_function: Callable[[int], object] | None) -> None:
+        self._user_function = user_function
+
+    def __call__(self, worker: int) -> None:
+        end_with_parent()
+        heed_signals_of_parent_alone()
+        if self._user_function is not None:
+            self._user_function(worker)
 
 
 def check_sampler(loader: Any, *, num_data: int, num_ranks: int) -> None:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,6 +18,11 @@ from lightning_hanayo.partition.missing_values import MissingValues
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """The user's optimizer, without Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def searches_rate(trainer: "pl.Trainer") -> bool:
+    """Whether `Tuner.lr_find` or `LearningRateFinder` trains now, at rates up to those at which losses are NaN."""
+    return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def move_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> None:

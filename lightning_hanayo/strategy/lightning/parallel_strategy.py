@@ -1,6 +1,7 @@
 """The strategy's base class: ranks, launcher, process group, collectives and precision plugin, as Lightning asks."""
 
 import atexit
+import os
 import sys
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.seed import reset_seed
@@ -21,8 +23,10 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
-from lightning_hanayo.strategy.failure import leave_at_exit, leave_group, store_after_failure
+from lightning_hanayo.strategy.failure import Failures, leave_at_exit, leave_group, pause_at_exit, store_after_failure
+from lightning_hanayo.strategy.groups.joining import store_of_start
 from lightning_hanayo.strategy.groups.nccl import backend_for, forget_groups, group_factory
+from lightning_hanayo.strategy.groups.world_monitor import close_monitor, monitor_of_world
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups
@@ -44,8 +48,10 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         self.num_nodes = 1
         self._topology: Topology | None = None
         self._groups: ProcessGroups | None = None
+        self._failures: Failures | None = None
         self._sizes_read: set[str] = set()
         """by code outside of the libraries, since `configure_optimizers` was called"""
+        self._processes_training_loaders = False
 
     # what this process is
 
@@ -81,6 +87,11 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         return available(self.lightning_module, "the LightningModule is known once the Trainer runs it")
 
     @property
+    def failures(self) -> Failures:
+        """Of the run under way."""
+        return available(self._failures, "failures are known once the Trainer has started the processes")
+
+    @property
     def environment(self) -> ClusterEnvironment:
         """Tells ranks and addresses."""
         return available(self.cluster_environment, "the cluster environment is set by the Trainer")
@@ -103,7 +114,27 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def world_size(self) -> int:
         if not _is_read_by_library():
             self._sizes_read.add("world_size")
-        return super().world_size
+        return 1 if self._is_alone else super().world_size
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is one process: its rank needs no environment, such as all of SLURM's variables."""
+        return self.num_nodes * self.num_processes == 1
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return 0 if self._is_alone else super().global_rank
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0 if self._is_alone else super().local_rank
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return 0 if self._is_alone else super().node_rank
 
     @property
     @override
@@ -165,6 +196,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def set_world_ranks(self) -> None:
         """Called when the Trainer is constructed, and again in each process."""
         if self.cluster_environment is not None:
+            self.num_nodes = _nodes_found(self.cluster_environment, self.num_nodes, self.num_processes)
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         for function in (rank_zero_only, fabric_rank_zero_only):
@@ -179,19 +211,27 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     # processes
 
     @abstractmethod
-    def check_before_launch(self, trainer: "pl.Trainer") -> None:
+    def check_before_launch(self, trainer: "pl.Trainer", ckpt_path: Any = None) -> None:
         """Reject what can be known to be wrong before any process starts."""
 
     @override
     def _configure_launcher(self) -> None:
         self._launcher = CheckingLauncher(
-            self.environment, self.num_processes, self.num_nodes, check=self.check_before_launch
+            self.environment,
+            self.num_processes,
+            self.num_nodes,
+            check=self.check_before_launch,
+            timeout=self.options.timeout,
         )
 
     def tear_down_trainer(self) -> None:
-        """Let the Trainer restore signal handlers, and tear down its loops and this strategy."""
+        """Do what Lightning does after `on_exception`: loggers end as failed, signal handlers are restored."""
         if self.lightning_module is not None:
-            self.module.trainer._teardown()
+            trainer = self.module.trainer
+            for logger in trainer.loggers:
+                logger.finalize("failed")
+            trainer._teardown()
+            trainer.state.stage = None
 
     def end_launched_processes(self) -> None:
         """After a failure: end the processes that this one has started."""
@@ -200,20 +240,31 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
     def connect_processes(self) -> None:
         """Join the process group, and create those of the topology unless an earlier run of this Trainer did."""
-        reset_seed()
         self.set_world_ranks()
+        if self.topology.world_size > 1:  # a single process goes on with its random numbers, as in any Trainer
+            reset_seed()
         joined_before = dist.is_initialized()
         options: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
-        if (store := store_after_failure(self._address)) is not None:
+        store = store_after_failure(self._address)
+        if store is None and not joined_before:
+            store = store_of_start(*self._address, self.global_rank, self.world_size, self.options.timeout, os.environ)
+        if store is not None:
             options["store"] = store
         backend = backend_for(self.root_device)
-        _init_dist_connection(self.environment, backend, timeout=self.options.timeout, **options)
+        place = (0, 1) if self._is_alone else (None, None)  # else the environment tells rank and size
+        _init_dist_connection(self.environment, backend, *place, timeout=self.options.timeout, **options)
+        monitor = monitor_of_world(self.topology, self.global_rank, self.environment.main_address)
+        self._failures = Failures(self.global_rank, monitor, self.abort_transfers)
+        if isinstance(self.environment, TorchElasticEnvironment):
+            self._failures.watch_parent("torchrun's agent")
         if self._groups is None or not joined_before:
             factory = group_factory(self.root_device, self.options.timeout)
             shares = self.options.cube_outside == "share"
             self._groups = ProcessGroups.create(self.topology, self.global_rank, factory, shares_samples=shares)
-            if factory.is_native and not joined_before:
-                atexit.register(leave_at_exit)
+            if not joined_before:
+                leave = leave_at_exit if factory.is_native else pause_at_exit
+                atexit.unregister(leave)  # of an earlier group of this process
+                atexit.register(leave)
 
     def abort_transfers(self) -> None:
         """After a failure: end what this rank's device waits for."""
@@ -224,7 +275,13 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         """After a failure: leave the process group without waiting for other ranks."""
         self._groups = None
         forget_groups()
+        if self._failures is None:  # it hasn't joined: the monitor is that of a run before
+            close_monitor()
         leave_group(self._address)
+        if self._failures is not None:
+            self._failures.stop()
+            self._failures.leave()
+            self._failures = None
 
     @property
     def _address(self) -> tuple[str, int]:
@@ -240,6 +297,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        if name is not None and name.endswith("_dataloader()"):  # Lightning says which loaders it will process next
+            self._processes_training_loaders = name.startswith("train")
         if self.user_collectives is not None:
             self.user_collectives.barrier()
         elif dist.is_initialized():
@@ -256,6 +315,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
 
         Only pipeline rank 0 has metrics, and the ranks of a cube have the same ones.
         """
+        if self.topology.world_size == 1:  # also before a run has made groups
+            return tensor
         if self.user_collectives is not None and group in (None, dist.group.WORLD):
             return self.user_collectives.reduce(tensor, reduce_op)
         group = group or self.groups.data
@@ -299,6 +360,19 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def synchronizes_batchnorm(self) -> bool:
         """Whether the user asked for BatchNorm statistics over all processes."""
         return self._layer_sync is not None
+
+    def synchronize_batchnorm(self, model: torch.nn.Module) -> None:
+        """Let BatchNorm use statistics over all data ranks, if the user asked for it; ranks are single then."""
+        if self._layer_sync is not None:
+            self._layer_sync.apply(model)
+
+
+def _nodes_found(environment: ClusterEnvironment, wanted: int, num_processes: int) -> int:
+    """The number of nodes: fewer than the Trainer was given if torchrun goes on without some, as in --nnodes=1:2."""
+    if not isinstance(environment, TorchElasticEnvironment):
+        return wanted
+    found, rest = divmod(environment.world_size(), max(1, num_processes))
+    return found if not rest and 0 < found < wanted else wanted
 
 
 def _is_read_by_library() -> bool:

@@ -3,7 +3,16 @@
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
+
+_STAGES = {
+    RunningStage.TRAINING: "training",
+    RunningStage.SANITY_CHECKING: "sanity check",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "prediction",
+}
 
 
 def batch_idx(trainer: "pl.Trainer") -> int:
@@ -53,3 +62,10 @@ def step_name(trainer: "pl.Trainer") -> str:
     if trainer.training:
         return "training_step"
     return "test_step" if trainer.testing else "predict_step" if trainer.predicting else "validation_step"
+
+
+def place_in_run(trainer: "pl.Trainer") -> str:
+    """Where the Trainer is, as "step 12 (training)", for reports. For any thread."""
+    stage = trainer.state.stage
+    name = "set-up" if stage is None else _STAGES[stage]
+    return f"step {trainer.global_step} ({name})" if trainer.state.fn == TrainerFn.FITTING else name

@@ -31,12 +31,14 @@ class SharedMetrics(_LoggerConnector):
     at_epoch_end: Callable[[], None]
     """called by all ranks, before and after the hooks"""
 
-    def share(self) -> None:
-        """Give all ranks of the pipeline rank 0's metrics. Called by all of them."""
+    def share(self, result: Any = None) -> Any:
+        """Give all ranks of the pipeline rank 0's metrics; return its `result`. Called by all of them."""
         names = ("_callback_metrics", "_logged_metrics")
-        received = self._broadcast("metrics", {name: getattr(self, name) for name in names} if self._is_first else None)
+        own = {name: getattr(self, name) for name in names}
+        received, result = self._broadcast("metrics", (own, result) if self._is_first else None)
         for name, metrics in received.items() if not self._is_first else ():
             getattr(self, name).update(metrics)
+        return result
 
     def share_step(self, loss: Tensor) -> Tensor:
         """Share what the step has logged; return its loss, rank 0's on every rank."""
@@ -84,8 +86,8 @@ class SharedMetrics(_LoggerConnector):
     @override
     def update_eval_epoch_metrics(self) -> Any:
         metrics = super().update_eval_epoch_metrics()
-        self.share()
-        return metrics if self.computes else dict(self._logged_metrics)
+        shared = self.share(metrics)  # of one loader: what others have logged is in `_logged_metrics`, too
+        return metrics if self.computes else shared
 
     @property
     @override

@@ -6,18 +6,22 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks.spike import SpikeDetection
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+_READ_LOSS = ("on_train_batch_end", "on_before_backward", "backward", "optimizer_step")
+"""hooks of the module that get the step's loss, `optimizer_step` from its closure"""
 _OWN_PACKAGES = ("lightning.", "lightning_hanayo.")
 
 
 def takes_dataloader_iter(module: "pl.LightningModule") -> bool:
     """Whether `training_step` takes the loader's iterator."""
-    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+    step: Any = module.training_step  # the Trainer checks later whether it is a function
+    return callable(step) and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
 def defines_configure_model(module: "pl.LightningModule") -> bool:
@@ -49,7 +53,7 @@ def overrides(module: "pl.LightningModule", hook: str) -> bool:
 def is_listened_to(trainer: "pl.Trainer", hook: str) -> bool:
     """Whether the module or a callback defines `hook`."""
     return overrides(trainer.lightning_module, hook) or any(
-        getattr(type(callback), hook) is not getattr(pl.Callback, hook) or hook in vars(callback)
+        getattr(type(callback), hook, None) is not getattr(pl.Callback, hook) or hook in vars(callback)
         for callback in callbacks_of(trainer)
     )
 
@@ -93,7 +97,7 @@ def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) ->
     """Whether a callback or a scheduler reads metrics at the end of this batch. The same on all ranks.
 
     Lightning's own callbacks read them when they save. For a user's callback it isn't known, so any that defines
-    `on_train_batch_end` counts.
+    `on_train_batch_end` or `on_before_backward` counts.
 
     Args:
         trainer: whose callbacks are asked.
@@ -103,7 +107,7 @@ def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) ->
     plateaus = (c for c in trainer.strategy.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "step")
     if steps and any((batch_idx + 1) % config.frequency == 0 for config in plateaus):
         return True
-    if overrides(trainer.lightning_module, "on_train_batch_end"):
+    if any(overrides(trainer.lightning_module, hook) for hook in _READ_LOSS):
         return True
     return any(_reads_metrics(trainer, callback, steps=steps) for callback in callbacks_of(trainer))
 
@@ -113,9 +117,14 @@ def _reads_metrics(trainer: "pl.Trainer", callback: "pl.Callback", *, steps: boo
         every = callback._every_n_train_steps  # what it monitors, or puts into a file's name
         due = steps and every > 0 and (trainer.global_step + 1) % every == 0
         return due or callback._train_time_interval is not None
+    if isinstance(callback, SpikeDetection):  # the loss, which Lightning gives it
+        return True
     if isinstance(callback, LambdaCallback):
-        return "on_train_batch_end" in vars(callback)
-    return not _is_own(type(callback)) and type(callback).on_train_batch_end is not pl.Callback.on_train_batch_end
+        return not vars(callback).keys().isdisjoint(("on_train_batch_end", "on_before_backward"))
+    hooks = ("on_train_batch_end", "on_before_backward")
+    return not _is_own(type(callback)) and any(
+        getattr(type(callback), hook, None) is not getattr(pl.Callback, hook) for hook in hooks
+    )
 
 
 def _is_own(kind: type) -> bool:
@@ -125,7 +134,34 @@ def _is_own(kind: type) -> bool:
 
 def uploads_checkpoints(logger: Logger) -> bool:
     """Whether a logger of Lightning's uploads the checkpoints that `ModelCheckpoint` saves, if they are files."""
-    return bool(getattr(logger, "_log_model", False))
+    return _has(logger, "_log_model")
+
+
+def draws_graph(logger: Logger) -> bool:
+    """Whether a logger of Lightning's runs the model on `example_input_array`, to draw its graph."""
+    return _has(logger, "_log_graph")
+
+
+def _has(logger: Logger, option: str) -> bool:
+    has_all_attributes = isinstance(logger, DummyLogger)  # of Trainer(fast_dev_run=...)
+    return not has_all_attributes and bool(getattr(logger, option, False))
+
+
+def averaged_copies(trainer: "pl.Trainer") -> dict["pl.Callback", torch.nn.Module]:
+    """The copies of the module in which callbacks average its weights."""
+    models: dict[pl.Callback, Any] = averaging_models(trainer)
+    return {one: model.module if isinstance(one, WeightAveraging) else model for one, model in models.items()}
+
+
+def averaging_models(trainer: "pl.Trainer") -> "dict[pl.Callback, torch.nn.Module]":
+    """Those copies, or torch's `AveragedModel` around them."""
+    found: dict[pl.Callback, Any] = {one: one._average_model for one in averaging_callbacks(trainer)}
+    return {callback: model for callback, model in found.items() if model is not None}
+
+
+def averaging_callbacks(trainer: "pl.Trainer") -> list[WeightAveraging | StochasticWeightAveraging]:
+    """The callbacks that average the module's weights in a copy of it."""
+    return [one for one in callbacks_of(trainer) if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
 
 
 def callbacks_of(trainer: "pl.Trainer") -> list["pl.Callback"]:

@@ -15,6 +15,7 @@ from lightning_hanayo.plotting import save_comparison, save_timeline
 from lightning_hanayo.strategy.lightning.progress import logged_step
 from lightning_hanayo.strategy.report.batch_figures import BatchFigures
 from lightning_hanayo.strategy.report.measured_batches import MeasuredBatches
+from lightning_hanayo.strategy.report.throughput import Throughput
 from lightning_hanayo.strategy.strategy import HanayoStrategy
 
 SMOOTHED = 10
@@ -29,6 +30,8 @@ class WaveReport(Callback):
     - `hanayo/bubble`: the fraction of all ranks' time in which they didn't compute;
     - `hanayo/exposed_communication`: the fraction in which they waited for messages that were computed, but had not
       arrived;
+    - `hanayo/samples_per_s`, and `hanayo/tokens_per_s` if batches have `input_ids`: of all data ranks, over all batches
+      since the last figures, without evaluations; the progress bar shows the samples, too;
     - `hanayo/stage_0/forward_ms`, `hanayo/stage_0/backward_ms` (or `backward_input_ms` and `backward_weight_ms`) and so
       on: the time of one micro-batch.
 
@@ -63,6 +66,7 @@ class WaveReport(Callback):
         self._first: torch.Tensor | None = None
         self._last: deque[torch.Tensor] = deque(maxlen=SMOOTHED)
         self._figures: BatchFigures | None = None
+        self._throughput: Throughput | None = None
         self._batches = 0
         self._written: list[tuple[str, str]] = []
 
@@ -75,6 +79,7 @@ class WaveReport(Callback):
         if strategy.data_rank == 0:
             self._figures = BatchFigures(strategy.pipeline)
         if trainer.is_global_zero:
+            self._throughput = Throughput(strategy.pipeline.splitter.num_samples, strategy.data_parallel_size)
             self._introduce(trainer, strategy)
 
     def _introduce(self, trainer: "pl.Trainer", strategy: HanayoStrategy) -> None:
@@ -99,8 +104,31 @@ class WaveReport(Callback):
         self._log(trainer)
         every = trainer.log_every_n_steps if self._every_n_steps is None else self._every_n_steps  # type: ignore[attr-defined]
         self._batches += 1
+        if self._throughput is not None:
+            self._throughput.note(batch)
+            if every and self._batches % every == 0:
+                self._log_throughput(trainer, pl_module, self._throughput.read())
         if every and self._batches % every == 0 and self._figures is not None:
             self._figures.start(logged_step(trainer))
+
+    @override
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        if self._throughput is not None:
+            self._throughput.pause()
+
+    @override
+    def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        if self._throughput is not None:
+            self._throughput.resume()
+
+    def _log_throughput(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", figures: dict[str, float]
+    ) -> None:
+        for logger in trainer.loggers if figures else ():
+            logger.log_metrics({f"hanayo/{name}": value for name, value in figures.items()}, step=logged_step(trainer))
+        if "samples_per_s" in figures:
+            value = figures["samples_per_s"]
+            pl_module.log("samples/s", value, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
 
     def _log(self, trainer: "pl.Trainer") -> None:
         """Log the figures of a batch that was chosen, once they are known."""
@@ -114,7 +142,7 @@ class WaveReport(Callback):
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         if self._figures is not None:
             self._figures.forget()
-        self._figures = None
+        self._figures = self._throughput = None
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -123,7 +151,7 @@ class WaveReport(Callback):
             return
         for _ in range(2):  # the last batch's figures come after two more
             self._log(trainer)
-        self._figures = None
+        self._figures = self._throughput = None
         measured = MeasuredBatches.of(strategy.pipeline) if strategy.data_rank == 0 else None
         if measured is None or not trainer.is_global_zero:
             return

@@ -19,7 +19,7 @@ from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.partition.stack import Stack, modules_outside, num_parameters_outside
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.autograd import linear_patch
-from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
+from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce, sparse_weights
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
@@ -28,9 +28,10 @@ from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.random_streams import RandomStreams
+from lightning_hanayo.runtime.values import MadeValues
 from lightning_hanayo.schedule import Schedule
 from lightning_hanayo.schedule.passes.communication import message_pairs
-from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplitter, WholeSplitter
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import GradientSync, Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups
@@ -60,6 +61,8 @@ class RankContext:
     """for values of what was built on the meta device; equal on all ranks"""
     random_streams: RandomStreams | None
     """None: random numbers come from torch's own generators, unchanged"""
+    values: MadeValues
+    """notes what blocks and stages make"""
     given: Collection[str] = ()
     """the names of what gets its values from a checkpoint"""
 
@@ -117,6 +120,7 @@ def build_pipeline(
         rank,
         cube=cube,
         streams=streams,
+        values=context.values,
         attributes=context.attributes,
         guard=context.guard,
         tied=TiedGradients(in_order=context.options.tied_gradients == "in_order"),
@@ -128,8 +132,13 @@ def build_pipeline(
         gradients.stages.start,
         Trace(clock_for(context.device)),
         streams=streams,
+        values=context.values,
     )
-    splitter = WholeSplitter(context.options.batch_rule) if cube is None else cube.splitter
+    splitter: BatchSplitter
+    if cube is not None:
+        splitter = cube.splitter
+    else:
+        splitter = (SingleRankSplitter if table.num_stages == 1 else WholeSplitter)(context.options.batch_rule)
     prepared.stage_blocks = stage_blocks  # only now: a failed set-up leaves nothing to reuse
     return Pipeline(
         layout,
@@ -190,7 +199,7 @@ def _gradient_sync(
     """All-reduce over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
     trained = {stage: ownership.stage_parameters(model, stage) for stage in ownership.stages_of(rank)}
     if cube is None:
-        return GradientSync(GradientAllReduce(trained, groups.data), full_parameters)
+        return GradientSync(GradientAllReduce(trained, groups.data, sparse_weights(model).values()), full_parameters)
     outside = cube.outside
     excluded = set(outside.parameters)
     sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
@@ -225,6 +234,8 @@ def _cut_stack(
 ) -> list[range]:
     """The blocks of each stage, the same on all ranks."""
     layout, stack, options = plan.layout, plan.stack, context.options
+    if layout.num_stages == 1:
+        return [range(len(stack))]
     if options.balance == "parameters":
         sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
         return _cut_with_outside(sizes, layout, num_parameters_outside(model, stack))

@@ -22,6 +22,7 @@ from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
 from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage, SingleStage
 from lightning_hanayo.runtime.stages.tensor_parallel_ends import TensorParallelFirstStage, TensorParallelLastStage
 from lightning_hanayo.runtime.stages.tensor_parallel_protocols import NoHooks
+from lightning_hanayo.runtime.values import MadeValues
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.strategy.lightning.block_logs import BlockLogs
 from lightning_hanayo.strategy.setup.cube import Cube
@@ -36,6 +37,7 @@ def build_stages(
     *,
     cube: Cube | None,
     streams: RandomStreams | None,
+    values: MadeValues,
     attributes: TemporaryAttributes,
     guard: ParameterGuard,
     tied: TiedGradients,
@@ -46,15 +48,15 @@ def build_stages(
     """
     numbers = ownership.stages_of(rank)
     queues = {stage: WeightGradientQueue() for stage in numbers} | (cube.queues if cube is not None else {})
-    if _splits_backward(layout):
+    is_single = len(ownership.stages) == 1  # a single stage runs the blocks where the user's code calls them
+    if _splits_backward(layout) and not is_single:  # no rank waits for a single stage's input gradient
         keep = ownership.tied_parameters(model)
         for stage in numbers:
             linear_patch.patch_linear_layers(ownership.blocks(stage), queues[stage], keep=keep)
     stack = ownership.stack
     num_local = len(ownership.stages[0]) if cube is None else 0
-    is_single = len(ownership.stages) == 1  # a single stage runs the blocks where the user's code calls them
     if streams is not None or not is_single:
-        forward_patch.patch_blocks(stack.blocks, streams, num_local=num_local, single_stage=is_single)
+        forward_patch.patch_blocks(stack.blocks, streams, values=values, num_local=num_local, single_stage=is_single)
     if not is_single:
         _keep_padding(model, attributes)
     carriers = NO_CARRIERS if is_single else _carriers(model, ownership, rank, num_local, cube)

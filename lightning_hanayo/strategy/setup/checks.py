@@ -7,13 +7,8 @@ from traceback import walk_tb
 from typing import NoReturn
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelCheckpoint,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,7 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hanayo.errors import HanayoError, UnsupportedError, listed
 from lightning_hanayo.packed_values import is_packed
 from lightning_hanayo.partition.stack import Stack, modules_outside
-from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of, takes_dataloader_iter, uploads_checkpoints
+from lightning_hanayo.runtime.autograd.gradient_all_reduce import sparse_weights
+from lightning_hanayo.strategy.lightning.user_hooks import (
+    callbacks_of,
+    draws_graph,
+    takes_dataloader_iter,
+    uploads_checkpoints,
+)
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.tensor3d.sharding import shards_of
 from lightning_hanayo.topology import Topology
@@ -40,10 +41,20 @@ def check_run(
     Raises:
         HanayoError: something can't be run, or an option can't be followed.
     """
-    _check_loop(module, synchronizes_batchnorm=synchronizes_batchnorm)
+    has_several_stages = options.num_waves not in ("auto", 1) or options.schedule != "auto"
+    if topology.replica_size > 1 or has_several_stages:
+        _check_loop(module)
+    if topology.replica_size > 1 and synchronizes_batchnorm:
+        raise UnsupportedError(
+            "Trainer(sync_batchnorm=True) synchronizes BatchNorm over all processes, which hold different stages. "
+            "Leave it out; statistics are per micro-batch."
+        )
+    _check_intervals(trainer)
     _check_example(module, options)
     _check_gradients(module, topology)
-    _check_callbacks(trainer, topology)
+    _check_callbacks(trainer, options, topology)
+    _check_precision(trainer, topology)
+    _check_graph(trainer, module, topology)
     if topology.world_size > 1 and not options.save_full:
         _check_loggers(trainer)
 
@@ -147,23 +158,28 @@ def reject_stop() -> NoReturn:
     )
 
 
-def _check_loop(module: "pl.LightningModule", *, synchronizes_batchnorm: bool) -> None:
+def _check_loop(module: "pl.LightningModule") -> None:
+    """What cuts a batch, or runs a step in parts, drives the step's backward itself."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise UnsupportedError(
             f"{name} uses manual optimization (automatic_optimization=False), but a pipeline runs the backward of all "
-            f"its stages itself, within the training step. Let Lightning drive the optimizer."
+            f"its stages and micro-batches itself, within the training step. Let Lightning drive the optimizer, or set "
+            f"pipeline_parallel_size=1 without waves or a schedule, with as many data ranks as you like."
         )
     if takes_dataloader_iter(module):
         raise UnsupportedError(
             f"{name}.training_step takes dataloader_iter, but a pipeline cuts each batch into micro-batches. "
             f"Take `batch` instead."
         )
-    if synchronizes_batchnorm:
-        raise UnsupportedError(
-            "Trainer(sync_batchnorm=True) synchronizes BatchNorm over all processes, which hold different stages. "
-            "Leave it out; statistics are per micro-batch."
-        )
+
+
+def _check_intervals(trainer: "pl.Trainer") -> None:
+    """Lightning takes a zero, and divides by it in the first batch."""
+    for name in ("accumulate_grad_batches", "val_check_interval"):
+        value = getattr(trainer, name, None)  # an interval in time is kept elsewhere
+        if isinstance(value, int | float) and value <= 0:
+            raise HanayoError(f"Trainer({name}={value!r}): expected a number above 0")
 
 
 def _check_example(module: "pl.LightningModule", options: Options) -> None:
@@ -176,24 +192,49 @@ def _check_example(module: "pl.LightningModule", options: Options) -> None:
 
 
 def _check_gradients(module: "pl.LightningModule", topology: Topology) -> None:
-    """Sparse gradients can't be summed in a flat buffer."""
-    if topology.data * prod(topology.cube) == 1:
-        return
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise UnsupportedError(f"{name} has sparse gradients, which ranks can't sum; make it sparse=False")
+    """The ranks of a cube shard weights, and sum their gradients in flat buffers."""
+    if prod(topology.cube) > 1:
+        for name in sparse_weights(module):
+            raise UnsupportedError(f"{name} has sparse gradients, which a cube can't sum; make it sparse=False")
 
 
-def _check_callbacks(trainer: "pl.Trainer", topology: Topology) -> None:
-    """Some callbacks compute with all parameters, of which a pipeline rank has only its own."""
+def _check_callbacks(trainer: "pl.Trainer", options: Options, topology: Topology) -> None:
     for callback in callbacks_of(trainer):
-        if topology.replica_size > 1 and isinstance(
-            callback, WeightAveraging | StochasticWeightAveraging | BaseFinetuning | ModelPruning
-        ):
+        name = type(callback).__name__
+        if topology.replica_size > 1 and isinstance(callback, ModelPruning):
             raise UnsupportedError(
-                f"the callback {type(callback).__name__} computes with all parameters, but a rank holds only "
-                f"its own. Leave it out, or set requires_grad and average over checkpoints yourself."
+                f"the callback {name} replaces parameters (weight becomes weight_orig and weight_mask) while the model "
+                f"is trained, but each rank of a pipeline or a cube has chosen by then which it holds. Prune the whole "
+                f"model before training or after it: trainer.strategy.gather_model() returns it on rank 0."
             )
+        if options.master_weights is not None and isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise UnsupportedError(
+                f"the callback {name} averages the rounded weights of the model and sets them, but with "
+                f"master_weights='fp32' the optimizer goes on from weights of its own. Leave master_weights out, or "
+                f"train with precision='bf16-mixed', where the model's weights are in fp32."
+            )
+
+
+def _check_precision(trainer: "pl.Trainer", topology: Topology) -> None:
+    """Transformer Engine's fp8 context is one per process, but the steps of several micro-batches are under way."""
+    if topology.replica_size > 1 and isinstance(trainer.precision_plugin, TransformerEnginePrecision):
+        raise UnsupportedError(
+            "precision='transformer-engine' keeps the scales of fp8 in a state of the process, which the micro-batches "
+            "of a pipeline would mix up. Use precision='bf16-true' or 'bf16-mixed', or only data ranks "
+            "(HanayoStrategy(pipeline_parallel_size=1, data_parallel_size='auto'))."
+        )
+
+
+def _check_graph(trainer: "pl.Trainer", module: "pl.LightningModule", topology: Topology) -> None:
+    """To draw the graph, a logger of rank 0 runs the model."""
+    if topology.replica_size == 1 or module.example_input_array is None:
+        return
+    for logger in filter(draws_graph, trainer.loggers):
+        raise UnsupportedError(
+            f"{type(logger).__name__}(log_graph=True) runs the model on example_input_array, but no rank holds the "
+            f"whole model. Leave it out, and before trainer.fit call "
+            f"logger.experiment.add_graph(module, module.example_input_array) on rank 0."
+        )
 
 
 def _check_loggers(trainer: "pl.Trainer") -> None:

@@ -2,7 +2,7 @@
 
 an element's update depends on    the element       pipelines, cubes
                                   its parameter     pipelines
-                                  all parameters    one rank
+                                  all parameters    one rank; but torch's LBFGS, see `whole_model.lbfgs`
 """
 
 import inspect
@@ -94,8 +94,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> Non
     Raises:
         UnsupportedError: more than one optimizer, or one that would compute with what other ranks hold.
     """
-    if len(optimizers) > 1:
-        raise UnsupportedError("several optimizers need manual optimization, which a pipeline can't run")
+    if len(optimizers) > 1 and topology.replica_size > 1:
+        raise UnsupportedError(
+            f"configure_optimizers returns {len(optimizers)} optimizers. Lightning steps them in manual optimization "
+            f"alone, which a pipeline can't run. Return one, with a param group for each set of parameters."
+        )
     for optimizer in optimizers:
         if topology.replica_size > 1 and optimizer.param_groups:
             _check(optimizer, _scope(optimizer), in_cube=prod(topology.cube) > 1)
@@ -103,6 +106,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> Non
 
 def _check(optimizer: Optimizer, scope: Scope | None, *, in_cube: bool) -> None:
     name = type(optimizer).__name__
+    if type(unwrapped(optimizer)) is LBFGS:  # `whole_model.lbfgs` lets it compute with all parameters
+        return
     if scope == "model" or (scope is None and not in_cube and looks_across_parameters(optimizer)):
         raise UnsupportedError(
             f"{name} computes with all parameters together (one vector, a norm or a mean over them, several passes), "

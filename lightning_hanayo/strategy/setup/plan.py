@@ -1,15 +1,17 @@
 """Decides what becomes of a model, before any process starts: its stack, the pipeline's layout, its 3-D layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.module_hooks import check_hooks, check_parameter_hooks
-from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
+from lightning_hanayo.partition.stack import Stack, find_stack, find_stack_if_any, modules_outside
+from lightning_hanayo.partition.uncut_stacks import describe_uncut
 from lightning_hanayo.planner.layout import Layout, choose
 from lightning_hanayo.strategy.lightning import user_hooks
 from lightning_hanayo.strategy.options import Options
@@ -46,7 +48,16 @@ def plan_for(
         HanayoError: it can't be run so.
     """
     steady = not user_hooks.clips_by_norm(trainer, module)
+    if drives_itself(module):
+        options = replace(options, num_microbatches=1)
     return plan_model(module, options, topology, steady=steady, is_converted=prepared.cube is not None)
+
+
+def drives_itself(module: "pl.LightningModule") -> str | None:
+    """Why the module's steps run on whole batches, which one rank without others allows; None: they may be cut."""
+    if not module.automatic_optimization:
+        return "uses manual optimization"
+    return "takes dataloader_iter" if user_hooks.takes_dataloader_iter(module) else None
 
 
 def plan_model(
@@ -61,7 +72,8 @@ def plan_model(
         HanayoError: no stack, too few blocks, hooks on blocks or parameters, a size that doesn't divide over the
             cube, or a folder of values that doesn't fit.
     """
-    stack = find_stack(model, options.blocks)
+    find = find_stack if topology.replica_size > 1 else find_stack_if_any
+    stack = find(model, options.blocks)
     if prod(topology.cube) > 1:
         stack = stack.uncompiled
     if topology.replica_size > 1:
@@ -69,7 +81,7 @@ def plan_model(
         check_cuda_graphs(model, stack)
     layout = choose(
         num_ranks=topology.pipe,
-        num_blocks=len(stack),
+        num_blocks=max(1, len(stack)),
         num_waves=options.num_waves,
         num_microbatches=options.num_microbatches,
         schedule=options.schedule,
@@ -87,6 +99,18 @@ def plan_model(
         return ModelPlan(stack, layout, None, pretrained)
     check_not_converted(model)
     return ModelPlan(stack, layout, _plan_conversion(model, stack, options, topology), pretrained)
+
+
+def report_plan(module: "pl.LightningModule", plan: ModelPlan, options: Options, topology: Topology) -> None:
+    """Say on rank 0 what stays whole: stacks, and what that costs; batches. The model is whole."""
+    if (why := drives_itself(module)) and options.num_microbatches not in ("auto", 1):
+        rank_zero_info(f"{type(module).__name__} {why}: steps run on whole batches, as with num_microbatches=1")
+    _report_uncut_stacks(module, plan, topology)
+
+
+def _report_uncut_stacks(model: nn.Module, plan: ModelPlan, topology: Topology) -> None:
+    if topology.pipe > 1 and (text := describe_uncut(model, plan.stack, topology.pipe)):
+        rank_zero_info(text)
 
 
 def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology: Topology) -> ParallelizePlan | None:

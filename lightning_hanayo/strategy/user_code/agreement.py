@@ -96,7 +96,8 @@ class Agreement:
 
     def __init__(self, name: str, ranks: Sequence[int], failures: Failures, depth: int | None = None) -> None:
         self._key = f"hanayo/agreement/{failures.run}/{name}/{ranks[0]}"
-        self._ranks = list(ranks)
+        self.name = name
+        self.ranks = list(ranks)
         self._failures = failures
         self._depth = depth
         self._store = failures.store
@@ -110,10 +111,10 @@ class Agreement:
         """
         calls = self._exchange(call)
         present = next((i for i, one in enumerate(calls) if one.num_samples), 0)
-        for rank, other in zip(self._ranks, calls, strict=True):
+        for rank, other in zip(self.ranks, calls, strict=True):
             if not calls[present].matches(other):
                 raise UnsupportedError(
-                    f"ranks {self._ranks[present]} and {rank} call different collectives: {calls[present]}, and "
+                    f"ranks {self.ranks[present]} and {rank} call different collectives: {calls[present]}, and "
                     f"{other}. {WAY_OUT}."
                 )
         return calls
@@ -123,10 +124,10 @@ class Agreement:
         key, earlier = f"{self._key}/{self._count}", f"{self._key}/{self._count - 1}"
         try:
             self._store.set(f"{key}/{self._failures.rank}", json.dumps(asdict(call)))
-            if self._store.add(f"{key}/arrived", 1) == len(self._ranks):
+            if self._store.add(f"{key}/arrived", 1) == len(self.ranks):
                 self._store.set(f"{key}/all", "")
             self._wait(f"{key}/all", call)
-            calls = [_call_of(json.loads(self._store.get(f"{key}/{rank}"))) for rank in self._ranks]
+            calls = [_call_of(json.loads(self._store.get(f"{key}/{rank}"))) for rank in self.ranks]
             for name in (self._failures.rank, "arrived", "all"):  # all have read those: they are here now
                 self._store.delete_key(f"{earlier}/{name}")
         except RuntimeError as error:
@@ -157,8 +158,8 @@ class Agreement:
         """
         self._failures.check_peers()
         own = self._failures.position[: self._depth]
-        positions = ((rank, self._failures.position_of(rank)[: self._depth]) for rank in self._ranks)
-        return next((rank for rank, position in positions if position > own), None)
+        positions = self._failures.positions()
+        return next((rank for rank in self.ranks if positions.get(rank, ())[: self._depth] > own), None)
 
 
 def _call_of(fields: dict[str, Any]) -> Call:

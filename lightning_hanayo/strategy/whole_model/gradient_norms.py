@@ -70,9 +70,14 @@ class GradientNorms:
         """on the device, by the indices of parameters: the same, and on how many ranks of a cube each shard is"""
         self._num_replicas = num_replicas
         self._relay = relay
-        self._device = device
+        self.device = device
         self.unguarded = unguarded
         self.in_batch = False
+        self.total_of_all: Tensor | None = None
+        """the last norm, since `forget_total`, if it was over all gradients: finite if all of them are"""
+        self._first_norms: dict[int, Tensor] = {}
+        """of each parameter in a norm, since `forget_total`"""
+        self._was_of_all = False
 
     def includes(self, parameter: Tensor) -> bool:
         """Whether it is one of the module's, on whichever rank."""
@@ -132,9 +137,24 @@ class GradientNorms:
         """The norm over all ranks' gradients; 0 if there are none. The ranks pass their own of one set."""
         norms = self.each(gradients, norm_type, foreach=foreach)
         if not norms:
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), device=self.device)
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), norm_type)
+        if norm_type > 0:
+            self._first_norms = dict(norms) | self._first_norms
+        if self._was_of_all and norm_type > 0:
+            self.total_of_all = total.detach()
         return total
+
+    def forget_total(self) -> None:
+        """Called before gradients are clipped."""
+        self.total_of_all, self._first_norms = None, {}
+
+    def nonfinite_of_totals(self) -> list[nn.Parameter]:
+        """The parameters of any rank whose gradient wasn't finite when a norm was made, since `forget_total`.
+
+        The host waits.
+        """
+        return [self._parameters[i] for i, norm in self._first_norms.items() if not norm.isfinite()]
 
     def by_parameter(
         self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None
@@ -150,7 +170,8 @@ class GradientNorms:
         if self._relay is not None:
             self._relay.broadcast("norm")
         first = {gradient.index: gradient for gradient in reversed(gradients) if gradient.value.numel()}
-        present, counts, places = self._everywhere(self._table(gradients, first)).tolist()
+        present, counts, places, existing = self._everywhere(self._table(gradients, first)).tolist()
+        self._was_of_all = all(ranks for ranks, exist in zip(present, existing, strict=True) if exist)
         found = sorted((i for i, ranks in enumerate(present) if ranks), key=lambda i: (places[i] / present[i], i))
         if not found:
             return []
@@ -165,11 +186,15 @@ class GradientNorms:
         return values | {_memory_of(p.grad): i for i, p in own if p.grad is not None and p.numel()}
 
     def _table(self, gradients: Sequence[OwnGradient], first: Mapping[int, OwnGradient]) -> Tensor:
-        """[3, parameters], in host memory: 1 for those that are here; how often, and where they were passed."""
+        """[4, parameters], in host memory: 1 for those that are here; how often, and where they were passed.
+
+        Last 1 for all that have a gradient here.
+        """
         counts = Counter(gradient.index for gradient in gradients)
-        table = torch.zeros(3, len(self._parameters), dtype=torch.int64)
+        table = torch.zeros(4, len(self._parameters), dtype=torch.int64)
         rows = [(1, counts[i], one.place) for i, one in first.items()]
-        table[:, list(first)] = torch.tensor(rows, dtype=torch.int64).view(-1, 3).t()
+        table[:3, list(first)] = torch.tensor(rows, dtype=torch.int64).view(-1, 3).t()
+        table[3] = torch.tensor([not p.is_meta and p.grad is not None and p.numel() > 0 for p in self._parameters])
         return table
 
     def _everywhere(self, table: Tensor) -> Tensor:
@@ -181,7 +206,7 @@ class GradientNorms:
     def _own_norms(self, first: Mapping[int, OwnGradient], norm_type: float, foreach: bool | None) -> Tensor:
         """[parameters], on the device in fp64: norms, or their powers of shards; of others what changes nothing."""
         absent = inf if norm_type == -inf and self._num_replicas is not None else 0.0
-        table = torch.full((len(self._parameters),), absent, dtype=torch.float64, device=self._device)
+        table = torch.full((len(self._parameters),), absent, dtype=torch.float64, device=self.device)
         if not first:
             return table
         norms = _norms([gradient.value for gradient in first.values()], norm_type, foreach).double()
@@ -196,8 +221,8 @@ class GradientNorms:
             replicas = None
             if self._num_replicas is not None:
                 numbers = [self._num_replicas(self._parameters[i]) for i in indices]
-                replicas = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-            self._places[indices] = torch.tensor(indices, device=self._device), replicas
+                replicas = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+            self._places[indices] = torch.tensor(indices, device=self.device), replicas
         return self._places[indices]
 
     def _exchange(self, norms: Tensor, norm_type: float) -> Tensor:

@@ -5,9 +5,10 @@ rank 1   error in a hook, step 12   --+
 
 rank 0   waits for a message of rank 1
 rank 1   error in its step          alone: it saves nothing, says so, and fails with its error
+
+What goes wrong in callbacks after the error is shown in one line. The error stays the run's own.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -24,19 +25,21 @@ from lightning_hanayo.strategy.lightning.user_hooks import callbacks_of
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 _AGREED = "agreed"
+_ASK, _POLL = 0.5, 0.01
+"""seconds to wait for answers, and between two questions"""
 
 
 class SavesOnException:
     """One rank's side of it, for one run.
 
-    The ranks meet in the store: a rank that waits for another one's message can't take part in a collective.
+    The ranks' monitors agree: a rank that waits for another one's message can't take part in a collective.
 
     Args:
         trainer: whose callbacks save.
-        failures: this rank's; has the store.
+        failures: this rank's; have the monitor.
         num_ranks: of the world.
-        end_run: called before an error leaves Lightning's handler, which would have ended the run.
         finish: called once a callback has saved; waits until the checkpoint is there.
+        newest: returns the path of the last checkpoint that this run has saved, None without one.
     """
 
     def __init__(
@@ -45,20 +48,22 @@ class SavesOnException:
         failures: Failures,
         num_ranks: int,
         *,
-        end_run: Callable[[BaseException], object],
         finish: Callable[[], object],
+        newest: Callable[[], str | None],
     ) -> None:
         self._trainer = trainer
         self._failures = failures
         self._num_ranks = num_ranks
-        self._end_run, self._finish = end_run, finish
+        self._finish, self._newest = finish, newest
         self._decision: str | None = None
 
     def adapt_callbacks(self, attributes: TemporaryAttributes) -> None:
-        """Let the callbacks that save ask all ranks before."""
-        for callback in callbacks_of(self._trainer):
-            if isinstance(callback, Checkpoint) and self._num_ranks > 1:
-                attributes.set(callback, "on_exception", _AgreedHook(callback.on_exception, self))
+        """Let the callbacks that save ask all ranks before, and show what goes wrong in all of them."""
+        for owner in (*callbacks_of(self._trainer), getattr(self._trainer, "datamodule", None)):
+            if isinstance(owner, Checkpoint) and self._num_ranks > 1:
+                attributes.set(owner, "on_exception", _AgreedHook(owner.on_exception, self))
+            elif owner is not None and not isinstance(owner, Checkpoint):
+                attributes.set(owner, "on_exception", _Shown(owner.on_exception))
 
     def save(self, hook: Callable[..., object], exception: BaseException, *args: Any) -> None:
         """Run a callback's `on_exception`. What goes wrong in it is shown; the exception stays the run's error."""
@@ -77,14 +82,9 @@ class SavesOnException:
         Raises:
             HanayoError: not all ranks have stopped at the same step.
         """
-        exception = sys.exception()
-        if exception is None or self._trainer.state.status != TrainerStatus.INTERRUPTED or self._num_ranks == 1:
-            return
-        try:
+        is_after_error = sys.exception() is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if is_after_error and self._num_ranks > 1:
             self._agree()
-        except HanayoError:
-            self._end_run(exception)
-            raise
 
     def _agree(self) -> None:
         if self._decision is None:
@@ -94,41 +94,41 @@ class SavesOnException:
 
     def _decide(self) -> str:
         """Agree with all ranks that come here in time. What the first of them decides counts for all."""
-        key = f"hanayo/on_exception/{self._failures.run}"
+        monitor, topic = self._failures.monitor, f"on_exception/{self._failures.run}"
         place = [self._trainer.global_step, *self._failures.position[:3]]
-        try:
-            store = self._failures.store
-            store.set(f"{key}/{self._failures.rank}", json.dumps(place))
-            found = self._places(key)
-            return bytes(store.compare_set(f"{key}/decision", "", _judge(found))).decode()
-        except RuntimeError as error:  # rank 0 has ended, and the store with it
-            return f"rank 0 can't be reached ({error})"
+        monitor.answer(f"{topic}/place", lambda _: place)
+        deadline = time.monotonic() + failure.GRACE / 2
+        while (decision := monitor.verdict(topic)) is None:
+            places = monitor.ask(f"{topic}/place", timeout=_ASK)
+            if len(places) == self._num_ranks or time.monotonic() > deadline:
+                decision = monitor.decide(topic, self._judge(places))
+                break
+            time.sleep(_POLL)
+        return str(decision)
 
-    def _places(self, key: str) -> dict[int, list[int] | None]:
-        """How far each rank was when it stopped; None for one that hasn't."""
-        store, deadline = self._failures.store, time.monotonic() + failure.GRACE / 2
-        keys = {rank: f"{key}/{rank}" for rank in range(self._num_ranks)}
-        while not store.check(list(keys.values())) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return {rank: json.loads(store.get(one)) if store.check([one]) else None for rank, one in keys.items()}
-
-
-def _judge(places: dict[int, list[int] | None]) -> str:
-    """Whether all have stopped at the same place; if not, why that is refused."""
-    missing = [rank for rank, place in places.items() if place is None]
-    if missing:
+    def _judge(self, places: dict[int, list[int]]) -> str:
+        """Whether all have stopped at the same place; if not, why that is refused."""
+        missing = [rank for rank in range(self._num_ranks) if rank not in places]
+        if missing:
+            return (
+                f"{self._name(missing[0])} has not stopped with an error, so ranks may be at different steps. "
+                f"{self._way_out()}"
+            )
+        first, own = min(places.items())
+        rank, other = next((one for one in sorted(places.items()) if one[1] != own), (first, own))
+        if own == other:
+            return _AGREED
         return (
-            f"rank {missing[0]} has not stopped with an error, so ranks may be at different steps. Resume from the "
-            f"checkpoint that was saved before."
+            f"{self._name(first)} has stopped after step {own[0]} in its batch {own[1]}, {self._name(rank)} after step "
+            f"{other[0]} in its batch {other[1]}. {self._way_out()}"
         )
-    stopped = [(rank, place) for rank, place in places.items() if place is not None]
-    (first, own), (rank, other) = stopped[0], next((one for one in stopped if one[1] != stopped[0][1]), stopped[0])
-    if own == other:
-        return _AGREED
-    return (
-        f"rank {first} has stopped after step {own[0]} in its batch {own[1]}, rank {rank} after step {other[0]} in its "
-        f"batch {other[1]}. Resume from the checkpoint that was saved before."
-    )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._failures.monitor.members[rank].place})"
+
+    def _way_out(self) -> str:
+        newest = self._newest()
+        return "No checkpoint was saved before." if newest is None else f"Resume from {newest}, which was saved before."
 
 
 class _AgreedHook:
@@ -149,6 +149,25 @@ class _AgreedHook:
 
     def __reduce__(self) -> Any:
         return _itself, (self._hook,)
+
+
+class _Shown:
+    """Takes the place of a function that is called after an error. What goes wrong in it is shown in one line."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+        self.__name__ = getattr(function, "__name__", "on_exception")  # a partial has none
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            self._function(*args, **kwargs)
+        except Exception as error:
+            owner = type(getattr(self._function, "__self__", None)).__name__
+            line = str(error).partition("\n")[0]
+            print(f"{owner}.{self.__name__} failed, too: {type(error).__name__}: {line}", file=sys.stderr)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._function,)
 
 
 def _itself(hook: Any) -> Any:

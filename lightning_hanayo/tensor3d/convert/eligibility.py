@@ -9,7 +9,8 @@ from lightning_hanayo.linear_modules import has_gradient_hooks
 
 
 class ParameterOwners:
-    """How many modules of a stack's blocks hold each parameter. Those that are used `outside` too count once more.
+    """How many modules of a stack's blocks hold each parameter: a module in two blocks counts twice, as each block has
+    a context of its own. Those that are used `outside` too count once more.
 
     The modules called `exclude`, and all in them, are not to be sharded.
     """
@@ -17,9 +18,12 @@ class ParameterOwners:
     def __init__(
         self, blocks: Sequence[nn.Module], outside: Iterable[Tensor] = (), exclude: Collection[str] = ()
     ) -> None:
-        modules = {module: None for block in blocks for module in block.modules()}
         self._count: Counter[Tensor] = Counter(
-            parameter for module in modules for parameter in module._parameters.values() if parameter is not None
+            parameter
+            for block in blocks
+            for module in block.modules()
+            for parameter in module._parameters.values()
+            if parameter is not None
         )
         self._count.update(outside)
         paths = ((f".{path}.", part) for block in blocks for path, part in block.named_modules())

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hanayo.runtime.autograd.gradient_all_reduce import LARGE, GradientAllReduce
+from lightning_hanayo.runtime.autograd.gradient_all_reduce import LARGE, GradientAllReduce, sparse_weights
 from tests.harness.pool import Pool
 
 GRADIENTS = [[1.0, 2.0, None, None], [10.0, None, None, None]]
@@ -124,3 +124,24 @@ def test_one_data_rank_sums_nothing() -> None:
     reduction.start(0)
     reduction.finish()
     assert parameter.grad.item() == 1.0
+
+
+def sparse() -> list[object]:
+    """Rows 0 and 1 on rank 0, row 1 on rank 1; of a second table, only rank 1 uses a row; of a third, none does."""
+    dist.init_process_group("gloo")
+    tables = [nn.Embedding(3, 2, sparse=True) for _ in range(3)]
+    rows = [[[0, 1], [], []], [[1], [2], []]][dist.get_rank()]
+    for table, used in zip(tables, rows, strict=True):
+        if used:
+            table(torch.tensor(used)).sum().backward()
+    weights = sparse_weights(nn.ModuleList(tables))
+    reduction = GradientAllReduce({0: [table.weight for table in tables]}, dist.group.WORLD, weights.values())
+    reduction.start(0)
+    reduction.finish()
+    gradients = [table.weight.grad for table in tables]
+    return [list(weights), [None if g is None else (g.is_sparse, g.to_dense()[:, 0].tolist()) for g in gradients]]
+
+
+def test_sparse_gradients_are_summed_by_rows(pool: Pool) -> None:
+    expected = [["0", "1", "2"], [(True, [1.0, 2.0, 0.0]), (True, [0.0, 0.0, 1.0]), None]]
+    assert pool.run(2, sparse) == [expected] * 2

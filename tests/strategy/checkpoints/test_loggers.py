@@ -1,13 +1,16 @@
-"""Loggers and checkpoints that are folders: `log_model` uploads files alone, so it is refused; the rest works."""
+"""Loggers and checkpoints that are folders: `log_model` uploads files alone and is refused, as is `log_graph`."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.strategy.lightning.user_hooks import uploads_checkpoints
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.training import Layout
@@ -44,3 +47,18 @@ def test_log_model_is_refused_where_checkpoints_are_folders(options: dict[str, A
         return
     with pytest.raises(UnsupportedError, match=r"WandbLogger\(log_model=...\) uploads checkpoints that are files"):
         trainer.strategy._check(trainer)
+
+
+def test_log_graph_is_refused_where_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger._log_graph = True  # type: ignore[attr-defined]  # as TensorBoardLogger, whose package may be missing
+    trainer = trainer_for(PIPE, [], logger=logger, enable_checkpointing=False)
+    module = models.build(Scored)
+    module.example_input_array = torch.zeros(2, models.WIDTH)
+    trainer.strategy.connect(module)
+    with pytest.raises(UnsupportedError, match=r"CSVLogger\(log_graph=True\) runs the model"):
+        trainer.strategy._check(trainer)
+
+
+def test_the_logger_of_a_fast_development_run_uploads_no_checkpoints() -> None:
+    assert not uploads_checkpoints(DummyLogger())

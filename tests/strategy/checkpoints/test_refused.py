@@ -98,7 +98,8 @@ def messages(folder: Path, layout: Layout) -> dict[str, str]:
 
 
 def resume(path: Path, layout: Layout, *, strict: bool = True, accept: tuple[str, ...] = ()) -> None:
-    trainer = make_trainer(layout, max_steps=3, strategy=make_strategy(layout, load_anyway=accept))
+    strategy = make_strategy(layout, load_anyway=accept, nonfinite="ignore" if "nan" in accept else "raise")
+    trainer = make_trainer(layout, max_steps=3, strategy=strategy)
     module = models.build(models.MLP)
     module.strict_loading = strict
     trainer.fit(module, make_loader(models.vectors((8,) * 3)), ckpt_path=path)

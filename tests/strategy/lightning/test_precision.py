@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision, TransformerEnginePrecision
 from torch.amp import GradScaler
 
+from lightning_hanayo.errors import UnsupportedError
 from tests.harness import models
 from tests.harness.devices import on_host, trainer_on
 from tests.harness.pool import Pool
@@ -177,3 +178,18 @@ def test_a_checkpoint_has_the_scale(pool: Pool, tmp_path: Path) -> None:
     (*_, last), _ = pool.run(2, resumed, Layout(2), path, [1])
     (begin, *_), _ = pool.run(2, resumed, Layout(2), path, [1, 2])
     assert begin == last < 2.0**20
+
+
+# fp8
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(cube=(2, 1, 1)), Layout(data=2)], ids=str)
+def test_transformer_engine_is_refused_where_a_model_is_cut(layout: Layout) -> None:
+    plugin = TransformerEnginePrecision.__new__(TransformerEnginePrecision)  # its package may be missing
+    trainer = make_trainer(layout, plugins=plugin)
+    trainer.strategy.connect(models.build(models.MLP))
+    if layout.topology.replica_size == 1:
+        trainer.strategy._check(trainer)
+        return
+    with pytest.raises(UnsupportedError, match="precision='transformer-engine' keeps the scales of fp8"):
+        trainer.strategy._check(trainer)

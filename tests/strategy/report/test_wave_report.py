@@ -33,6 +33,9 @@ def test_a_run_is_measured_and_the_next_one_planned_with_it(pool: Pool, tmp_path
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".json", ".json", ".yaml"]
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     _check_figures([row for row in rows if row["hanayo/exposed_communication"]])
+    counted = [row for row in rows if row["hanayo/samples_per_s"]]
+    assert [row["step"] for row in counted] == ["1", "3"]
+    assert all(float(row["hanayo/samples_per_s"]) > 0 for row in counted)
     _check_trace(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
 
     profile = Profile.load(tmp_path / "profile.json")

@@ -22,6 +22,10 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(6, 5, dtype=torch.float64)) for _ in range(4)]
 
 
+class OwnLBFGS(optim.LBFGS):
+    """Might do anything."""
+
+
 def named(name: str, base: Any = NormalizedSGD, **defaults: Any) -> Optimizer:
     """An optimizer of another package, whose class has this name."""
     optimizer: Optimizer = type(name, (base,), {})(parameters(), lr=0.1)
@@ -34,6 +38,10 @@ def test_elementwise_optimizers_of_torch_work_everywhere(name: str) -> None:
     check_optimizers([getattr(optim, name)(parameters())], CUBE)
 
 
+def test_lbfgs_of_torch_works_everywhere() -> None:
+    check_optimizers([optim.LBFGS(parameters())], CUBE)
+
+
 def test_a_subclass_with_the_same_step_is_as_good() -> None:
     class Own(optim.AdamW):
         pass
@@ -43,7 +51,7 @@ def test_a_subclass_with_the_same_step_is_as_good() -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [named("Prodigy"), named("SAM"), named("Muon"), named("Lamb", max_grad_norm=1.0), optim.LBFGS(parameters()[:1])],
+    [named("Prodigy"), named("SAM"), named("Muon"), named("Lamb", max_grad_norm=1.0), OwnLBFGS(parameters()[:1])],
     ids=lambda optimizer: type(optimizer).__name__,
 )
 def test_those_with_a_statistic_over_all_parameters_are_refused(optimizer: Optimizer) -> None:

@@ -24,12 +24,10 @@ class Run:
 
     def check_peers(self) -> None: ...
 
-    def position_of(self, rank: int) -> tuple[int, ...]:
-        if rank == self.rank:
-            return self.position
+    def positions(self) -> dict[int, tuple[int, ...]]:
         if len(self.others) == 1:
             raise TimeoutError("has waited long enough")
-        return self.others.pop(0)
+        return {self.rank: self.position, 1 - self.rank: self.others.pop(0)}
 
 
 def position(*, steps: int, hooks: int) -> tuple[int, ...]:

@@ -69,12 +69,14 @@ class GradientCalls:
         if accumulates and not inputs:
             _refuse(
                 "calls backward()",
+                "but the pipeline runs the backward of all blocks and micro-batches",
                 "Return the loss, whose backward the pipeline runs; for gradients that the step itself needs there is "
                 "torch.autograd.grad",
             )
         if tracer is not None and self._passes_stack(outputs, inputs, tracer):
             _refuse(
                 "computes a gradient through the stack (torch.autograd.grad)",
+                "but the blocks of the stack run on several ranks",
                 "Take it with respect to the stack's output or to what comes after it, do it inside a block, or set "
                 "pipeline_parallel_size=1, num_waves=1 and cube=1, where the step runs in one piece",
             )
@@ -119,5 +121,5 @@ def _depends_on_other_samples(outputs: Sequence[Tensor], inputs: Sequence[Tensor
     return any(isinstance(one, nn.Parameter) for one in inputs) or not all(sums)
 
 
-def _refuse(what: str, way_out: str) -> NoReturn:
-    raise UnsupportedError(f"{user_line()} {what}, but the blocks of the stack run on several ranks. {way_out}.")
+def _refuse(what: str, why: str, way_out: str) -> NoReturn:
+    raise UnsupportedError(f"{user_line()} {what}, {why}. {way_out}.")

@@ -15,6 +15,7 @@ from lightning_hanayo.checkpoint.format.plain_values import encode
 from lightning_hanayo.checkpoint.format.storage import Storage
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
+from lightning_hanayo.strategy.checkpoints.saving.distributed_tensors import with_distributed_marked
 from lightning_hanayo.strategy.checkpoints.saving.hyperparameters import warn_of_unstorable
 from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks
@@ -99,7 +100,7 @@ def _check_states(trainer: "pl.Trainer") -> None:
         except Exception:  # it may need what training makes
             continue
         try:
-            encode(state, f"the state_dict() of {type(callback).__name__}")
+            encode(with_distributed_marked(state), f"the state_dict() of {type(callback).__name__}")
         except HanayoError as error:
             raise UnsupportedError(f"{error} Store plain values there, {_ONE_FILE}") from error
 

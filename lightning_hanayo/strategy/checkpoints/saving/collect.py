@@ -13,10 +13,12 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hanayo.checkpoint.format.plain_values import DistributedTensor
 from lightning_hanayo.checkpoint.format.state_document import STATE
 from lightning_hanayo.checkpoint.save.part import RankPart
 from lightning_hanayo.strategy.checkpoints.resume import KEY, ResumeState
 from lightning_hanayo.strategy.checkpoints.resume_storage import run_entry, with_resume
+from lightning_hanayo.strategy.checkpoints.saving.distributed_tensors import value_at
 from lightning_hanayo.strategy.checkpoints.saving.document import MODEL, OPTIMIZERS, about, state_document
 from lightning_hanayo.strategy.checkpoints.saving.own_state import names_of, parameters_of
 from lightning_hanayo.strategy.checkpoints.saving.parts import OwnValues, Place, RankTensors, first_with, tied_names
@@ -69,13 +71,24 @@ def rank_part(
     tensors.add_new(first_with([own.added for own in gathered]))
     texts: dict[str, Any] = {}
 
-    def write_document() -> None:
-        if place.rank == 0:
-            document = state_document(checkpoint, tied, listed, gathered)
-            texts[STATE], found = document.encode()
-            tensors.add_state(found)
+    def write_document() -> dict[int, DistributedTensor]:
+        if place.rank > 0:
+            return {}
+        document = state_document(checkpoint, tied, listed, gathered)
+        texts[STATE], found = document.encode()
+        for number, one in enumerate(found):
+            if isinstance(one, Tensor):
+                tensors.add_state(number, one)
+        return {number: one for number, one in enumerate(found) if isinstance(one, DistributedTensor)}
 
-    on_all_ranks(write_document)
+    distributed = on_all_ranks(write_document)[0]
+
+    def add_distributed() -> None:
+        for number, one in distributed.items():
+            tensors.add_distributed(number, one, value_at(checkpoint, one.path))
+
+    if distributed:
+        with_common_errors(add_distributed)
     facts = {}
     if place.rank == 0:
         facts = about(checkpoint, module, place.cube, place.topology, model.pipeline.layout, tied)

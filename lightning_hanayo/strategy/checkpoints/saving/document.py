@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_hanayo.checkpoint.format.state_document import OptimizerDocument, StateDocument
 from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.strategy.checkpoints.saving.distributed_tensors import with_distributed_marked
 from lightning_hanayo.strategy.checkpoints.saving.parts import OwnValues
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.topology import Topology
@@ -40,7 +41,9 @@ def state_document(
     names = dict.fromkeys((*state, *(name for own in gathered for name in (*own.names, *own.model))))
     states = checkpoint.get(OPTIMIZERS)
     return StateDocument(
-        checkpoint={key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)},
+        checkpoint=with_distributed_marked(
+            {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
+        ),
         names=list(names),
         tied=dict(tied),
         values={name: value for own in gathered for name, value in own.model.items()},

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hanayo.checkpoint.load.module_state import Sharding
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import Part, PartialParameter, partial_alias
 from lightning_hanayo.partition.missing_values import Owner, without_values
@@ -29,7 +30,7 @@ _WAY_OUT = (
 
 
 def module_state(
-    module: nn.Module, cube: Cube | None, ranks: Mapping[str, int], device: torch.device
+    module: nn.Module, cube: Sharding | None, ranks: Mapping[str, int], device: torch.device
 ) -> dict[str, Any]:
     """The module's state dict on this rank. Its parameters are this rank's, and not guarded.
 
@@ -48,7 +49,7 @@ def module_state(
 
 
 @contextmanager
-def _guarded_parts(module: nn.Module, cube: Cube) -> Iterator[None]:
+def _guarded_parts(module: nn.Module, cube: Sharding) -> Iterator[None]:
     """Inside it, what hooks of modules make of a part is a part, too, under whatever name, or is refused."""
     parts = [(name, one) for name, one in module.named_parameters() if one in cube.whole_shapes]
     classes = [type(one) for _, one in parts]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.checkpoint.format.plain_values import DistributedTensor
 from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.save.part import Kind, TensorPart
 from lightning_hanayo.errors import UnsupportedError
@@ -159,10 +160,30 @@ class RankTensors:
             if writers[name] == self._place.rank:
                 self._add_whole(f"model/{name}", tensor, "model")
 
-    def add_state(self, tensors: Sequence[Tensor]) -> None:
-        """Add the tensors of the state document, on rank 0."""
-        for number, tensor in enumerate(tensors):
-            self._add_whole(f"state/{number}", tensor, "state")
+    def add_state(self, number: int, tensor: Tensor) -> None:
+        """Add a tensor of the state document, on rank 0."""
+        self._add_whole(f"state/{number}", tensor, "state")
+
+    def add_distributed(self, number: int, tensor: DistributedTensor, own: Any) -> None:
+        """Add what this rank holds of a tensor of the state document.
+
+        Args:
+            number: the tensor's, in the document.
+            tensor: as rank 0 has it.
+            own: what this rank's checkpoint has there.
+
+        Raises:
+            UnsupportedError: this rank is to write it, and has nothing.
+        """
+        if (tensor.pipe_rank or 0) != self._place.pipe_rank:
+            return
+        if not isinstance(own, Tensor) or own.is_meta:
+            where = "".join(f"[{key!r}]" for key in tensor.path)
+            raise UnsupportedError(f"checkpoint{where} has no values on the rank that holds them. {WAY_OUT}")
+        if isinstance(own, PartialValues | PartialParameter):
+            self.share(f"state/{number}", own, "state")
+        elif self._place.leads:
+            self._add_whole(f"state/{number}", own, "state")
 
     def _add_entry(self, name: str, value: Tensor, *, is_here: bool) -> None:
         if isinstance(value, PartialValues) or (is_here and name in self._parameters):

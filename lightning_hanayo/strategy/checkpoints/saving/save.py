@@ -49,6 +49,9 @@ class Checkpoints:
         world, factory = topology.groups(*_ALL), groups.factory
         is_alone = topology.world_size == 1
         self._peers: Peers = NoPeers() if is_alone else GroupPeers(factory.control(world))
+        self.newest: str | None = None
+        """the path of the last one that was saved; in the background of the one before, which is there for certain"""
+        self._begun: str | None = None
         self.in_background = options.save_async and self.is_sharded
         self._saver = Saver(self._peers, GroupPeers(factory.background(world)) if self.in_background else None)
         self.poll, self.wait = self._saver.poll, self._saver.wait
@@ -85,13 +88,17 @@ class Checkpoints:
         if self.is_sharded and model is not None:
             place = Place(self._topology, self._rank, model.cube)
             self._saver.save(fspath(path), rank_part(without_unstorable(checkpoint), model, place, resume))
+            self.newest, self._begun = (self._begun if self.in_background else fspath(path)), fspath(path)
             return
         if resume is not None:
-            checkpoint[KEY] = gathered(resume, self._topology.coordinates(self._rank)[0], self._peers.gather)
+            state = gathered(resume, self._topology.coordinates(self._rank)[0], self._peers.gather)
+            checkpoint = {**checkpoint, KEY: state}  # hooks may have kept the dictionary that they were given
         on_all_ranks(partial(self._write_file, checkpoint, fspath(path), storage_options))
+        self.newest = fspath(path)
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint, after the save in flight."""
+        self.newest = None if self.newest == fspath(path) else self.newest
         if self.uses_own_files:
             self._saver.remove(fspath(path))
         elif self._rank == 0:

@@ -37,8 +37,12 @@ def have_more(trainer: "pl.Trainer") -> list[bool]:
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     num_read = batches.processed
     without_end = _is_read_ahead(trainer) or num_read == trainer.num_training_batches
-    lengths = [sized_len(loader) for loader in stateful_loaders(trainer)]
-    return [without_end if not length else num_read % length > 0 for length in lengths]
+    loaders = stateful_loaders(trainer)
+    lengths = [sized_len(loader) for loader in loaders]
+    return [
+        getattr(loader, "leaves_out", False) or (without_end if not length else num_read % length > 0)
+        for loader, length in zip(loaders, lengths, strict=True)
+    ]
 
 
 def load_loader_states(trainer: "pl.Trainer", states: Sequence[Any], skip: Sequence[bool] = ()) -> None:

@@ -73,6 +73,20 @@ def num_batches(trainer: "pl.Trainer") -> int:
     return int(batches.processed)
 
 
+def can_scale_batches(trainer: "pl.Trainer", before: int, now: int) -> bool:
+    """Whether the samples of the epoch's batches so far, `before` of each, are those of whole batches of `now`."""
+    return not was_in_batch(trainer) and not num_batches(trainer) * before % now
+
+
+def scale_batches(trainer: "pl.Trainer", before: int, now: int) -> None:
+    """Let the epoch's batches so far, of `before` samples each, count as batches of `now` samples."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    added = num_batches(trainer) * before // now - num_batches(trainer)
+    for progress in (batches.current, batches.total):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress, name, getattr(progress, name) + added)
+
+
 def follow_accumulation_schedule(trainer: "pl.Trainer") -> bool:
     """Accumulate as in the saved epoch: `GradientAccumulationScheduler` does so in `on_train_epoch_start` alone.
 

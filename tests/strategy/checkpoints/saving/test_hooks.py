@@ -56,10 +56,17 @@ class Halved(models.MLP):
 
 
 class Nested(models.MLP):
-    """Keeps a second state dict, of which this rank has a part."""
+    """Keeps a second state dict, of which each rank has a part."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["average"] = dict(checkpoint["state_dict"])
+        checkpoint["averages"] = [dict(checkpoint["state_dict"]), torch.ones(2)]
+
+
+class Incomplete(models.MLP):
+    """Rank 1 leaves out what it alone has."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["averages"] = [checkpoint["state_dict"] if self.global_rank == 0 else {}]
 
 
 class SavesInStep(models.MLP):
@@ -92,10 +99,19 @@ def test_other_values_on_a_pipeline(pool: Pool, tmp_path: Path) -> None:
     assert {value.dtype for value in read(tmp_path / "folder.ckpt")["state_dict"].values()} == {torch.float16}
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_second_dictionary_of_parameters(pool: Pool, tmp_path: Path, layout: Layout) -> None:
+    pool.run(layout.world_size, save, layout, Nested, tmp_path / "folder.ckpt")
+    found = read(tmp_path / "folder.ckpt")
+    averages, ones = found["averages"]
+    assert ones.tolist() == [1, 1] and list(averages) == list(found["state_dict"])
+    for name, value in found["state_dict"].items():
+        assert torch.equal(averages[name] + 0, value + 0)
+
+
 REFUSED = [
     (CUBE, Halved, "half was called with .*, of which this rank holds a part"),
-    (Layout(2), Nested, r"checkpoint\['checkpoint'\]\['average'\]"),
-    (CUBE, Nested, r"checkpoint\['checkpoint'\]\['average'\]"),
+    (Layout(2), Incomplete, r"checkpoint\['averages'\]\[0\]\['blocks.2.norm.weight'\] has no values"),
     (Layout(2), SavesInStep, "trainer.save_checkpoint was called in a step, which runs on pipeline rank 0 alone"),
 ]
 

@@ -1,0 +1,1 @@
+"""Lightning's callbacks that compute with all parameters, of which a rank holds its own."""

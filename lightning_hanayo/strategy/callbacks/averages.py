@@ -1,0 +1,220 @@
+"""Copies of the module in which callbacks average its weights: each rank averages what it holds of the module.
+
+                       rank 0                    rank 1
+    module             embedding, block 0  .     .  .  block 1       a dot is a placeholder
+    callback's copy    embedding, block 0  .     .  .  block 1       in a cube: the same parts of each parameter
+
+Lightning's callbacks make the copy of the whole module, before it is cut, and compute with the two parameter by
+parameter. What a checkpoint gets of a copy is as what it gets of the module.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.checkpoint.load.model_check import Source
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partition import after_run
+from lightning_hanayo.partition.ownership import Placeholder, replace_parameters
+from lightning_hanayo.strategy.callbacks.copying import let_callbacks_copy, replaced
+from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
+from lightning_hanayo.strategy.lightning.user_hooks import averaged_copies, averaging_callbacks, averaging_models
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+StateOf = Callable[[nn.Module, "Cube | ShardingOfCopy | None"], dict[str, Any]]
+"""what a checkpoint gets of a cut module, given how its parameters are sharded over a cube"""
+
+
+class Averages:
+    """The copies of one run.
+
+    Args:
+        options: those of the strategy.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._copies: dict[nn.Module, _Copy] = {}
+        self._cube: Cube | None = None
+        self._loaded: dict[nn.Module, KeptValues] = {}
+
+    def adapt_callbacks(self, trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
+        """Let callbacks copy and load what ranks hold parts of, until `attributes` are restored."""
+        let_callbacks_copy(trainer, attributes)
+        for callback in averaging_callbacks(trainer):
+            for name in ("on_load_checkpoint", "load_state_dict"):
+                attributes.set(callback, name, partial(self._load, getattr(callback, name), trainer))
+
+    def loaded(self, module: nn.Module) -> KeptValues | None:
+        """What a callback has loaded into the module before it was cut; None if nothing."""
+        return self._loaded.pop(module, None)
+
+    def cut(self, module: "pl.LightningModule", cube: Cube | None, state_of: StateOf) -> None:
+        """Cut the copies as the module was cut, whether they are whole or of an earlier run. Called by all ranks.
+
+        Raises:
+            UnsupportedError: a copy isn't like the module.
+            CheckpointError: it can't take the values that were loaded into it.
+        """
+        self._cube = cube
+        for callback, copy in averaged_copies(module.trainer).items():
+            after_run.release(copy)
+            _check_alike(type(callback).__name__, copy, module)
+            _cut(copy, module, cube)
+            self._copies[copy] = _Copy(copy, module, cube, state_of)
+        self._put_in()
+
+    def close(self) -> None:
+        """The run has ended: nothing but the callbacks' next run may compute with parts."""
+        for one in self._copies.values():
+            one.close()
+        self._copies.clear()
+
+    def _load(self, hook: Callable[..., Any], trainer: "pl.Trainer", *args: Any) -> None:
+        """Takes the place of a hook that loads whole values into module and copies: each rank reads its part."""
+        module: nn.Module = trainer.lightning_module
+        copies, models = averaged_copies(trainer), averaging_models(trainer)
+        with ExitStack() as stack:
+            for one in (module, *copies.values()):
+                stack.enter_context(replaced(one, "load_state_dict", partial(self._keep, one)))
+            for callback, model in models.items():
+                if model is not copies[callback]:
+                    load = partial(self._keep_averaged, model, copies[callback])
+                    stack.enter_context(replaced(model, "load_state_dict", load))
+            hook(*args)
+        if self._copies:
+            self._put_in()
+            if module in self._loaded:
+                self._loaded.pop(module).put_in(module, self._cube)
+
+    def _keep(self, module: nn.Module, state: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
+        self._loaded[module] = KeptValues(module, state, Source("The checkpoint"), self._options, strict=strict)
+
+    def _keep_averaged(self, model: nn.Module, copy: nn.Module, state: Mapping[str, Any], **_: Any) -> None:
+        for name, buffer in model.named_buffers(recurse=False):
+            buffer.copy_(state[name])
+        inner = {name.removeprefix("module."): one for name, one in state.items() if name.startswith("module.")}
+        self._keep(copy, inner)
+
+    def _put_in(self) -> None:
+        for copy, one in self._copies.items():
+            if copy in self._loaded:
+                one.load(self._loaded.pop(copy))
+
+
+class _Copy:
+    """A copy that has been cut."""
+
+    def __init__(self, copy: nn.Module, module: nn.Module, cube: Cube | None, state_of: StateOf) -> None:
+        self._copy = copy
+        pairs: dict[Tensor, nn.Parameter] = dict(zip(copy.parameters(), module.parameters(), strict=True))
+        self._sharding = None if cube is None else ShardingOfCopy(cube, pairs)
+        self._state_of = state_of
+        self._is_used = False
+        self._partial = [
+            copied
+            for copied, own in zip(copy.parameters(), module.parameters(), strict=True)
+            if isinstance(own, Placeholder) or (cube is not None and own in cube.whole_shapes)
+        ]
+        for parameter in self._partial:
+            vars(parameter).update(vars(pairs[parameter]))
+        self._hook = copy.register_state_dict_post_hook(partial(self._give_state))
+
+    def load(self, values: KeptValues) -> None:
+        """Read this rank's part of whole values. Called by all ranks."""
+        with self._in_use():
+            values.check(self._copy, self._sharding)
+            values.put_in(self._copy, self._sharding)
+
+    def close(self) -> None:
+        """Refuse from now on what computes with parts."""
+        self._hook.remove()
+        after_run.guard(self._partial)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Inside it, `state_dict()` returns what this rank has."""
+        self._is_used = True
+        try:
+            yield
+        finally:
+            self._is_used = False
+
+    def _give_state(self, copy: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Called at the end of `copy.state_dict()`: user code gets what a checkpoint gets."""
+        if self._is_used:
+            return
+        with self._in_use():
+            found = self._state_of(copy, self._sharding)
+        state.update({f"{prefix}{name}": value for name, value in found.items()})
+
+
+class ShardingOfCopy:
+    """How the parameters of a copy are sharded over the ranks of a cube: as those of the module."""
+
+    def __init__(self, cube: Cube, originals: Mapping[Tensor, nn.Parameter]) -> None:
+        self._cube = cube
+        self._originals = originals
+
+    @property
+    def whole_shapes(self) -> Mapping[Tensor, tuple[int, ...]]:
+        """The shapes of the parameters of which this rank holds a part."""
+        shapes = self._cube.whole_shapes
+        return {copied: shapes[own] for copied, own in self._originals.items() if own in shapes}
+
+    def region(self, parameter: Tensor) -> Region:
+        """Which entries of a parameter this rank holds."""
+        return self._cube.region(self._originals[parameter])
+
+    def unshard(self, shard: Tensor, parameter: Tensor) -> Tensor:
+        """All-gather a parameter of the copy. Called by all ranks of the cube."""
+        return self._cube.unshard(shard, self._originals[parameter])
+
+
+def _check_alike(callback: str, copy: nn.Module, module: nn.Module) -> None:
+    """The callbacks pair parameters and buffers by their places."""
+    for names in (_parameter_names, _buffer_names):
+        if names(copy) != names(module):
+            different = set(names(copy)) ^ set(names(module))
+            raise UnsupportedError(
+                f"{callback} has a copy of {type(module).__name__} from before it was changed: only one of them has "
+                f"{', '.join(sorted(different)[:3]) or 'this order of names'}. Build all of it in __init__, so that it "
+                f"is complete when the callback copies it; EMAWeightAveraging calls configure_model before."
+            )
+
+
+def _parameter_names(module: nn.Module) -> Sequence[str]:
+    return [name for name, _ in module.named_parameters()]
+
+
+def _buffer_names(module: nn.Module) -> Sequence[str]:
+    return [name for name, _ in module.named_buffers()]
+
+
+def _cut(copy: nn.Module, module: nn.Module, cube: Cube | None) -> None:
+    pairs = zip(copy.parameters(), module.parameters(), strict=True)
+    with torch.no_grad():
+        replace_parameters(copy, {copied: _own_part(copied, own, cube) for copied, own in pairs})
+    for copied, own in zip(copy.modules(), module.modules(), strict=True):
+        missing = {name: buffer for name, buffer in own._buffers.items() if buffer is not None and buffer.is_meta}
+        copied._buffers.update({name: deepcopy(buffer) for name, buffer in missing.items()})
+
+
+def _own_part(copied: nn.Parameter, own: nn.Parameter, cube: Cube | None) -> nn.Parameter:
+    """What this rank holds of a copied parameter."""
+    if isinstance(own, Placeholder):
+        return deepcopy(own)
+    if copied.is_meta:  # built without values: it had none when the copy was made
+        return nn.Parameter(own.detach().clone(), copied.requires_grad)
+    if cube is None or copied.shape == own.shape:
+        return copied
+    return nn.Parameter(cube.shard(copied.detach(), own).clone(), copied.requires_grad)

@@ -1,0 +1,76 @@
+"""One stack of a model is cut; the others stay whole on pipeline rank 0, and set-up says what that costs.
+
+encoder   2 blocks   180 parameters   whole on rank 0    40 %
+decoder   3 blocks   270 parameters   cut
+"""
+
+import pytest
+from torch import nn
+
+from lightning_hanayo.partition.stack import find_stack
+from lightning_hanayo.partition.uncut_stacks import describe_uncut, uncut_stacks
+from tests.harness.pretrained_models import BART, MODELS, trained
+
+
+def linears(count: int, width: int = 9) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+
+
+def model(**stacks: nn.Module) -> nn.Module:
+    return nn.ModuleDict(stacks)
+
+
+def test_other_stacks_are_found_with_their_share() -> None:
+    two = model(encoder=linears(2), decoder=linears(3))
+    (uncut,) = uncut_stacks(two, find_stack(two))
+    assert (uncut.stack.name, uncut.num_parameters, uncut.share) == ("encoder", 180, pytest.approx(0.4))
+
+
+def test_the_largest_of_several_comes_first_and_small_ones_are_left_out() -> None:
+    several = model(head=linears(2, 2), a=linears(2), b=linears(3), c=linears(4))
+    assert [one.stack.name for one in uncut_stacks(several, find_stack(several))] == ["b", "a"]
+
+
+def test_a_row_inside_a_block_of_another_stack_is_no_stack_of_its_own() -> None:
+    rows = nn.ModuleList(nn.Sequential(*linears(3), nn.ReLU()) for _ in range(2))
+    nested = model(encoder=rows, decoder=linears(9))
+    assert [one.stack.name for one in uncut_stacks(nested, find_stack(nested))] == ["encoder"]
+
+
+def test_nothing_is_said_of_a_model_with_one_stack() -> None:
+    one = model(layers=linears(4), head=nn.Linear(9, 9))
+    assert describe_uncut(one, find_stack(one), num_pipeline_ranks=4) == ""
+
+
+def test_the_text_names_both_stacks_the_cost_and_the_way_out() -> None:
+    two = model(encoder=linears(2), decoder=linears(3))
+    assert describe_uncut(two, find_stack(two), num_pipeline_ranks=4) == (
+        "ModuleDict has 2 stacks of blocks, of which one is cut: decoder (3 blocks, 270 parameters). Whole on pipeline "
+        "rank 0: encoder (2 blocks, 180 parameters, 40% of those in blocks). If each parameter costs the same "
+        "computation, 4 pipeline ranks are at most 2.5 times as fast as one, since rank 0 computes all that is whole. "
+        "HanayoStrategy(blocks='encoder') cuts that stack instead."
+    )
+
+
+def test_no_limit_is_given_where_two_ranks_are_below_it_or_the_other_stack_is_frozen() -> None:
+    two = model(encoder=linears(2), decoder=linears(3))
+    assert "times as fast" not in describe_uncut(two, find_stack(two), num_pipeline_ranks=2)
+    two["encoder"].requires_grad_(False)
+    text = describe_uncut(two, find_stack(two), num_pipeline_ranks=4)
+    assert "times as fast" not in text
+    assert "40% of those in blocks, frozen)" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "whole"),
+    [
+        ("T5ForConditionalGeneration", "decoder.block", "encoder.block"),
+        ("BartForConditionalGeneration", "model.decoder.layers", "model.encoder.layers"),
+        ("WhisperForConditionalGeneration", "model.decoder.layers", "model.encoder.layers"),
+    ],
+)
+def test_encoders_and_decoders_of_transformers_are_two_stacks(name: str, cut: str, whole: str) -> None:
+    known = trained(name, MODELS.get(name, BART))
+    for stack, other in ((cut, whole), (whole, cut)):
+        assert [one.stack.name for one in uncut_stacks(known, find_stack(known, stack))] == [other]
+    assert find_stack(known).name == cut

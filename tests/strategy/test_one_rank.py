@@ -1,0 +1,207 @@
+"""A model that one rank holds whole trains as in any Trainer, with several data ranks as in DDP: nothing is cut.
+
+rank 0   the user's step, in one piece          P = 1, no cube: no stack is needed
+"""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_hanayo import HanayoStrategy
+from tests.harness.pool import Pool, RunFailed
+
+WIDTH, STEPS, BATCH = 6, 4, 4
+
+
+class Plain(LightningModule):
+    """Without a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layer.register_forward_hook(lambda module, inputs, output: output * 2)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.head(functional.gelu(self.layer(x))).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+class Skips(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) if batch_idx % 2 else None
+
+
+class Words(Plain):
+    """Its batches have no tensors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(torch.tensor([[float(len(word))] * WIDTH for word in batch["words"]], dtype=torch.float64))
+
+
+class Lbfgs(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.1)
+
+
+class Iterates(Plain):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+class Adversaries(Plain):
+    """Two optimizers, which the step drives; one accumulates the gradients of two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[attr-defined]
+        self.toggle_optimizer(first)
+        self.manual_backward(-self.loss(batch))
+        self.clip_gradients(first, 0.5, "norm")
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        with second.toggle_model(sync_grad=batch_idx % 2 == 1):
+            self.manual_backward(self.loss(batch))
+            if batch_idx % 2:
+                second.step()
+                second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.layer, self.head)]
+
+
+class Unused(Plain):
+    """A data rank uses a parameter in batches in which the other one doesn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        uses = (batch_idx + self.global_rank) % 2
+        return self.loss(self.other(batch) if uses else batch)
+
+
+class Sparse(Plain):
+    """Its table has sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, WIDTH, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.words((8 * batch[:, 0].abs()).long()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class SkipsSome(Plain):
+    """A micro-batch whose step returns None counts nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch[0, 0] < 0 else self.loss(batch)
+
+
+class CountsSome(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        halves = batch.chunk(2)
+        return sum(0.5 * (half[0, 0] >= 0) * self.loss(half) for half in halves)
+
+
+class Perturbs(Plain):
+    """Runs a backward of its own, whose gradients are zeroed after the step, and reads those of the last step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        last = sum(float(p.grad.sum()) for p in self.parameters() if p.grad is not None)
+        x = batch.clone().requires_grad_()
+        self.loss(x).backward()
+        return (1 + last) * self.loss(batch + 0.1 * x.grad.sign())
+
+
+class Wrong(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 0.5
+
+
+ALIKE = [Plain, Skips, Words, Lbfgs, Iterates, Adversaries, Unused, Sparse, Perturbs]
+MODELS = {one.__name__: one for one in [*ALIKE, SkipsSome, CountsSome, Wrong]}
+
+
+def loader(name: str) -> Any:
+    if name == "Words":
+        return DataLoader([{"words": "a" * length} for length in range(2 * STEPS * BATCH)], batch_size=BATCH)
+    return DataLoader(torch.linspace(-1, 1, 2 * STEPS * BATCH * WIDTH, dtype=torch.float64).view(-1, WIDTH), BATCH)
+
+
+def train(name: str, devices: int, strategy: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, limit_train_batches=STEPS, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of Lightning, about skipped batches and iterators
+        trainer.fit(model, loader(name))
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def strategy(data: int = 1, num_microbatches: int = 1) -> HanayoStrategy:
+    return HanayoStrategy(1, data_parallel_size=data, num_microbatches=num_microbatches)
+
+
+def both(name: str, data: int, peer: str) -> tuple[list[float], list[float]]:
+    return train(name, data, strategy(data)), train(name, data, peer)
+
+
+@pytest.mark.parametrize("name", [one.__name__ for one in ALIKE if one not in (Unused, Sparse)])
+def test_one_rank_equals_any_trainer(pool: Pool, name: str) -> None:
+    ((own, alone),) = pool.run(1, both, name, 1, "auto", timeout=60.0)
+    assert own == alone
+
+
+@pytest.mark.parametrize("name", [one.__name__ for one in ALIKE if one not in (Skips, Perturbs)])
+def test_data_ranks_equal_ddp(pool: Pool, name: str) -> None:
+    results = pool.run(2, both, name, 2, "ddp_find_unused_parameters_true", timeout=60.0)
+    assert results[0][0] == results[1][0]
+    assert results[0][0] == pytest.approx(results[0][1], rel=1e-12, abs=1e-14)
+
+
+def skipping() -> tuple[list[float], list[float]]:
+    return train("SkipsSome", 1, strategy(num_microbatches=2)), train("CountsSome", 1, "auto")
+
+
+def test_a_skipped_microbatch_counts_nothing(pool: Pool) -> None:
+    ((own, alone),) = pool.run(1, skipping, timeout=60.0)
+    assert own == pytest.approx(alone, rel=1e-12)
+
+
+def test_what_is_no_loss_is_refused_by_the_trainer(pool: Pool) -> None:
+    with pytest.raises(RunFailed) as caught:
+        pool.run(1, train, "Wrong", 1, strategy(), timeout=60.0)
+    assert caught.value.first.kind == "MisconfigurationException"
+
+
+def in_two(name: str) -> tuple[list[float], list[float]]:
+    return train(name, 1, strategy(num_microbatches=2)), train(name, 1, "auto")
+
+
+@pytest.mark.parametrize("name", ["Adversaries", "Iterates"])
+def test_batches_that_can_not_be_cut_run_whole(pool: Pool, name: str) -> None:
+    ((own, alone),) = pool.run(1, in_two, name, timeout=60.0)
+    assert own == alone

@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+from lightning_hanayo.monitor.parent import end_with_parent
 from recipes.benchmarks.machine import ProcessOptions
 
 GROUP_TIMEOUT_S = 1800.0  # the caller has a shorter limit and kills ranks that hang
@@ -22,6 +23,7 @@ _TCP = {
 
 def main(folder: Path) -> None:
     """Run the function. An error ends the process with a traceback and an exit code."""
+    end_with_parent()
     ProcessOptions().apply()
     for option, value in _TCP.items():
         if (at := Path("/proc/sys/net/ipv4") / option).exists():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.monitor.parent import end_with_parent
 from recipes.benchmarks.machine import ProcessOptions
 
 Work = Callable[[int, Any], Any]
@@ -75,6 +76,7 @@ def _rank(
     rank: int, size: int, store: Path, options: ProcessOptions, work: Work, argument: Any, end: Connection
 ) -> None:
     """One rank's process."""
+    end_with_parent()
     priority = options.apply()
     try:
         result = _connected(rank, size, store, work, argument)

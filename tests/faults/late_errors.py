@@ -7,10 +7,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader
 
-from lightning_hanayo.strategy.failure import _KEY
 from tests.harness.limits import stretch_grace, wait_until
 
 WIDTH = 4
@@ -57,7 +55,7 @@ class LateError(Unsendable):
     def on_fit_start(self) -> None:
         stretch_grace()
         if self.global_rank == 0:
-            wait_until(lambda: _get_default_store().check([_KEY]), 60.0)
+            wait_until(lambda: self.trainer.strategy.failures.first is not None, 60.0)
         raise MisconfigurationException("a monitor needs a logger")
 
 

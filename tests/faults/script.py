@@ -1,7 +1,8 @@
-"""A training script that fails on purpose:  script.py PIPE DATA SITE RANK
+"""A training script that fails on purpose:  script.py PIPE DATA SITE RANK [HOW]
 
-SITE is one of `SITES`, the place where rank RANK fails; with `nowhere` it succeeds. `sigterm` sends the signal to that
-rank; with `asleep` the other ranks sleep in user code while it fails.
+SITE is one of `SITES`, the place where rank RANK fails; with `nowhere` it succeeds. `sigterm` and `sigint` send the
+signal to that rank, `sigint twice` sends it again while the rank sleeps; with `asleep` the other ranks sleep in user
+code while it fails.
 """
 
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -20,8 +22,20 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hanayo import HanayoStrategy
 from tests.harness.limits import stretch_grace
 
-SITES = ("training_step", "backward", "loader", "hook", "optimizer", "sigterm", "asleep", "nowhere")
+SITES = (
+    "training_step",
+    "backward",
+    "loader",
+    "hook",
+    "optimizer",
+    "sigterm",
+    "sigint",
+    "sigint twice",
+    "asleep",
+    "nowhere",
+)
 WIDTH = 8
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGSTOP": signal.SIGSTOP}
 
 
 @dataclass(frozen=True)
@@ -30,17 +44,34 @@ class Fault:
 
     site: str
     rank: str
+    how: str = "error"
+    """an error, one of `SIGNALS`, "leave" by `sys.exit`, or the code with which the process exits at once"""
 
     def at(self, site: str) -> None:
         """Fail here if this is the chosen site and rank, and write the time to FAULT_FILE."""
         if site == self.site and os.environ.get("LOCAL_RANK", "0") == self.rank:
             with open(os.environ.get("FAULT_FILE", os.devnull), "w") as file:
                 file.write(str(time.time()))
-            if site == "sigterm":
-                os.kill(os.getpid(), signal.SIGTERM)
+            if site.startswith("sig"):
+                self.send(site)
                 return
+            if self.how in SIGNALS:
+                os.kill(os.getpid(), SIGNALS[self.how])
+            elif self.how == "leave":
+                sys.exit(3)
+            elif self.how != "error":
+                os._exit(int(self.how))
             raise RuntimeError("the planned " + f"fault on rank {self.rank}")
         if site == self.site == "asleep":
+            time.sleep(3600)
+
+    def send(self, site: str) -> None:
+        """Send this process a signal; "twice": again, later than a terminal and a launcher would both do it."""
+        number = signal.SIGTERM if site == "sigterm" else signal.SIGINT
+        os.kill(os.getpid(), number)
+        if site.endswith("twice"):
+            time.sleep(1.5)
+            os.kill(os.getpid(), number)
             time.sleep(3600)
 
 
@@ -80,7 +111,7 @@ class Model(LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            for site in ("hook", "asleep", "sigterm"):
+            for site in ("hook", "asleep", "sigterm", "sigint", "sigint twice"):
                 self.fault.at(site)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -103,22 +134,24 @@ class Vectors(Dataset[Tensor]):
         return torch.full((WIDTH,), float(index))
 
 
-def train(pipe: int, data: int, fault: Fault) -> None:
-    """Train in one process."""
-    strategy = HanayoStrategy(pipeline_parallel_size=pipe, data_parallel_size=data, num_microbatches=4)
+def train(pipe: int, data: int, fault: Fault, cube: tuple[int, int, int] = (1, 1, 1)) -> HanayoStrategy:
+    """Train in one process; return its strategy."""
+    strategy = HanayoStrategy(pipe, cube=cube, data_parallel_size=data, num_microbatches=4)
     trainer = Trainer(
-        accelerator="cpu", devices=pipe * data, strategy=strategy, max_steps=4, logger=False,
+        accelerator="cpu", devices=pipe * data * prod(cube), strategy=strategy, max_steps=4, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(Model(fault), DataLoader(Vectors(fault), batch_size=8))
+    return strategy
 
 
-def main(pipe: str, data: str, site: str, rank: str) -> None:
+def main(pipe: str, data: str, site: str, rank: str, how: str = "error") -> None:
     with open(os.environ["START_FILE"], "a") as file:
         file.write(f"{os.getpid()}\n")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background ignore it
     stretch_grace()
-    train(int(pipe), int(data), Fault(site, rank))
+    train(int(pipe), int(data), Fault(site, rank, how))
     print("finished")
 
 

@@ -75,7 +75,7 @@ class Sparse(models.MLP):
 
 
 REFUSED = {
-    "sparse gradients": ({"data_parallel_size": 2}, Sparse, ["words has sparse gradients"]),
+    "sparse gradients": ({"pipeline_parallel_size": 1, "cube": (2, 1, 1)}, Sparse, ["words has sparse gradients"]),
     "manual optimization": ({}, Manual, ["manual optimization"]),
     "a repeated block": ({}, Repeated, ["blocks[6]", "blocks[7]", "used twice"]),
     "a hook on a block": ({}, Hooked, ["blocks[3] has the hook", "is_local"]),

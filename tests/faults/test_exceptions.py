@@ -41,6 +41,17 @@ def test_the_other_ranks_end_with_peer_failed(pool: Pool, sizes: tuple[int, int]
     assert kinds == dict.fromkeys(range(pipe * data), "PeerFailed") | {rank: "RuntimeError"}
 
 
+def test_a_rank_that_leaves_by_sys_exit_is_named_and_keeps_its_code(pool: Pool) -> None:
+    with pytest.raises(RunFailed) as caught:
+        pool.run(2, script.train, 2, 1, script.Fault("hook", "1", "leave"), timeout=30.0)
+    said = "rank 1 (pipeline 1) left the run: SystemExit(3)"
+    assert {one.rank: (one.kind, one.message) for one in caught.value.failures} == {
+        0: ("PeerFailed", said),
+        1: ("SystemExit", "3"),
+    }
+    assert "".join(one.output for one in caught.value.failures).count(said) == 1, str(caught.value)
+
+
 @pytest.mark.parametrize(("pipe", "site", "rank"), LAUNCHES)
 def test_a_fault_ends_all_processes_and_its_cause_is_shown_once(
     tmp_path: Path, pipe: int, site: str, rank: int
@@ -54,12 +65,21 @@ def test_a_fault_ends_all_processes_and_its_cause_is_shown_once(
     assert ended.seconds_after_fault <= 10.0, ended.output
 
 
-@pytest.mark.parametrize(("pipe", "rank"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.thorough)])
-def test_sigterm_to_one_rank_ends_all(tmp_path: Path, pipe: int, rank: int) -> None:
-    ended = launch(tmp_path, SCRIPT, str(pipe), "1", "sigterm", str(rank))
+@pytest.mark.parametrize(
+    ("pipe", "site", "rank", "code", "said"),
+    [
+        (2, "sigterm", 0, 75, "stopped by SIGTERM on rank 0 (pipeline 0) after step"),
+        pytest.param(3, "sigterm", 2, 75, "stopped by SIGTERM on rank 2 (pipeline 2)", marks=pytest.mark.thorough),
+        pytest.param(2, "sigint", 1, 130, "stopped by SIGINT on rank 1 (pipeline 1)", marks=pytest.mark.thorough),
+        pytest.param(2, "sigint twice", 1, 130, "SIGINT twice on rank 1", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_signal_to_one_rank_ends_all(tmp_path: Path, pipe: int, site: str, rank: int, code: int, said: str) -> None:
+    ended = launch(tmp_path, SCRIPT, str(pipe), "1", site, str(rank))
     assert ended.num_started == pipe and "finished" not in ended.output, ended.output
     assert not ended.leftover and ended.seconds_after_fault <= 10.0, ended.output
     assert "Traceback" not in ended.output, ended.output
+    assert (ended.code, ended.output.count(said)) == (code, 1), ended.output
 
 
 @pytest.mark.thorough  # the main job covers it

@@ -16,8 +16,9 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 
+from lightning_hanayo.monitor.parent import end_with_parent
 from tests.harness.rendezvous import wait_for_listener
-from tests.harness.worker import die_with_parent, serve
+from tests.harness.worker import serve
 
 FORK, REAP = b"fork", b"reap"
 MODELS = ("gpt2", "llama", "bert")
@@ -26,7 +27,7 @@ PRELOAD = ("torch", "torch.distributed", "lightning.pytorch", "lightning_hanayo.
 
 def main(descriptor: int, imports: bool) -> None:
     """Fork and reap workers as pytest asks, until it closes the socket; then kill all workers."""
-    die_with_parent()
+    end_with_parent()  # on other systems when its socket is closed
     control = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if imports:

@@ -13,6 +13,7 @@ from statistics import median
 
 import psutil
 
+from lightning_hanayo.monitor.parent import command_ending_with_parent
 from tests.harness.limits import CLOCK, VARIABLE, slowness, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +29,14 @@ class Ended:
     num_started: int  # processes that reached `main`
     seconds_after_fault: float  # until the last process had ended, in scaled seconds
     leftover: list[int]  # processes that had to be killed
+    started: list[int]  # the ids of all that reached `main`
 
 
 def launch(folder: Path, *arguments: str, timeout: float = 90.0, limit: float = 10.0) -> Ended:
     """Run `python *arguments`. All processes must end within `limit` scaled seconds of the fault.
 
-    The command's environment has START_FILE, to which each process adds a line, and FAULT_FILE, for the time of the
-    fault.
+    The command's environment has START_FILE, to which each process adds a line with its id, and FAULT_FILE, for the
+    time of the fault.
     """
     mark = uuid.uuid4().hex
     started, fault, log = (folder / name for name in ("started", "fault", "log"))
@@ -48,20 +50,32 @@ def launch(folder: Path, *arguments: str, timeout: float = 90.0, limit: float = 
     started.touch()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            command_ending_with_parent([sys.executable, *arguments]),
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
     with CLOCK.at_least(factor):
-        if not wait_until(lambda: process.poll() is not None, timeout):
+        if not wait_until(lambda: process.poll() is not None or _scaled_since(_time_in(fault)) > limit, timeout):
             process.send_signal(signal.SIGABRT)
-        fault_time = float(fault.read_text()) if fault.exists() else time.time()
-        while (alive := _marked(mark)) and _scaled_since(fault_time) < limit:
+        fault_time = _time_in(fault)
+        while (alive := marked(mark)) and _scaled_since(fault_time) < limit:
             time.sleep(0.05)
         seconds = _scaled_since(fault_time)
     for pid in alive:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     text = log.read_text(errors="replace")
-    return Ended(process.wait(), text, len(started.read_text().split()), seconds, alive)
+    pids = [int(pid) for pid in started.read_text().split()]
+    return Ended(process.wait(), text, len(pids), seconds, alive, pids)
+
+
+def _time_in(file: Path) -> float:
+    """The moment that a process has written to the file; now, if there is none yet."""
+    with suppress(OSError, ValueError):
+        return float(file.read_text())
+    return time.time()
 
 
 def _scaled_since(moment: float) -> float:
@@ -69,7 +83,7 @@ def _scaled_since(moment: float) -> float:
     return CLOCK.now() - CLOCK.at(time.monotonic() - (time.time() - moment))
 
 
-def _marked(mark: str) -> list[int]:
+def marked(mark: str) -> list[int]:
     """The processes of this launch that still run. They have its marker in their environment."""
     found = []
     for process in psutil.process_iter():

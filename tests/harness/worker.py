@@ -1,6 +1,5 @@
 """Runs tasks in a worker process of the pool, and restores the process after each."""
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lightning_hanayo.monitor.parent import end_with_parent
 from tests.harness.limits import VARIABLE, stretch_grace
 
 DUMP_STACKS = signal.SIGUSR1  # writes the stacks of all threads to the worker's log
@@ -52,17 +52,10 @@ class Failure:
         return f"rank {self.rank} {self.kind}: {self.message}\n{self.trace}{printed}"
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends. On other systems it ends when its socket is closed."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
 def serve(connection: int, log: int) -> None:
     """Run tasks until the pool closes the connection. Answer each with `("ok", result)` or `("failed", Failure)`."""
     os.setsid()  # a new process group, so that processes that a test starts are killed with the worker
-    die_with_parent()
+    end_with_parent()
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -150,6 +143,9 @@ def _reset(rank: int) -> None:
 
 
 def _restore(environment: dict[str, str]) -> None:
+    monitors = sys.modules.get("lightning_hanayo.strategy.groups.world_monitor")
+    if monitors is not None:
+        monitors.close_monitor()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()

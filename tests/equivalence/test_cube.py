@@ -83,6 +83,14 @@ class Mixer(models.Trained):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=models.IGNORED)
 
 
+class SharedLayer(models.MLP):
+    """Two blocks have one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[5].up = self.blocks[1].up
+
+
 MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[..., list[Batch]], float]] = {
     "gpt": (partial(models.gpt, 4, 2), models.texts, 1e-10),
     "bert": (masked_bert, models.padded, 1e-10),
@@ -96,6 +104,7 @@ MODELS: dict[str, tuple[Callable[[], LightningModule], Callable[..., list[Batch]
     "encoder": (Classifier, models.padded, 1e-10),
     "mixer": (Mixer, models.texts, 1e-10),
 }
+SINGLE_AXES = [Layout(cube=cube) for cube in ((1, 2, 1), (2, 1, 1), (1, 1, 2))]
 EVEN, UNEVEN = ((8, 8, 8), (8,)), ((11, 3, 1), (7, 5, 8))
 """samples of each batch, and lengths of its sequences"""
 CASES = [  # that don't depend on the kind of block
@@ -135,6 +144,14 @@ def test_cube_trains_as_one_process_does(pool: Pool, kind: str, layout: Layout, 
     assert_close(outcome.weights, expected.weights, tolerance)
     if layout.data == 1:  # otherwise each data rank logs the mean of its own samples
         assert outcome.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", covered(SINGLE_AXES, by=SINGLE_AXES[:1]), ids=str)
+def test_a_layer_of_two_blocks_trains(pool: Pool, layout: Layout) -> None:
+    shared = Training(SharedLayer, partial(models.vectors, (8, 8, 8)), torch.float64, steps=3)
+    outcome, expected = run(pool, shared, layout), plain(pool, shared)
+    assert_close(outcome.gradients, expected.gradients, 1e-10)
+    assert_close(outcome.weights, expected.weights, 1e-10)
 
 
 EVERYWHERE = [
@@ -286,14 +303,14 @@ def optimized(kind: str) -> None:
     module = build(partial(models.gpt, 4, 2))
     makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "Adafactor": torch.optim.Adafactor,
-        "LBFGS": torch.optim.LBFGS,
+        "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2]),
     }
     module.configure_optimizers = lambda: makes[kind](module.parameters())  # type: ignore[method-assign]
     make_trainer(Layout(cube=(1, 2, 1)), max_steps=1).fit(module, make_loader(models.texts((4,))))
 
 
 def test_optimizers_that_need_full_matrices_are_refused(pool: Pool) -> None:
-    for kind in ("Adafactor", "LBFGS"):
+    for kind in ("Adafactor", "Muon"):
         with pytest.raises(RunFailed, match=kind):
             pool.run(2, optimized, kind)
 

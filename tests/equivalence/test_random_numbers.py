@@ -5,6 +5,7 @@ P = 2, W = 2      each block draws the same numbers on another rank
 """
 
 import warnings
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -280,6 +281,24 @@ def test_predictions_draw_different_numbers_that_do_not_depend_on_the_layout(poo
     assert len(set(expected)) == 3
     for layout in (WAVES, Layout(2, 1, 1, "1f1b")):
         assert pool.run(2, predictions, layout)[0] == pytest.approx(expected, rel=1e-10)
+
+
+class Batches:
+    """Reading it draws no number, as reading a loader does."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from models.vectors((8, 8), DOUBLE)
+
+
+def predictions_without_loader(layout: Layout) -> list[float]:
+    trainer = make_trainer(layout, strategy=make_strategy(layout))
+    module = models.build(Sampling, DOUBLE)
+    found = [trainer.predict(module, Batches()) for _ in range(3)]
+    return [sum(part.sum().item() for part in parts if isinstance(part, Tensor)) for parts in found if parts]
+
+
+def test_predictions_draw_different_numbers_if_nothing_else_draws(pool: Pool) -> None:
+    assert len(set(pool.run(1, predictions_without_loader, ONE_PROCESS)[0])) == 3
 
 
 class TwoViews(CheckpointedInside):

@@ -141,6 +141,16 @@ def test_half_the_data_ranks_accumulate_twice_as_much(pool: Pool, tmp_path: Path
     assert all(torch.allclose(read.weights[name], value, rtol=0, atol=1e-6) for name, value in expected.items())
 
 
+@pytest.mark.thorough
+def test_half_the_data_ranks_go_on_in_mid_epoch(pool: Pool, tmp_path: Path) -> None:
+    """The batches of the epoch so far count twice, and so many steps are left as before."""
+    path = tmp_path / "saved.ckpt"
+    written = save(pool, Run(DATA, shuffle=False, stop=2), path)
+    (read,) = resume(pool, Run(ONE, shuffle=False), path)
+    assert (read.accumulate, read.steps) == (2, written[0].steps)
+    assert any("3 batches of 4 samples on 2 data ranks count as 6 of 4 on 1" in line for line in read.lines)
+
+
 def test_what_cannot_be_reproduced_is_said_once_on_rank_0(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
     save(pool, Run(ONE, stop=6, accumulate=2), path)
@@ -173,3 +183,12 @@ def test_other_steps_are_refused_before_the_first_batch(pool: Pool, tmp_path: Pa
     assert "load_anyway=('samples',)" in str(caught.value)
     run.options = {"load_anyway": ("samples",)}
     assert resume(pool, run, path)[0].weights
+
+
+@pytest.mark.thorough
+def test_gradients_that_another_accumulation_has_no_use_for_are_named(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    save(pool, Run(ONE, accumulate=2, stop=4), path)
+    [watch] = resume(pool, Run(ONE, accumulate=3, options={"load_anyway": ("samples",)}), path)
+    dropped = "Resuming: the gradients of the batches since the last optimizer step are left out: "
+    assert dropped + "accumulate_grad_batches was 2, and is 3." in watch.lines

@@ -1,0 +1,194 @@
+"""Features: optimizers and schedulers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from tests.features.feature import EQUAL, Equal, Feature, on
+from tests.features.net import Net
+from tests.habits.habit import Refused
+
+
+def with_optimizer(configure: Callable[["Net"], Any]) -> Callable[[], Net]:
+    """A module with this `configure_optimizers`."""
+
+    def make() -> Net:
+        class Configured(Net):
+            def configure_optimizers(self) -> Any:
+                return configure(self)
+
+        return Configured()
+
+    return make
+
+
+def _sgd(module: Net) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def _scheduled(make: Callable[[torch.optim.Optimizer], Any], **options: Any) -> Callable[[], Net]:
+    def configure(module: Net) -> Any:
+        optimizer = _sgd(module)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer)} | options}
+
+    return with_optimizer(configure)
+
+
+def _groups(module: Net) -> Any:
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.05}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def _lists(module: Net) -> Any:
+    optimizer = _sgd(module)
+    return [optimizer], [lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class OwnSchedulerStep(Net):
+    """Schedulers that take the epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        self.logger.log_metrics({"rate": scheduler.get_last_lr()[0]}, self.global_step)  # type: ignore[union-attr]
+
+
+class OwnOptimizerStep(Net):
+    """Warms the rate up, as Lightning's documentation shows."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 4)
+
+
+class OwnZeroGrad(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class OwnClipping(Net):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5 / (1 + self.current_epoch), gradient_clip_algorithm="norm")
+
+
+class OwnBackward(Net):
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss * 0.5, *args, **kwargs)
+
+
+def _optimizer(name: str, outcomes: Any = EQUAL, note: str = "", **options: Any) -> Feature:
+    kind = getattr(torch.optim, name)
+    shown = ", ".join(f"{key}={value!r}" for key, value in options.items() if key not in ("lr", "max_iter", "momentum"))
+    return Feature(
+        f"`torch.optim.{name}{shown and f'({shown})'}`",
+        module=with_optimizer(lambda module: kind(module.parameters(), **options)),
+        outcomes=outcomes,
+        note=note,
+    )
+
+
+def _of_matrices(module: Net) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in module.parameters() if p.dim() == 2], lr=1e-3)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer, as those of other packages do: every second step ends between where it began and ended."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.count = 0
+        super().__init__(optimizer.param_groups, {})
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.optimizer.step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            with torch.no_grad():
+                for fast, slow in self.slow.items():
+                    fast.copy_(slow.lerp_(fast, 0.5))
+        return loss
+
+
+def _with_rates(module: Net) -> Any:
+    optimizer = _groups(module)
+    return [optimizer], [lr_scheduler.LambdaLR(optimizer, [lambda epoch: 0.5**epoch, lambda epoch: 0.9**epoch])]
+
+
+ADAPTIVE = on(Equal(5e-5), in_cube=Equal(5e-5))
+"""An update of Adam's is as large for a tiny gradient, of which rounding is a large part."""
+EVERYWHERE = on(Equal(), in_cube=Equal())
+NOT_IN_CUBE = Refused("isn't known to work on each element of a parameter alone")
+
+FEATURES = [
+    _optimizer("SGD", EVERYWHERE, lr=0.1, nesterov=True, momentum=0.9),
+    _optimizer("SGD", EVERYWHERE, lr=0.1, momentum=0.9, dampening=0.1, maximize=True, foreach=True),
+    _optimizer("SGD", EVERYWHERE, lr=0.1, weight_decay=0.1, fused=True),
+    _optimizer("AdamW", ADAPTIVE, lr=1e-3),
+    _optimizer("AdamW", ADAPTIVE, lr=1e-3, fused=True),
+    _optimizer("AdamW", ADAPTIVE, lr=1e-3, foreach=True, maximize=True),
+    _optimizer("AdamW", ADAPTIVE, lr=1e-3, foreach=False, amsgrad=True),
+    _optimizer("Adam", ADAPTIVE, lr=1e-3, amsgrad=True),
+    _optimizer("RMSprop", on(Equal(5e-5)), lr=1e-4),
+    _optimizer("Adagrad", ADAPTIVE, lr=1e-3),
+    _optimizer("NAdam", ADAPTIVE, lr=1e-3),
+    _optimizer("RAdam", ADAPTIVE, lr=1e-3),
+    _optimizer("Adamax", ADAPTIVE, lr=1e-3),
+    _optimizer("Adadelta", ADAPTIVE, lr=0.1),
+    _optimizer("ASGD", EVERYWHERE, lr=0.1),
+    _optimizer("Adafactor", on(Equal(5e-5), in_cube=NOT_IN_CUBE), lr=1e-3),
+    Feature(
+        "`torch.optim.Muon` of matrices",
+        module=with_optimizer(_of_matrices),
+        outcomes=on(Equal(0.02), in_cube=NOT_IN_CUBE),
+        note="it computes in bf16",
+    ),
+    _optimizer("LBFGS", on(Equal(1e-4), in_cube=Equal(1e-4)), "in fp64 to 1e-12", lr=0.1, max_iter=3),
+    _optimizer("LBFGS", on(Equal(1e-4), in_cube=Equal(1e-4)), max_iter=3, line_search_fn="strong_wolfe"),
+    Feature(
+        "an optimizer around another, such as `Lookahead`",
+        module=with_optimizer(lambda module: Lookahead(_sgd(module))),
+        outcomes=on(Equal(), in_cube=Refused("lerp_ was called with")),
+        note="this one copies the parameters when it is made; in a cube, make copies in the first step",
+    ),
+    Feature("a `LambdaLR` with one function per group", module=with_optimizer(_with_rates)),
+    Feature("parameter groups with their own options", module=with_optimizer(_groups)),
+    Feature("lists of optimizers and schedulers", module=with_optimizer(_lists)),
+    Feature(
+        "a scheduler that steps with each batch",
+        module=_scheduled(lambda o: lr_scheduler.OneCycleLR(o, 0.2, 6), interval="step"),
+    ),
+    Feature(
+        "a scheduler with `frequency=2`",
+        module=_scheduled(lambda o: lr_scheduler.StepLR(o, 1, 0.5), interval="step", frequency=2),
+    ),
+    Feature(
+        "`ReduceLROnPlateau` with `monitor`",
+        lambda _: {"max_epochs": 4},
+        _scheduled(
+            lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=1.0), monitor="val_loss"
+        ),
+    ),
+    Feature(
+        "a `SequentialLR`",
+        module=_scheduled(
+            lambda o: lr_scheduler.SequentialLR(
+                o, [lr_scheduler.ConstantLR(o, 0.5, 1), lr_scheduler.ExponentialLR(o, 0.9)], [1]
+            )
+        ),
+    ),
+    Feature("overridden `lr_scheduler_step`", module=OwnSchedulerStep),
+    Feature("overridden `optimizer_step`", module=OwnOptimizerStep),
+    Feature("overridden `optimizer_zero_grad`", module=OwnZeroGrad),
+    Feature("overridden `configure_gradient_clipping`", module=OwnClipping),
+    Feature("overridden `backward`", module=OwnBackward),
+    Feature("`configure_optimizers` returns None", module=with_optimizer(lambda _: None)),
+]

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch.multiprocessing
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
@@ -24,6 +25,8 @@ def inject(strategy: str, num_microbatches: int) -> list[str]:
     """
     if strategy == "ddp":
         _choose_instead(DDPStrategy)
+        # DDP's launcher watches its children, none here, every 5 s, and Lightning's tests wait for that thread to end
+        _ChildProcessObserver.__init__.__defaults__ = (0.01,)
     elif strategy == "hanayo":
         sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "num_microbatches": num_microbatches}
         _choose_instead(lambda: HanayoStrategy(**sizes))

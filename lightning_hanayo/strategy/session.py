@@ -46,6 +46,7 @@ from lightning_hanayo.strategy.lightning import (
 )
 from lightning_hanayo.strategy.lightning.inspection import model_summary, pytorch_profiler, throughput
 from lightning_hanayo.strategy.lightning.loops.inference import keep_inference_mode
+from lightning_hanayo.strategy.lightning.loops.validation_times import before_validations
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
@@ -498,6 +499,8 @@ class Session:
         torchmetrics_state.sync_metrics_over(module, self._groups.metrics, attributes)
         if self._pipe_rank > 0:
             loaders.skip_hooks_without_data(module, attributes)
+        if self.topology.data > 1:
+            before_validations(trainer, attributes, self.pipeline.step_state.update_over_data)
         if self.pipeline.layout.num_stages > 1:
             pytorch_profiler.follow_steps(trainer, self.pipeline.ownership.stack, attributes)
         throughput.count_batches_once(trainer, self.topology)

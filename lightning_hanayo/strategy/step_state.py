@@ -5,8 +5,8 @@
                  a cube's ranks run the step on samples of their own: copies differ    an error names it
     parameter    other micro-batches under way would see the change or not             an error names it
 
-Counters and averages of weights are equal on all ranks of a cube. Hooks run on all pipeline ranks, so those above 0 get
-the buffers that the step on rank 0 has changed.
+Counters and averages of weights are equal on all ranks of a cube. Data ranks take the buffers of data rank 0, as with
+DDP. Hooks run on all pipeline ranks, so those above 0 get the buffers that the step on rank 0 has changed.
 """
 
 import warnings
@@ -24,6 +24,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import check_parameter_hooks
 from lightning_hanayo.packed_values import inner_tensors
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
+from lightning_hanayo.runtime.comm.replicated_tensors import ReplicatedTensors, version_of
 from lightning_hanayo.tensor3d.mesh import Mesh
 
 
@@ -37,6 +38,7 @@ class StepState:
         mesh: the cube; None without one.
         outside: the modules outside the stack, which run on pipeline rank 0 alone, by qualified name.
         pipe_group: the ranks of the pipeline, for CPU tensors; None if there is one.
+        over_data: gives the buffers to all data ranks; None if there is one.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class StepState:
         mesh: Mesh | None,
         outside: Mapping[str, nn.Module],
         pipe_group: dist.ProcessGroup | None,
+        over_data: ReplicatedTensors | None = None,
     ) -> None:
         self._modules = dict(modules)
         self._places = _places(modules)
@@ -58,6 +61,9 @@ class StepState:
         places = self._places.items()
         self._compared = [name for name, (module, _) in places if mesh is not None and module in compared]
         self._mesh = mesh
+        self._over_data = over_data
+        self._steps_change = True
+        """whether the steps of any data rank change buffers; known after the first batch"""
         self._changing: Set[str] | None = None
         """the buffers that the first batch has changed; None before it"""
         self._versions: dict[str, Any] = {}
@@ -71,19 +77,20 @@ class StepState:
 
     @contextmanager
     def watched(self, num_microbatches: int) -> Iterator[None]:
-        """While a training batch runs. Called by all ranks of the cube.
+        """While a training batch runs. Called by all ranks of the cube, and all data ranks.
 
         Raises:
             UnsupportedError: a parameter has a hook; afterwards a parameter has changed, or a buffer isn't the same on
-                all ranks of the cube.
+                all ranks of the cube, or hasn't the same shape on all data ranks.
         """
+        self.update_over_data()
         if num_microbatches > 1 or self._mesh is not None:
             check_parameter_hooks(self._parameters)
         is_first = self._changing is None
         before = self._states(by_value=is_first)
         self._kept_alive = self._buffers()
         self._pass_of.clear()
-        self._versions = {name: _version(buffer) for name, buffer in self._kept_alive}
+        self._versions = {name: version_of(buffer) for name, buffer in self._kept_alive}
         numbers = self._counters() if is_first else {}
         try:
             yield
@@ -102,8 +109,21 @@ class StepState:
             if num_microbatches > 1 and (named := sorted(changed - announced) + counters):
                 self.warned_of = set(named)
                 warnings.warn(_warning(named, num_microbatches), stacklevel=2)
-        self._check_alike(changed | (self._changing or set()))
+        changing = changed | (self._changing or set())
+        self._check_alike(changing)
+        if self._steps_change:
+            self._steps_change = self.update_over_data(changing)
         self._share(changed)
+
+    def update_over_data(self, changed: Set[str] = frozenset()) -> bool:
+        """Give all data ranks the buffers of data rank 0 that any of them has changed. Called by all of them.
+
+        `changed` names some that are known to have changed on this rank.
+
+        Returns:
+            Whether there are any; False if there is one data rank.
+        """
+        return self._over_data is not None and self._over_data.update(dict(self._buffers()), changed)
 
     def end_pass(self, number: int) -> None:
         """Called after each of several passes through the stack, which all micro-batches make one after another.
@@ -113,7 +133,7 @@ class StepState:
         """
         buffers = self._buffers()
         self._kept_alive += buffers
-        versions = {name: _version(buffer) for name, buffer in buffers}
+        versions = {name: version_of(buffer) for name, buffer in buffers}
         changed = [name for name, version in versions.items() if version != self._versions[name]]
         self._versions = versions
         for name in changed:
@@ -125,8 +145,8 @@ class StepState:
                 )
 
     def forget(self) -> None:
-        """Drop the process group, after a failure."""
-        self._pipe_group = None
+        """Drop the process groups, after a failure."""
+        self._pipe_group = self._over_data = None
 
     def _share(self, changed: Set[str]) -> None:
         """Give the other pipeline ranks those of rank 0's buffers that the first batch has changed."""
@@ -149,7 +169,7 @@ class StepState:
 
     def _states(self, *, by_value: bool) -> dict[str, Any]:
         """What differs when something has changed: versions, and at first values, too: a change of `.data` has none."""
-        states: dict[str, Any] = {name: _version(one) for name, one in (*self._buffers(), *self._parameters.items())}
+        states: dict[str, Any] = {name: version_of(one) for name, one in (*self._buffers(), *self._parameters.items())}
         if by_value:
             sums = {name: _sums(one) for name, one in self._parameters.items()}
             sums |= {name: str(_checksum(buffer)) for name, buffer in self._buffers()}
@@ -200,11 +220,6 @@ def _places(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]
         for name, buffer in module._buffers.items()
         if buffer is not None
     }
-
-
-def _version(tensor: Tensor | None) -> tuple[int, int]:
-    """Which tensor it is, and how often it was changed in place."""
-    return id(tensor), -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _checksum(buffer: Tensor | None) -> int:

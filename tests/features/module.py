@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
-from tests.features.feature import Differs, Feature, Refused, on
+from tests.features.feature import AsDDP, Differs, Equal, Feature, Refused, on
 from tests.features.hooks import CallbackHooks, NotesHooks, order_of_hooks
 from tests.features.net import Data, Net
 from tests.features.trial import Trial, fit, predict
@@ -137,6 +137,38 @@ class Normalised(Net):
         return super().forward(self.norm(x))
 
 
+class TracksBatches(Net):
+    """Normalises by each batch, and subtracts an average that its step tracks, and one that a hook tracks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.blocks[3].norm = nn.BatchNorm1d(16, momentum=None)
+        self.register_buffer("center", torch.zeros(16))
+        self.register_buffer("mean_loss", torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(self.norm(x) - self.center)
+        return x * (1 - 0.1 * self.mean_loss)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.center = 0.9 * self.center + 0.1 * batch["x"].mean(0)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.mean_loss.mul_(0.5).add_(outputs["loss"].double(), alpha=0.5)
+
+
+def tracked_buffers(trial: Trial) -> None:
+    """The buffers of all data ranks, and predictions with them."""
+    fit(trial)
+    own = {name: b for name, b in trial.module.named_buffers() if not b.is_meta and name.split(".")[0] != "blocks"}
+    trial.record(**{name: buffer.clone() for name, buffer in own.items()})
+    trial.record_samples("mean of data ranks", own["norm.running_mean"][None])
+    predict(trial)
+
+
 class SeesModes(Net):
     """Notes whether steps are in training mode, with gradients, in inference mode."""
 
@@ -248,6 +280,14 @@ FEATURES = [
     Feature("`self.freeze()` in `on_fit_start`", module=Freezes),
     Feature("`configure_callbacks`", module=OwnCallback),
     Feature("BatchNorm in evaluation mode", module=Normalised),
+    Feature(
+        "BatchNorm and buffers that steps and hooks change",
+        module=TracksBatches,
+        script=tracked_buffers,
+        strategy={"num_microbatches": 1},
+        outcomes=on(Equal(), AsDDP()),
+        note="with one micro-batch; data ranks take the buffers of data rank 0",
+    ),
     Feature("training, gradient and inference mode in all steps", module=SeesModes, script=modes),
     Feature("`inference_mode=False`", lambda _: {"inference_mode": False}, SeesModes, script=modes),
     Feature("manual optimization", module=Manual, outcomes=on(Refused("manual optimization"))),

@@ -145,15 +145,17 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
     """A HanayoStrategy for the layout."""
     from lightning_hanayo import HanayoStrategy
 
-    return HanayoStrategy(
-        pipeline_parallel_size=layout.pipe,
-        num_waves=layout.waves,
-        data_parallel_size=layout.data,
-        num_microbatches=layout.num_microbatches,
-        schedule=layout.schedule,
-        cube=layout.cube,
-        **{"cube_outside": layout.outside, "tied_gradients": layout.tied_gradients} | options,
-    )
+    of_layout: dict[str, Any] = {
+        "pipeline_parallel_size": layout.pipe,
+        "num_waves": layout.waves,
+        "data_parallel_size": layout.data,
+        "num_microbatches": layout.num_microbatches,
+        "schedule": layout.schedule,
+        "cube": layout.cube,
+        "cube_outside": layout.outside,
+        "tied_gradients": layout.tied_gradients,
+    }
+    return HanayoStrategy(**of_layout | options)
 
 
 def make_loader(batches: list[Any]) -> DataLoader:

@@ -133,12 +133,31 @@ class Perturbs(Plain):
         return (1 + last) * self.loss(batch + 0.1 * x.grad.sign())
 
 
+class Tracks(Plain):
+    """Its step and a hook change buffers, which it reads; each data rank has other samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("center", torch.zeros(WIDTH))
+        self.register_buffer("mean_loss", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(self.norm(batch) - self.center) * (1 + self.mean_loss)
+        self.center.lerp_(batch.mean(0), 0.1)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx < STEPS - 1:
+            self.mean_loss = 0.5 * self.mean_loss + outputs["loss"]
+
+
 class Wrong(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return 0.5
 
 
-ALIKE = [Plain, Skips, Words, Lbfgs, Iterates, Adversaries, Unused, Sparse, Perturbs]
+ALIKE = [Plain, Skips, Words, Lbfgs, Iterates, Adversaries, Unused, Sparse, Perturbs, Tracks]
 MODELS = {one.__name__: one for one in [*ALIKE, SkipsSome, CountsSome, Wrong]}
 
 
@@ -158,7 +177,7 @@ def train(name: str, devices: int, strategy: Any) -> list[float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of Lightning, about skipped batches and iterators
         trainer.fit(model, loader(name))
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    return torch.cat([one.detach().double().flatten() for one in (*model.parameters(), *model.buffers())]).tolist()
 
 
 def strategy(data: int = 1, num_microbatches: int = 1) -> HanayoStrategy:

@@ -93,7 +93,6 @@ class _PiecewiseSteps(Callback):
         self._splitter = WholeSplitter(case.options.batch_rule)
         self._num_microbatches = num_microbatches
         self._rule = rule
-        self._buffers: list[dict[str, Tensor]] = []
         self._has_run = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -104,7 +103,6 @@ class _PiecewiseSteps(Callback):
         num_data = self._case.topology.data
         self.log = PiecewiseLog(pl_module, num_data)
         self.random.attach(stack.blocks)
-        self._buffers = [{name: buffer.clone() for name, buffer in pl_module.named_buffers()} for _ in range(num_data)]
         step = pl_module.training_step
 
         @wraps(step)
@@ -120,10 +118,12 @@ class _PiecewiseSteps(Callback):
         source = source_of(trainer)
         rows = [self._splitter.split(batch, self._num_microbatches, source) for batch in batches]
         weights = weigh(rows, self._rule)
-        results = []
+        results, module = [], trainer.lightning_module
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()} if len(rows) > 1 else {}
         with self.random.batch(batch_key(trainer)):
             for data_rank, (row, own) in enumerate(zip(rows, weights, strict=True)):
-                results.append(self._run_row(trainer.lightning_module, row, own, data_rank, step))
+                with _buffers(module, buffers) if data_rank else nullcontext():
+                    results.append(self._run_row(row, own, data_rank, step))
         losses = [[_loss_of(result) for result in row] for row in results]
         self.log.finish(losses if self._rule == "sum" else ())
         self.changed_attributes = self.changed_attributes or self.watch.changed_attributes()
@@ -133,21 +133,18 @@ class _PiecewiseSteps(Callback):
         first = rows[0].merge([detach_tree(result) for result in results[0]], weights[0].in_loss, has_loss=True)
         return {**first, "loss": total} if isinstance(first, Mapping) else total
 
-    def _run_row(
-        self, module: pl.LightningModule, row: SplitBatch, weights: PieceWeights, data_rank: int, step: UserStep
-    ) -> list[Any]:
-        """Run the step on a data rank's pieces. Each data rank has buffers of its own; the module holds rank 0's."""
+    def _run_row(self, row: SplitBatch, weights: PieceWeights, data_rank: int, step: UserStep) -> list[Any]:
+        """Run the step on a data rank's pieces."""
         results = []
         self._collections.begin_batch()
-        with _buffers(module, self._buffers[data_rank]) if data_rank else nullcontext():
-            for m, (piece, weight) in enumerate(zip(row.pieces, weights.in_mean, strict=True)):
-                self.random.begin(data_rank, m)
-                self.log.begin(data_rank, weight, _num_samples(row, m))
-                self._collections.enter(m)
-                with nullcontext() if self._has_run else self.rounding:
-                    results.append(step(piece))
-                self._has_run = True
-                self.random.end()
+        for m, (piece, weight) in enumerate(zip(row.pieces, weights.in_mean, strict=True)):
+            self.random.begin(data_rank, m)
+            self.log.begin(data_rank, weight, _num_samples(row, m))
+            self._collections.enter(m)
+            with nullcontext() if self._has_run else self.rounding:
+                results.append(step(piece))
+            self._has_run = True
+            self.random.end()
         left = self._collections.end_batch(len(results))
         for m, (own, result) in enumerate(zip(left, results, strict=True)):
             own.note_means(result, self.log.means_of(data_rank, m))
@@ -191,15 +188,14 @@ def _weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 @contextmanager
-def _buffers(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the module has these buffers, and `values` takes what becomes of them.
+def _buffers(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the module has copies of these buffers: another data rank's, which begins each batch with rank 0's.
 
-    They are exchanged, not copied: the backward may need those of another data rank as they were.
+    They are exchanged: the backward may need those of another data rank as they were.
     """
     own = dict(module.named_buffers())
-    _assign(module, values)
+    _assign(module, {name: buffer.clone() for name, buffer in values.items()})
     yield
-    values.update(module.named_buffers())
     _assign(module, own)
 
 

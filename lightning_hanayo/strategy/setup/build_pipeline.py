@@ -25,6 +25,7 @@ from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import OnFailure, ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.runtime.comm.replicated_tensors import ReplicatedTensors
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.random_streams import RandomStreams
@@ -150,7 +151,7 @@ def build_pipeline(
         gradients,
         splitter,
         _alone if cube is None else cube.all_gather,
-        _step_state(model, ownership, rank, cube, context.groups),
+        _step_state(model, ownership, rank, cube, context.groups, context.device),
         user_step,
         streams,
     )
@@ -209,7 +210,7 @@ def _gradient_sync(
 
 
 def _step_state(
-    model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, groups: ProcessGroups
+    model: nn.Module, ownership: Ownership, rank: int, cube: Cube | None, groups: ProcessGroups, device: torch.device
 ) -> StepState:
     """What steps may change here; in a cube also which modules run on each rank's own samples."""
     own = set(_own_modules(model, ownership, rank))
@@ -220,7 +221,10 @@ def _step_state(
     pipe_group = groups.control if len(groups.pipe_ranks) > 1 else None
     parameters = {name: p for name, p in model.named_parameters() if not isinstance(p, Placeholder)}
     mesh = None if cube is None else cube.mesh
-    return StepState(modules, parameters, own - alike, mesh, user_modules, pipe_group)
+    over_data = None
+    if groups.data is not None and groups.data_control is not None:
+        over_data = ReplicatedTensors(groups.data_control, groups.data, device)
+    return StepState(modules, parameters, own - alike, mesh, user_modules, pipe_group, over_data)
 
 
 def _known_cut(prepared: PreparedModel, layout: Layout) -> list[range] | None:

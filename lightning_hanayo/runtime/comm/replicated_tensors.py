@@ -1,0 +1,95 @@
+"""Gives all ranks of a group the first rank's values of tensors that any of them has changed, such as buffers.
+
+        rank 0    rank 1    which ranks have changed it    afterwards, on both
+mean    0.3       0.4       0 and 1: agreed                0.3: one broadcast of all that has changed
+step    7         7         1                              7
+table   ...       ...       none                           nothing is sent
+"""
+
+import zlib
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hanayo.errors import UnsupportedError
+
+_NONE = (0, 0)
+
+
+class ReplicatedTensors:
+    """Tensors that each rank of a group holds and changes by itself.
+
+    Args:
+        control: the ranks, for CPU tensors.
+        tensors: the same ranks, for tensors of `device`.
+        device: over which values are sent.
+    """
+
+    def __init__(self, control: dist.ProcessGroup, tensors: dist.ProcessGroup, device: torch.device) -> None:
+        self._control = control
+        self._tensors = tensors
+        self._device = device
+        self._kept: Mapping[str, Tensor | None] = {}
+        """as they were after the last update, so that no other tensor takes the id of one that was replaced"""
+        self._versions: Mapping[str, tuple[int, int]] = {}
+
+    def update(self, own: Mapping[str, Tensor | None], changed: Collection[str] = ()) -> bool:
+        """Give `own` tensors, in place, the first rank's values, where any rank has changed them since the last update.
+
+        Called by all ranks, with the same names; in the first update all are new. `changed` names more that this rank
+        has changed: a change through `.data` leaves no other trace.
+
+        Returns:
+            Whether anything had changed, which is the same on all ranks.
+
+        Raises:
+            UnsupportedError: a tensor hasn't the same shape and dtype on all ranks.
+        """
+        if not own:
+            return False
+        versions = _versions(own)
+        flags = [int(name in changed or version != self._versions.get(name)) for name, version in versions.items()]
+        found = self._changed_anywhere(own, flags)
+        sent = [tensor for name in found if (tensor := own[name]) is not None and not tensor.is_meta]
+        if sent:
+            self._broadcast(sent)
+        self._kept, self._versions = own, _versions(own)
+        return bool(found)
+
+    def _changed_anywhere(self, own: Mapping[str, Tensor | None], flags: list[int]) -> list[str]:
+        """The names that have a flag on any rank."""
+        specs = [zlib.crc32(_spec(tensor).encode()) for tensor in own.values()]
+        largest = torch.tensor([flags, specs, [-spec for spec in specs]])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
+        for (name, tensor), highest, negated_lowest in zip(own.items(), *largest[1:].tolist(), strict=True):
+            if highest != -negated_lowest:
+                raise UnsupportedError(
+                    f"{name} is a buffer ({_spec(tensor)} on this rank) whose shape or dtype differs between data "
+                    f"ranks, which take the values of rank 0, as with DDP. Give it the same on all of them, or keep it "
+                    f"in an attribute that is no buffer."
+                )
+        return [name for name, flag in zip(own, largest[0].tolist(), strict=True) if flag]
+
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        """As bytes: gloo knows neither complex numbers nor 16-bit integers."""
+        values = [tensor.detach().to(self._device).contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        message = torch.cat(values)
+        dist.broadcast(message, group=self._tensors, group_src=0)
+        with torch.inference_mode():  # a tensor that an evaluation has made can be changed nowhere else
+            for tensor, part in zip(tensors, message.split([len(value) for value in values]), strict=True):
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned for its dtype
+
+
+def version_of(tensor: Tensor | None) -> tuple[int, int]:
+    """Which tensor it is, and how often it was changed in place."""
+    return _NONE if tensor is None else (id(tensor), -1 if tensor.is_inference() else tensor._version)
+
+
+def _versions(tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, int]]:
+    return {name: version_of(tensor) for name, tensor in tensors.items()}
+
+
+def _spec(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

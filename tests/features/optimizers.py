@@ -4,11 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
 
-from tests.features.feature import EQUAL, Equal, Feature, on
+from tests.features.checkpoints import resume
+from tests.features.feature import EQUAL, Equal, Feature, RefusedByLightning, on
 from tests.features.net import Net
 from tests.habits.habit import Refused
+from tests.harness.models import WIDTH
 
 
 def with_optimizer(configure: Callable[["Net"], Any]) -> Callable[[], Net]:
@@ -118,6 +122,82 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
+class SavedLookahead(torch.optim.Optimizer):
+    """Keeps all that it has among the states of the optimizer inside, which it saves and loads."""
+
+    is_elementwise = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {"count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.optimizer.step(closure)
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                slow = self.optimizer.state[parameter].setdefault("slow", parameter.detach().clone())
+                if group["count"] % 2 == 0:
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+        self.param_groups = self.optimizer.param_groups
+
+
+class SavedBeside(SavedLookahead):
+    """Saves the states of the optimizer inside under a key of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return torch.optim.Optimizer.state_dict(self) | {"inner": self.optimizer.state_dict()}
+
+
+class SparseTable(Net):
+    """Adds rows of a table, which alone is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table((x[:, 0] * 3).long().clamp(0, 9)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.table.parameters(), lr=1e-2)
+
+
+class AveragesByHand(Net):
+    """As torch's documentation shows: an average next to the module, which ends with it."""
+
+    def on_train_start(self) -> None:
+        vars(self)["average"] = AveragedModel(self)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        vars(self)["average"].update_parameters(self)
+
+    def on_train_end(self) -> None:
+        with torch.no_grad():
+            averages = vars(self).pop("average").module
+            for parameter, average in zip(self.parameters(), averages.parameters(), strict=True):
+                parameter.copy_(average)
+
+
+class AveragesFromTheStart(Net):
+    """The average is a part of the module, made before it is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.blocks)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update_parameters(self.blocks)
+
+
 def _with_rates(module: Net) -> Any:
     optimizer = _groups(module)
     return [optimizer], [lr_scheduler.LambdaLR(optimizer, [lambda epoch: 0.5**epoch, lambda epoch: 0.9**epoch])]
@@ -126,6 +206,8 @@ def _with_rates(module: Net) -> Any:
 ADAPTIVE = on(Equal(5e-5), in_cube=Equal(5e-5))
 """An update of Adam's is as large for a tiny gradient, of which rounding is a large part."""
 EVERYWHERE = on(Equal(), in_cube=Equal())
+CAPTURABLE = RefusedByLightning("If capturable=True, params and state_steps must be on supported devices")
+DIFFERENTIABLE = RefusedByLightning("a leaf Variable that requires grad is being used in an in-place operation")
 NOT_IN_CUBE = Refused("isn't known to work on each element of a parameter alone")
 
 FEATURES = [
@@ -137,13 +219,21 @@ FEATURES = [
     _optimizer("AdamW", ADAPTIVE, lr=1e-3, foreach=True, maximize=True),
     _optimizer("AdamW", ADAPTIVE, lr=1e-3, foreach=False, amsgrad=True),
     _optimizer("Adam", ADAPTIVE, lr=1e-3, amsgrad=True),
-    _optimizer("RMSprop", on(Equal(5e-5)), lr=1e-4),
+    _optimizer("RMSprop", ADAPTIVE, lr=1e-4),
+    _optimizer("RMSprop", ADAPTIVE, lr=1e-4, centered=True, foreach=True),
+    _optimizer("Rprop", EVERYWHERE, lr=1e-3),
     _optimizer("Adagrad", ADAPTIVE, lr=1e-3),
+    _optimizer("Adagrad", ADAPTIVE, lr=1e-3, fused=True),
     _optimizer("NAdam", ADAPTIVE, lr=1e-3),
     _optimizer("RAdam", ADAPTIVE, lr=1e-3),
     _optimizer("Adamax", ADAPTIVE, lr=1e-3),
     _optimizer("Adadelta", ADAPTIVE, lr=0.1),
     _optimizer("ASGD", EVERYWHERE, lr=0.1),
+    Feature(
+        "`torch.optim.SparseAdam` of an embedding with `sparse=True`",
+        module=SparseTable,
+        outcomes=on(Equal(5e-5), in_cube=Refused("has sparse gradients, which a cube can't sum")),
+    ),
     _optimizer("Adafactor", on(Equal(5e-5), in_cube=NOT_IN_CUBE), lr=1e-3),
     Feature(
         "`torch.optim.Muon` of matrices",
@@ -158,6 +248,39 @@ FEATURES = [
         module=with_optimizer(lambda module: Lookahead(_sgd(module))),
         outcomes=on(Equal(), in_cube=Refused("lerp_ was called with")),
         note="this one copies the parameters when it is made; in a cube, make copies in the first step",
+    ),
+    Feature(
+        "the same, which copies in the first step, saved and resumed",
+        module=with_optimizer(lambda module: SavedLookahead(_sgd(module))),
+        script=resume,
+        outcomes=EVERYWHERE,
+        note="what it has is in the states of the optimizer inside, whose `state_dict()` it returns",
+    ),
+    Feature(
+        "the same, which saves the states inside next to its own",
+        module=with_optimizer(lambda module: SavedBeside(_sgd(module))),
+        script=resume,
+        outcomes=on(Refused("has tensors under 'inner'"), in_cube=Refused("has tensors under 'inner'")),
+    ),
+    Feature(
+        "a learning rate that is a tensor, saved and resumed",
+        module=with_optimizer(lambda module: torch.optim.AdamW(module.parameters(), lr=torch.tensor(1e-3))),
+        script=resume,
+        outcomes=ADAPTIVE,
+    ),
+    _optimizer("AdamW", on(CAPTURABLE, in_cube=CAPTURABLE), "by torch, on CPUs", lr=1e-3, capturable=True),
+    _optimizer("SGD", on(DIFFERENTIABLE, in_cube=DIFFERENTIABLE), "by torch", lr=0.1, differentiable=True),
+    Feature(
+        "`AveragedModel` of the module, made and updated in hooks",
+        module=AveragesByHand,
+        outcomes=on(Equal(), in_cube=Refused("to was called with")),
+        note="in a cube, use `EMAWeightAveraging` or `WeightAveraging`",
+    ),
+    Feature(
+        "`AveragedModel` of the blocks, made in `__init__`",
+        module=AveragesFromTheStart,
+        outcomes=on(Refused(r"values are needed here \(copy_\)", "values are needed here (copy_)")),
+        note="make it in `on_train_start`",
     ),
     Feature("a `LambdaLR` with one function per group", module=with_optimizer(_with_rates)),
     Feature("parameter groups with their own options", module=with_optimizer(_groups)),

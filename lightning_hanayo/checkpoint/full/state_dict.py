@@ -5,9 +5,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_hanayo.checkpoint.format.state_document import WITHOUT_STATE
 from lightning_hanayo.checkpoint.full.gather_tensors import gather
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.packed_values import from_bytes, is_tensor_subclass, to_bytes
 from lightning_hanayo.partition.ownership import state_of_own_tensors
 from lightning_hanayo.runtime.comm.transport import Transport
@@ -49,9 +51,13 @@ def gather_module_state(
 def gather_optimizer_state(
     optimizer: Optimizer, transport: Transport, sharding: Sharding | None = None
 ) -> dict[str, Any]:
-    """The optimizer's full state dict on pipeline rank 0; elsewhere this rank's own. Called by all ranks."""
-    state = optimizer.state_dict()
-    if _is_mock(optimizer):
+    """The optimizer's full state dict on pipeline rank 0; elsewhere this rank's own. Called by all ranks.
+
+    Raises:
+        UnsupportedError: it isn't known which states are whose.
+    """
+    state = numbered_state_dict(optimizer, is_cut=transport.num_ranks > 1 or sharding is not None)
+    if not optimizer.param_groups:  # Lightning's, for `configure_optimizers` that returns None
         return state
     gathered = gather(transport, _own_entries(optimizer, state, sharding.unshard if sharding is not None else None))
     if gathered is not None:
@@ -59,6 +65,40 @@ def gather_optimizer_state(
         state["state"] = dict(sorted(entries.items()))
         without = entries and [index for index in range(_num_parameters(optimizer)) if index not in entries]
         state |= {WITHOUT_STATE: without} if without else {}
+    return state
+
+
+def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]:
+    """The optimizer's `state_dict()` on this rank, in which states have the numbers of their parameters.
+
+    Args:
+        optimizer: torch's, not Lightning's.
+        is_cut: whether ranks have different parameters, or parts of them.
+
+    Raises:
+        UnsupportedError: states have other keys; or there are tensors next to them, such as the states of an optimizer
+            inside this one, of which only rank 0's would be saved.
+    """
+    state: dict[str, Any] = optimizer.state_dict()
+    if not optimizer.param_groups:
+        return state
+    name, number = type(optimizer).__name__, _num_parameters(optimizer)
+    strange = [key for key in state.get("state", ["state"]) if not isinstance(key, int) or key >= number]
+    if strange:
+        raise UnsupportedError(
+            f"the state_dict() of {name} has {strange[0]!r} where torch's have numbers of parameters, so that it isn't "
+            f"known which rank's it is. Save weights alone, with save_weights_only=True."
+        )
+    apart = [{key: value for key, value in state.items() if key not in ("state", "param_groups")}]
+    apart += [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+    lost = [key for entries in apart for key, value in entries.items() if _has_tensors(value)] if is_cut else []
+    if lost:
+        raise UnsupportedError(
+            f"the state_dict() of {name} has tensors under {lost[0]!r}, next to those of each parameter: "
+            f"each rank has those of its own parameters, and only rank 0's would be saved. Keep them in "
+            f"self.state[parameter]; an optimizer around another can save the inner one's state_dict(), with values of "
+            f"its own in inner.state[parameter]. Or save weights alone, with save_weights_only=True."
+        )
     return state
 
 
@@ -77,9 +117,9 @@ def _num_parameters(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _is_mock(optimizer: Optimizer) -> bool:
-    """Whether it is Lightning's for `configure_optimizers` that returns None: without parameters and state."""
-    return not optimizer.param_groups
+def _has_tensors(tree: Any) -> bool:
+    """Whether there is a tensor of several elements; one of a single element is a number, such as a learning rate."""
+    return any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves(tree))
 
 
 def _map_parameters(module: nn.Module, state: Mapping[str, Any], change: Change) -> dict[str, Any]:

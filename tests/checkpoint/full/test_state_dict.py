@@ -16,7 +16,9 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from lightning_hanayo.checkpoint.full.state_dict import (
     gather_module_state,
     gather_optimizer_state,
+    numbered_state_dict,
 )
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.ownership import replace_with_placeholders
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
@@ -116,3 +118,41 @@ def test_a_file_says_which_parameters_had_no_state() -> None:
     (transport,) = Hub(1, timeout=real_seconds(30)).transports()
     state = gather_optimizer_state(optimizer, transport)
     assert state["without_state"] == list(range(1, len(list(model.parameters()))))
+
+
+class Around(SGD):
+    """Its state dict has another optimizer's next to its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.inner = AdamW(self.param_groups[0]["params"], lr=torch.tensor(0.1))
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"inner": self.inner.state_dict()}
+
+
+class InGroups(SGD):
+    """Keeps tensors among the options of its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["slow"] = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize(("make", "key"), [(Around, "inner"), (InGroups, "slow")], ids=["around", "groups"])
+def test_states_next_to_those_of_parameters_are_refused(make: Any, key: str) -> None:
+    """Rank 0's would be saved alone."""
+    model = Model()
+    optimizer = make(model.parameters())
+    step(model, optimizer)
+    assert numbered_state_dict(optimizer, is_cut=False)["param_groups"]
+    with pytest.raises(UnsupportedError, match=f"has tensors under '{key}', .*inner one's state_dict"):
+        numbered_state_dict(optimizer, is_cut=True)
+
+
+def test_a_learning_rate_may_be_a_tensor() -> None:
+    optimizer = AdamW(Model().parameters(), lr=torch.tensor(0.1))
+    assert numbered_state_dict(optimizer, is_cut=True)["param_groups"][0]["lr"] == torch.tensor(0.1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hanayo.checkpoint.full.state_dict import numbered_state_dict
 from lightning_hanayo.checkpoint.load.module_state import Sharding
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import Part, PartialParameter, partial_alias
@@ -74,17 +75,11 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], cube: Cub
     Raises:
         UnsupportedError: a parameter isn't one of the module's, or it isn't known which states are whose.
     """
-    state: dict[str, Any] = optimizer.state_dict()
+    state = numbered_state_dict(optimizer, is_cut=cube is not None or any(parameter.is_meta for parameter in names))
     parameters = parameters_of(optimizer)
     if not parameters:  # Lightning's, for `configure_optimizers` that returns None
         return state
     listed = names_of(parameters, names)
-    strange = [key for key in state.get("state", ["state"]) if not isinstance(key, int) or key >= len(parameters)]
-    if strange:
-        raise UnsupportedError(
-            f"the state_dict() of {type(optimizer).__name__} has {strange[0]!r} where torch's have numbers of "
-            f"parameters, so that it isn't known which rank's it is. Save weights alone, with save_weights_only=True."
-        )
     shapes = {} if cube is None else cube.whole_shapes
     own = {}
     for index, values in state["state"].items():

@@ -1,4 +1,4 @@
-"""Samples and tokens per second, by the host's clock: nothing waits for a device."""
+"""Samples, tokens and FLOPs per second, by the host's clock: nothing waits for a device."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,14 +13,19 @@ class Throughput:
     Args:
         count: returns the samples of a batch.
         num_data_ranks: how many see as many samples as this one.
+        flops: returns the FLOPs of a batch; 0 where they aren't known.
     """
 
-    def __init__(self, count: Callable[[Any], int], num_data_ranks: int) -> None:
+    def __init__(
+        self, count: Callable[[Any], int], num_data_ranks: int, flops: Callable[[Any], float] = lambda _: 0.0
+    ) -> None:
         self._count = count
+        self._flops_of = flops
         self._num_data_ranks = num_data_ranks
         self._begun: float | None = None
         self._paused: float | None = None
         self._samples = self._tokens = 0
+        self._flops = 0.0
 
     def note(self, batch: Any) -> None:
         """A batch has been trained. The first one, in which much is set up, only begins the measurement."""
@@ -28,6 +33,7 @@ class Throughput:
             self._begun = time.perf_counter()
             return
         self._samples += self._count(batch)
+        self._flops += self._flops_of(batch)
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         self._tokens += ids.numel() if isinstance(ids, Tensor) else 0
 
@@ -42,9 +48,12 @@ class Throughput:
         self._paused = None
 
     def read(self) -> dict[str, float]:
-        """The figures since the last reading, of all data ranks; without tokens where batches have no `input_ids`."""
+        """The figures since the last reading, of all data ranks; without those that aren't known.
+
+        Tokens are known where batches have `input_ids`.
+        """
         now = time.perf_counter()
         seconds = 0.0 if self._begun is None else now - self._begun
-        found = {"samples_per_s": self._samples, "tokens_per_s": self._tokens}
-        self._begun, self._samples, self._tokens = now, 0, 0
+        found = {"samples_per_s": self._samples, "tokens_per_s": self._tokens, "flops_per_s": self._flops}
+        self._begun, self._samples, self._tokens, self._flops = now, 0, 0, 0.0
         return {name: self._num_data_ranks * number / seconds for name, number in found.items() if number}

@@ -12,9 +12,11 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import save_comparison, save_timeline
+from lightning_hanayo.strategy.lightning.inspection.flops import peak_flops
 from lightning_hanayo.strategy.lightning.progress import logged_step
 from lightning_hanayo.strategy.report.batch_figures import BatchFigures
 from lightning_hanayo.strategy.report.measured_batches import MeasuredBatches
+from lightning_hanayo.strategy.report.step_flops import StepFlops
 from lightning_hanayo.strategy.report.throughput import Throughput
 from lightning_hanayo.strategy.strategy import HanayoStrategy
 
@@ -31,9 +33,13 @@ class WaveReport(Callback):
     - `hanayo/exposed_communication`: the fraction in which they waited for messages that were computed, but had not
       arrived;
     - `hanayo/samples_per_s`, and `hanayo/tokens_per_s` if batches have `input_ids`: of all data ranks, over all batches
-      since the last figures, without evaluations; the progress bar shows the samples, too;
+      since the last figures, without evaluations;
+    - `hanayo/device_flops_per_s`, if it is known what a batch computes: FLOP/s of each device in the same time, and
+      `hanayo/mfu`, their share of what the device could do at the run's precision, if Lightning knows its chip;
     - `hanayo/stage_0/forward_ms`, `hanayo/stage_0/backward_ms` (or `backward_input_ms` and `backward_weight_ms`) and so
       on: the time of one micro-batch.
+
+    The progress bar shows samples, tokens, and FLOP/s of a device (in units of 10^12), and the bubble.
 
     With a `WandbLogger`, layout, schedule, bubbles and pictures are logged to the run. With a strategy other than
     `HanayoStrategy` nothing is reported. Every process needs the same `WaveReport`.
@@ -47,9 +53,12 @@ class WaveReport(Callback):
             pictures. All files are written to `default_root_dir`.
         trace: file for the last batches, for ui.perfetto.dev; None: not written.
         profile: file for the times of stages and messages, for `HanayoStrategy(costs=...)`; None: not written.
+        flops_per_batch: FLOPs of forward and backward of one data rank's batch. None: the module's attribute of this
+            name, which `ThroughputMonitor` reads, too; else three forwards of `example_input_array`, in proportion to
+            the samples.
 
     Raises:
-        HanayoError: `every_n_steps` is below 0.
+        HanayoError: `every_n_steps` is below 0, or `flops_per_batch` not above 0.
     """
 
     def __init__(
@@ -58,15 +67,20 @@ class WaveReport(Callback):
         picture: str | None = "wave.png",
         trace: str | None = "trace.json",
         profile: str | None = "profile.json",
+        flops_per_batch: float | None = None,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 0:
             raise HanayoError(f"every_n_steps={every_n_steps!r}: expected a whole number from 0 on, or None")
+        if flops_per_batch is not None and not flops_per_batch > 0:
+            raise HanayoError(f"flops_per_batch={flops_per_batch!r}: expected a number above 0, or None")
         self._every_n_steps = every_n_steps
         self._files = {"picture": picture, "trace": trace, "profile": profile}
         self._first: torch.Tensor | None = None
         self._last: deque[torch.Tensor] = deque(maxlen=SMOOTHED)
         self._figures: BatchFigures | None = None
+        self._flops_per_batch = flops_per_batch
         self._throughput: Throughput | None = None
+        self._peak_flops: int | None = None
         self._batches = 0
         self._written: list[tuple[str, str]] = []
 
@@ -79,8 +93,12 @@ class WaveReport(Callback):
         if strategy.data_rank == 0:
             self._figures = BatchFigures(strategy.pipeline)
         if trainer.is_global_zero:
-            self._throughput = Throughput(strategy.pipeline.splitter.num_samples, strategy.data_parallel_size)
+            num_samples = strategy.pipeline.splitter.num_samples
+            flops = StepFlops.find(pl_module, self._flops_per_batch, num_samples)
+            self._throughput = Throughput(num_samples, strategy.data_parallel_size, flops.of_batch)
+            self._peak_flops = peak_flops(trainer)
             self._introduce(trainer, strategy)
+            print(f"FLOPs of a step: {flops.said}", flush=True)
 
     def _introduce(self, trainer: "pl.Trainer", strategy: HanayoStrategy) -> None:
         layout = describe(strategy)
@@ -101,7 +119,8 @@ class WaveReport(Callback):
             loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
             self._last.append(loss)
             self._first = loss if self._first is None else self._first
-        self._log(trainer)
+        figures = self._log(trainer)
+        _show(pl_module, {"bubble": figures["hanayo/bubble"]} if figures else {})
         every = trainer.log_every_n_steps if self._every_n_steps is None else self._every_n_steps  # type: ignore[attr-defined]
         self._batches += 1
         if self._throughput is not None:
@@ -124,19 +143,25 @@ class WaveReport(Callback):
     def _log_throughput(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", figures: dict[str, float]
     ) -> None:
+        shown = {f"{name}/s": figures[f"{name}_per_s"] for name in ("samples", "tokens") if f"{name}_per_s" in figures}
+        if "flops_per_s" in figures:
+            own = figures["device_flops_per_s"] = figures.pop("flops_per_s") / trainer.world_size
+            shown["TFLOP/s"] = own / 1e12
+            if self._peak_flops is not None:
+                figures["mfu"] = own / self._peak_flops
         for logger in trainer.loggers if figures else ():
             logger.log_metrics({f"hanayo/{name}": value for name, value in figures.items()}, step=logged_step(trainer))
-        if "samples_per_s" in figures:
-            value = figures["samples_per_s"]
-            pl_module.log("samples/s", value, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
+        _show(pl_module, shown)
 
-    def _log(self, trainer: "pl.Trainer") -> None:
-        """Log the figures of a batch that was chosen, once they are known."""
+    def _log(self, trainer: "pl.Trainer") -> dict[str, float]:
+        """Log the figures of a batch that was chosen, once they are known. Returns them on rank 0; else nothing."""
         read = self._figures.read() if self._figures is not None else None
-        if read is not None and trainer.is_global_zero:
-            step, figures = read
-            for logger in trainer.loggers:
-                logger.log_metrics(figures, step=step)
+        if read is None or not trainer.is_global_zero:
+            return {}
+        step, figures = read
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=step)
+        return figures
 
     @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
@@ -220,6 +245,12 @@ def describe(strategy: HanayoStrategy) -> dict[str, Any]:
         "hanayo/stack": f"{ownership.stack.name}: {len(ownership.stack)} blocks, stages {' | '.join(stages)}",
         "hanayo/predicted_bubble": round(layout.predict(), 4),
     }
+
+
+def _show(module: "pl.LightningModule", values: dict[str, float]) -> None:
+    """In the progress bar alone."""
+    for name, value in values.items():
+        module.log(name, value, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
 
 
 def _strategy(trainer: "pl.Trainer") -> HanayoStrategy | None:

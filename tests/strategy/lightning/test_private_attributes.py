@@ -25,6 +25,7 @@ USED = {
         "_SubprocessScriptLauncher",
         "_init_dist_connection",
         "_optimizer_to_device",
+        "_plugin_to_compute_dtype",
         "_set_num_threads_if_needed",
         "_sync_ddp_if_available",
     },

@@ -1,4 +1,4 @@
-"""Samples and tokens per second: counted for all data ranks, by a clock that evaluations stop."""
+"""Samples, tokens and FLOPs per second: counted for all data ranks, by a clock that evaluations stop."""
 
 from typing import Any
 from unittest.mock import patch
@@ -15,14 +15,14 @@ def test_what_is_counted_between_two_readings() -> None:
     with patch.object(throughput.time, "perf_counter", lambda: now[0]):
         figures = Throughput(lambda batch: len(batch["input_ids"]), num_data_ranks=2)
         assert figures.read() == {}
-        figures = Throughput(lambda batch: len(batch["input_ids"]), num_data_ranks=2)
+        figures = Throughput(lambda batch: len(batch["input_ids"]), 2, lambda batch: 7.5 * len(batch["input_ids"]))
         for _ in range(3):  # the first one takes long, and isn't counted
             figures.note(batch)
             now[0] += 2.0
         figures.pause()
         now[0] += 50.0
         figures.resume()
-        assert figures.read() == {"samples_per_s": 2 * 8 / 6, "tokens_per_s": 2 * 80 / 6}
+        assert figures.read() == {"samples_per_s": 2 * 8 / 6, "tokens_per_s": 2 * 80 / 6, "flops_per_s": 2 * 60 / 6}
         figures.note(batch)
         now[0] += 1.0
-        assert figures.read() == {"samples_per_s": 8.0, "tokens_per_s": 80.0}
+        assert figures.read() == {"samples_per_s": 8.0, "tokens_per_s": 80.0, "flops_per_s": 60.0}

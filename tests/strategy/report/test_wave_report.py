@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hanayo import WaveReport
@@ -19,23 +20,35 @@ from tests.harness.training import Layout, make_loader, make_strategy, make_trai
 
 WAVE = Layout(2, 2, 1, schedule="hanayo-zb")
 STEPS = 5
+WORLD, MFLOPS = 2, 3 * 2 * (16 * 16 + 8 * 2 * 16 * 32 + 16 * 5) / 1e6
+"""of a sample: embedding, blocks and head, forward and backward"""
+
+
+class WithExample(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, models.WIDTH)
 
 
 def fit(folder: str) -> None:
     """One rank's part of a run."""
     options: dict[str, Any] = {"max_steps": STEPS, "log_every_n_steps": 2, "default_root_dir": folder}
     options |= {"logger": CSVLogger(folder, name="", version=""), "callbacks": [WaveReport(picture=None)]}
-    make_trainer(WAVE, **options).fit(models.build(models.MLP), make_loader(models.vectors((8,) * STEPS)))
+    make_trainer(WAVE, **options).fit(models.build(WithExample), make_loader(models.vectors((8,) * STEPS)))
 
 
 def test_a_run_is_measured_and_the_next_one_planned_with_it(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, fit, str(tmp_path))
+    pool.run(WORLD, fit, str(tmp_path))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".json", ".json", ".yaml"]
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
     _check_figures([row for row in rows if row["hanayo/exposed_communication"]])
     counted = [row for row in rows if row["hanayo/samples_per_s"]]
     assert [row["step"] for row in counted] == ["1", "3"]
     assert all(float(row["hanayo/samples_per_s"]) > 0 for row in counted)
+    for row in counted:
+        flops = float(row["hanayo/samples_per_s"]) * MFLOPS * 1e6 / WORLD
+        assert float(row["hanayo/device_flops_per_s"]) == pytest.approx(flops, rel=1e-6)
+    assert "hanayo/mfu" not in rows[0], "the peak of a CPU isn't known"
     _check_trace(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
 
     profile = Profile.load(tmp_path / "profile.json")
@@ -65,6 +78,8 @@ def _check_trace(events: list[dict[str, Any]]) -> None:
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events if event["ph"] == "X")
 
 
-def test_a_bad_number_of_steps() -> None:
+def test_bad_numbers() -> None:
     with pytest.raises(HanayoError, match="every_n_steps=-1"):
         WaveReport(every_n_steps=-1)
+    with pytest.raises(HanayoError, match="flops_per_batch=0"):
+        WaveReport(flops_per_batch=0)

@@ -36,12 +36,26 @@ def keep_whole(module: "pl.LightningModule", *, is_cut: bool, cuts: bool) -> obj
     if not cuts:
         _WHOLE.pop(module, None)
     elif _whole_of(module) is None or not is_cut:  # a copy of a module that was cut has the whole shapes of a pipeline
-        whole: Any = MetaCopy(module).modules[""]
-        vars(whole)["_device"] = torch.device("meta")  # where it expects its batches
+        whole = _on_meta(module)
         _WHOLE[module] = ref(whole)
         if not hasattr(ModelSummary.summarize, "__wrapped__"):
             ModelSummary.summarize = _summarizing_whole(ModelSummary.summarize)  # type: ignore[assignment,method-assign]
     return _whole_of(module)
+
+
+def whole_on_meta(module: "pl.LightningModule") -> Any:
+    """The whole module with all tensors on the meta device; of one that is cut, the copy that summaries show."""
+    whole = _whole_of(module)
+    if whole is None:
+        return _on_meta(module)
+    _follow(whole, module)
+    return whole
+
+
+def _on_meta(module: "pl.LightningModule") -> Any:
+    whole: Any = MetaCopy(module).modules[""]
+    vars(whole)["_device"] = torch.device("meta")  # where it expects its batches
+    return whole
 
 
 def _summarizing_whole(plain: Callable[[ModelSummary], Any]) -> Callable[[ModelSummary], Any]:

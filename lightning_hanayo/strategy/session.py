@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
@@ -137,6 +137,10 @@ class Session:
         self._for_summaries: object = None
         self._released: list[nn.Parameter] = []
         """what was guarded after the run before this one"""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""
+        return self
 
     def watch_hangs(self, trainer: "pl.Trainer") -> None:
         """From now on until the run ends: report it if no rank moves. Called in the thread that runs the Trainer."""

@@ -7,7 +7,7 @@ Every message names its kind. A rank that receives another kind than it expects 
 
 import json
 from collections import deque
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class Relay:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._sent: deque[list[tuple[Tensor, Work]]] = deque()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""
+        return self
 
     def broadcast(self, kind: MessageKind, value: Any = None) -> Any:
         """Return rank 0's `value`, which JSON can hold, on every rank. The values of the other ranks are ignored.

@@ -14,7 +14,7 @@ scale. Here that is an error only if the loss isn't finite, or the scale has bec
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,10 @@ class NonFiniteCheck:
         values.on_nan = self._detected
         self.num_skipped = 0
         """how many steps were skipped, but for those that a gradient scaler has skipped"""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """A copy of a Trainer, which a callback may make, has none of its own: the run's connections exist once."""
+        return self
 
     def step(self, step: Callable[[Closure], Any], optimizer: Optimizer, closure: Closure) -> Any:
         """Step the optimizer: `step` runs the closure and the hooks, and then updates the parameters."""

@@ -8,6 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,62 @@ class Fails(Model):
         if batch_idx == 2:
             raise self.error("by the user")
         return super().training_step(batch, batch_idx)
+
+
+class _SavesInMidEpoch(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(trainer.default_root_dir + "/mid.ckpt")
+
+
+class _NotesRestarts(Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bool]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.seen.append(("batch", trainer.fit_loop.restarting))
+
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        self.seen.append(("validation", trainer.fit_loop.restarting))
+
+    def on_train_epoch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.seen.append(("epoch", trainer.fit_loop.restarting))
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
+def test_a_run_that_resumes_in_mid_epoch_says_so_until_the_epoch_ends(both: Both) -> None:
+    def restarts(trainer: Trainer, module: LightningModule) -> list[tuple[str, bool]]:
+        trainer.callbacks.append(_SavesInMidEpoch())  # type: ignore[attr-defined]
+        fit(trainer, module)
+        notes, strategy = _NotesRestarts(), type(trainer.strategy)()
+        second = make_trainer(strategy if isinstance(strategy, HanayoStrategy) else "auto", trainer.default_root_dir)
+        second.callbacks.append(notes)  # type: ignore[attr-defined]
+        second.fit(Model(), loader(), loader(), ckpt_path=trainer.default_root_dir + "/mid.ckpt")
+        return notes.seen
+
+    plain, ours = both(restarts)
+    assert ours == plain
+    assert ("epoch", True) in plain and ("epoch", False) in plain
+
+
+class _CopiesCallbacks(Callback):
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.copies = deepcopy(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def test_callbacks_that_hold_the_trainer_can_be_copied_in_a_run(both: Both) -> None:
+    def copied(trainer: Trainer, module: LightningModule) -> tuple[list[str], list[Tensor]]:
+        trainer.callbacks.append(copies := _CopiesCallbacks())  # type: ignore[attr-defined]
+        fit(trainer, module)
+        return [type(one).__name__ for one in copies.copies], list(module.parameters())
+
+    plain, ours = both(copied, enable_progress_bar=True)
+    assert ours[0] == plain[0]
+    assert any("ProgressBar" in name for name in plain[0])  # which holds the Trainer
+    assert all(map(torch.equal, ours[1], plain[1]))
 
 
 def test_an_error_leaves_the_same_state_and_reaches_the_callbacks(both: Both) -> None:

@@ -140,7 +140,7 @@ def read_data_anew(
             set_generators("now")
         original(fetcher)
         if in_epoch:
-            trainer.fit_loop._restarting = False  # else schedulers that wait for a metric miss the epoch's end
+            _end_as_any_epoch(trainer, attributes)
             _catch_up(epoch_loop, fetcher)
 
     set_generators("now")
@@ -182,6 +182,20 @@ def update_plateau_schedulers(trainer: "pl.Trainer") -> None:
     completed, epochs.completed = epochs.completed, epochs.processed - 1
     trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     epochs.completed = completed
+
+
+def _end_as_any_epoch(trainer: "pl.Trainer", attributes: TemporaryAttributes) -> None:
+    """Let schedulers that wait for a metric step when this epoch ends: Lightning leaves them out while it restarts."""
+    connector: Any = trainer._logger_connector
+    on_epoch_end = connector.on_epoch_end
+
+    def after_hooks() -> None:
+        if trainer.training:  # and not in a validation in mid-epoch
+            attributes.set(connector, "on_epoch_end", on_epoch_end)
+            trainer.fit_loop._restarting = False
+        on_epoch_end()
+
+    attributes.set(connector, "on_epoch_end", after_hooks)
 
 
 def _catch_up(epoch_loop: Any, fetcher: Any) -> None:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
+
+from lightning_hanayo.partition.ownership import attributes_on_meta, on_meta
 
 
 class MetaCopy:
@@ -25,7 +26,7 @@ class MetaCopy:
             children = {key: None if child is None else copies[child] for key, child in module._modules.items()}
             vars(copies[module])["_modules"] = children
             self._copy_tensors(name, module)
-        self._set({tensor: like(tensor, torch.empty_like(tensor, device="meta")) for tensor in self._slots})
+        self._set({tensor: _without_values(tensor) for tensor in self._slots})
 
     def name(self, tensor: Tensor) -> str:
         """The tensor's qualified name; if modules share it, the first one."""
@@ -63,6 +64,12 @@ class MetaCopy:
         for tensor, replacement in replacements.items():
             for tensors, key in self._slots[tensor]:
                 tensors[key] = replacement
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    made = like(tensor, on_meta(tensor))
+    vars(made).update(attributes_on_meta(tensor))
+    return made
 
 
 def like(tensor: Tensor, data: Tensor) -> Tensor:

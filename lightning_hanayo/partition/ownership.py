@@ -122,16 +122,16 @@ def state_of_own_tensors(model: nn.Module) -> Mapping[str, Any]:
             return model.state_dict()
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
+def on_meta(tensor: Tensor) -> Tensor:
     """A plain tensor on the meta device: one of a tensor subclass has another memory layout than its shape says."""
     if is_tensor_subclass(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return torch.empty_like(tensor, device="meta")
 
 
-def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
+def attributes_on_meta(parameter: Tensor) -> dict[str, Any]:
     """What is set on a parameter, without the memory of tensors, such as the values of an 8-bit weight."""
-    return {name: _on_meta(one) if isinstance(one, Tensor) else one for name, one in vars(parameter).items()}
+    return {name: on_meta(one) if isinstance(one, Tensor) else one for name, one in vars(parameter).items()}
 
 
 def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers_of: Iterable[nn.Module] = ()) -> None:
@@ -141,7 +141,7 @@ def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers
     parameter groups and state dicts keep the indices and names that they have in a single process.
     """
     placeholders = {
-        parameter: _restore(_on_meta(parameter), parameter.requires_grad, _attributes(parameter))
+        parameter: _restore(on_meta(parameter), parameter.requires_grad, attributes_on_meta(parameter))
         for parameter in model.parameters()
         if parameter not in keep and not isinstance(parameter, Placeholder)
     }

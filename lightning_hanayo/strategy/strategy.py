@@ -266,6 +266,7 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self.show_compiled()
         self._kept = self._resume = None  # of a run that has failed
         self.connect_processes()
         if self._session is not None:

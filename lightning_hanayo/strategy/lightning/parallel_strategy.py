@@ -52,6 +52,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         self._sizes_read: set[str] = set()
         """by code outside of the libraries, since `configure_optimizers` was called"""
         self._processes_training_loaders = False
+        self._compiler_ctx: Any = None
+        """of a module that was given as `torch.compile(module)`, on one pipeline rank without a cube"""
 
     # what this process is
 
@@ -74,12 +76,21 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     @_lightning_module.setter
     def _lightning_module(self, module: "pl.LightningModule | None") -> None:
         if module is not None and module._compiler_ctx is not None:
-            to_uncompiled(module)
-            rank_zero_warn(
-                f"Trainer was given torch.compile({type(module).__name__}), but runs it as written: its steps are run "
-                f"on micro-batches, and suspended at the blocks. Compile the blocks instead, with block.compile()."
-            )
+            if self.topology.replica_size == 1:  # hidden until Lightning has checked which strategies run it compiled
+                self._compiler_ctx, module._compiler_ctx = module._compiler_ctx, None
+            else:
+                to_uncompiled(module)
+                rank_zero_warn(
+                    f"Trainer was given torch.compile({type(module).__name__}), but runs it as written: its steps are "
+                    f"run on micro-batches, and suspended at the blocks. Compile the blocks instead, with "
+                    f"block.compile()."
+                )
         vars(self)["_lightning_module"] = module
+
+    def show_compiled(self) -> None:
+        """Let Lightning's `to_uncompiled` find again how the module is compiled."""
+        if self._compiler_ctx is not None:
+            self.module._compiler_ctx, self._compiler_ctx = self._compiler_ctx, None
 
     @property
     def module(self) -> "pl.LightningModule":

@@ -19,6 +19,7 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -271,6 +272,30 @@ class Fails(Model):
         if batch_idx == 2:
             raise self.error("by the user")
         return super().training_step(batch, batch_idx)
+
+
+class _Silent(Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self(batch)
+
+
+def test_a_compiled_module_runs_compiled_and_stays_so(both: Both) -> None:
+    def compiled(trainer: Trainer, module: LightningModule) -> tuple[bool, bool, list[Tensor]]:
+        graphs: list[Any] = []
+
+        def backend(graph: Any, _: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        fit(trainer, torch.compile(module, backend=backend))  # type: ignore[arg-type]
+        return bool(graphs), to_uncompiled(module) is module, list(module.parameters())
+
+    plain, ours = both(compiled, _Silent)
+    assert ours[:2] == plain[:2] == (True, True)
+    assert all(map(torch.equal, ours[2], plain[2]))
 
 
 class _SavesInMidEpoch(Callback):

@@ -40,6 +40,7 @@ from lightning_hanayo.strategy.checkpoints.saving.before_training import check_p
 from lightning_hanayo.strategy.checkpoints.saving.collect import CutModel
 from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
 from lightning_hanayo.strategy.checkpoints.start import check_start
+from lightning_hanayo.strategy.lightning.inspection.pytorch_profiler import record_all_threads
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
 from lightning_hanayo.strategy.lightning.loops.batch_size_search import end_searches_on_failure
 from lightning_hanayo.strategy.lightning.loops.loader_counts import agree_on_counts
@@ -262,6 +263,11 @@ class HanayoStrategy(MeshParallelStrategy):
         check_run(trainer, self.module, self.options, self.topology, synchronizes_batchnorm=batchnorm)
         if trainer.state.fn == TrainerFn.FITTING:
             check_plugin(self.options, self.topology, self.checkpoint_io)
+
+    @override
+    def connect(self, model: "pl.LightningModule") -> None:
+        super().connect(model)
+        record_all_threads(model)  # before the run's first action
 
     @override
     def setup_environment(self) -> None:

@@ -68,6 +68,7 @@ USED = {
         "_handles",
         "_model",
         "_on_before_batch_transfer",
+        "_profiler_kwargs",
         "_records",
         "_register",
         "_throughputs",

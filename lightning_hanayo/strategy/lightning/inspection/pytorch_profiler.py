@@ -9,10 +9,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PyTorchProfiler
+from torch._C._profiler import _ExperimentalConfig
 
 from lightning_hanayo.partition.stack import Stack
 from lightning_hanayo.runtime.profiling.ranges import RANGE
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+
+
+def record_all_threads(module: "pl.LightningModule") -> None:
+    """Let the profiler of the module's Trainer record all threads, unless the user has set its `experimental_config`.
+
+    Called before the profiler starts. By default torch records the thread that starts it.
+    """
+    trainer = vars(module).get("_trainer")
+    if trainer is not None and (profiler := _profiler_of(trainer)) is not None:
+        profiler._profiler_kwargs.setdefault("experimental_config", _ExperimentalConfig(profile_all_threads=True))
 
 
 def follow_steps(trainer: "pl.Trainer", stack: Stack, attributes: TemporaryAttributes) -> None:

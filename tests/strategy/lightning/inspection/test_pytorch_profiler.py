@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.profilers import PyTorchProfiler
+from torch._C._profiler import _ExperimentalConfig
 
 from tests.harness import models
 from tests.harness.pool import Pool
@@ -15,6 +16,8 @@ from tests.harness.training import Layout, make_loader, make_trainer
 WAVE = Layout(2, 1, 1, num_microbatches=2)
 STEPS = 5  # of which Lightning's default schedule records the last three
 RECORDED = 3
+BLOCKS_OF_FIRST = ("blocks.0", "blocks.1", "blocks.6", "blocks.7")
+BLOCKS_OF_SECOND = ("blocks.2", "blocks.3", "blocks.4", "blocks.5")
 
 
 def profiled(layout: Layout, folder: str, **options: Any) -> None:
@@ -30,6 +33,11 @@ def names_in(path: Path) -> Counter[str]:
     return Counter(event["name"].split(": ")[-1] for event in events if event.get("cat") == "user_annotation")
 
 
+def linear_layers_in(path: Path) -> int:
+    """How many forwards of linear layers are in a trace, in any thread."""
+    return sum(event["name"] == "aten::linear" for event in json.loads(path.read_text())["traceEvents"])
+
+
 def traces(folder: Path) -> list[Counter[str]]:
     return [names_in(path) for path in sorted(folder.glob("*.json"))]
 
@@ -43,14 +51,21 @@ def test_each_rank_writes_its_stages_and_modules(pool: Pool, tmp_path: Path) -> 
             action.format(stage): RECORDED for action in actions for stage in stages
         }
     per_microbatch = 2 * RECORDED
-    blocks = {f"blocks.{i}" for i in range(models.NUM_BLOCKS)}
-    assert {name: n for name, n in first.items() if name in blocks} == dict.fromkeys(
-        ("blocks.6", "blocks.7"), per_microbatch
-    ), "the first stage's blocks run in the threads of the steps, which torch's profiler doesn't record"
-    assert {name: n for name, n in second.items() if name in blocks} == dict.fromkeys(
-        ("blocks.2", "blocks.3", "blocks.4", "blocks.5"), per_microbatch
-    )
+    modules = {f"blocks.{i}" for i in range(models.NUM_BLOCKS)} | {"embedding", "head"}
+    for trace, own in ((first, ("embedding", *BLOCKS_OF_FIRST, "head")), (second, BLOCKS_OF_SECOND)):
+        assert {name: n for name, n in trace.items() if name in modules} == dict.fromkeys(own, per_microbatch)
+    counts = [linear_layers_in(path) for path in sorted(tmp_path.glob("*.json"))]
+    assert counts == [(2 * 4 + 2) * per_microbatch, 2 * 4 * per_microbatch], "in the threads of the steps, too"
     assert first["[pl][profile][Strategy]HanayoStrategy.training_step"] == RECORDED
+
+
+def test_what_the_user_has_set_is_kept(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, profiled_by_one_thread, str(tmp_path))
+    assert not traces(tmp_path)[0]["embedding"]
+
+
+def profiled_by_one_thread(folder: str) -> None:
+    profiled(WAVE, folder, experimental_config=_ExperimentalConfig())
 
 
 @pytest.mark.thorough

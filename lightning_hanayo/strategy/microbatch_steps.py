@@ -43,7 +43,9 @@ class MicrobatchSteps:
         self._weights = weights
         self._trains = trains
         self._sizes = [split.sizes.parts[0][piece] for piece in split.own]
-        self._log = MicrobatchLog(trainer, split, weights.in_mean, session.pipeline.splitter)
+        self._log = MicrobatchLog(
+            trainer, split, weights.in_mean, session.pipeline.splitter, given=session.given_batch_sizes
+        )
         session.collections.begin_batch()
         session.collectives.begin_batch()
 

@@ -47,6 +47,7 @@ from lightning_hanayo.strategy.lightning import (
 from lightning_hanayo.strategy.lightning.inspection import model_summary, pytorch_profiler, throughput
 from lightning_hanayo.strategy.lightning.loops.inference import keep_inference_mode
 from lightning_hanayo.strategy.lightning.loops.validation_times import before_validations
+from lightning_hanayo.strategy.lightning.microbatch_log import GivenBatchSizes
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
@@ -106,6 +107,7 @@ class Session:
         self.votes = StepVotes(self.replica_relay, rank, self.guard.off)
         self.rank = rank
         self.samples = SampleCount()
+        self.given_batch_sizes = GivenBatchSizes()
         self.values = MadeValues(is_watched=options.nonfinite != "ignore")
         self.seed = 0
         """of the random streams, the same on all ranks"""

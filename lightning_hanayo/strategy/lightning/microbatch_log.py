@@ -1,5 +1,6 @@
 """Keeps back what a step logs for its micro-batches, merges it, and logs it once, as for one undivided batch."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +26,50 @@ class LogCall(NamedTuple):
     """the value of a torchmetric on this micro-batch"""
 
 
+class GivenBatchSizes:
+    """Finds out whether the `batch_size` that a step gives to `self.log` is a constant. Lives for one run.
+
+    given for micro-batches of      4 samples    1 sample     a batch of 4 + 4 counts, one of 1
+    batch_size=len(x)                   4            1              8, 1        the sum, as in one process
+    batch_size=8, a constant            8            8             16, 16       in proportion as 8, 8 in one process
+    """
+
+    def __init__(self) -> None:
+        self._num_pieces: dict[Any, int] = {}
+        """of the first batch"""
+        self._seen: dict[Any, tuple[set[int], set[int]]] = {}
+        """sizes of pieces, and what was given for them"""
+        self._has_warned = False
+
+    def total(self, key: str, call: int, sizes: Sequence[int], given: Sequence[int]) -> int:
+        """What a batch counts in the mean of `key`'s values.
+
+        Args:
+            key: of the results, with the name that the step logs.
+            call: the first, second ... one with this key in the step.
+            sizes: the samples of each piece that has logged.
+            given: the batch size that each of them gave.
+        """
+        first = self._num_pieces.setdefault((key, call), len(given))
+        of_pieces, numbers = self._seen.setdefault((key, call), (set(), set()))
+        if len(numbers) < 2:
+            of_pieces.update(sizes)
+            numbers.update(given)
+        is_same = len(numbers) == 1
+        if is_same and len(of_pieces) > 1:
+            return first * given[0]
+        if is_same and len(given) != first and numbers != of_pieces and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"self.log({key.partition('.')[2]!r}, batch_size={given[0]}): a batch has {len(given)} micro-batches, "
+                f"another one {first}, and all of them give this number. It is taken for the size of the micro-batch. "
+                f"If it is a constant, means over the epoch differ from those of one process: leave batch_size out, "
+                f"and Lightning reads the size of the batch.",
+                stacklevel=2,
+            )
+        return sum(given)
+
+
 class MicrobatchLog:
     """Merges the `self.log` calls of one batch's micro-batches.
 
@@ -36,15 +81,23 @@ class MicrobatchLog:
         split: the batch in pieces, some of which this rank runs.
         weights: of each piece in the mean; only their proportions matter.
         splitter: gathers from the ranks that run the other pieces.
+        given: the batch sizes that steps gave for earlier batches of the run.
     """
 
     def __init__(
-        self, trainer: "pl.Trainer", split: SplitBatch, weights: Sequence[float], splitter: BatchSplitter
+        self,
+        trainer: "pl.Trainer",
+        split: SplitBatch,
+        weights: Sequence[float],
+        splitter: BatchSplitter,
+        *,
+        given: GivenBatchSizes,
     ) -> None:
         self._results: Any = trainer._results
         self._split = split
         self._weights = weights
         self._splitter = splitter
+        self._given = given
         self._trainer = trainer
         self._saved_states: list[tuple[Metric, Any]] = []
         self._piece: int | None = 0
@@ -70,7 +123,7 @@ class MicrobatchLog:
             self._restore_metrics()
         for key, calls in self._gathered().items():
             for i in range(max(map(len, calls.values()))):  # a key may be logged several times in one step
-                self._log_merged(key, {piece: own[i] for piece, own in calls.items() if i < len(own)}, log)
+                self._log_merged(key, i, {piece: own[i] for piece, own in calls.items() if i < len(own)}, log)
 
     def add_up(self, losses: Sequence[Tensor]) -> None:
         """Log the sum of this rank's `losses`, one per micro-batch, where the step has logged them: they are sums."""
@@ -130,10 +183,14 @@ class MicrobatchLog:
             return self._calls
         return {key: dict(sorted(item for rank in ranks for item in rank.get(key, {}).items())) for key in self._calls}
 
-    def _log_merged(self, key: str, calls: dict[int, LogCall], log: Callable[..., None]) -> None:
+    def _log_merged(self, key: str, number: int, calls: dict[int, LogCall], log: Callable[..., None]) -> None:
+        """Log the calls with this key, of which a step may make several: the first ones, the second ones ..."""
         metric = self._results[key]
-        own_sizes = [call.batch_size for call in calls.values() if not call.is_of_batch]
-        batch_size = sum(own_sizes) or next(iter(calls.values())).batch_size
+        own_sizes = {piece: call.batch_size for piece, call in calls.items() if not call.is_of_batch}
+        batch_size = next(iter(calls.values())).batch_size
+        if own_sizes and metric.is_tensor and metric.meta.on_epoch and metric.meta.is_mean_reduction:
+            sizes = [self._split.sizes.parts[0][piece] for piece in own_sizes]
+            batch_size = self._given.total(key, number, sizes, list(own_sizes.values()))
         if metric.is_tensor:
             values = {piece: call.value for piece, call in calls.items()}
             is_sum = key in self._added and metric.meta.is_mean_reduction

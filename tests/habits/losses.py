@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_world_size
 from torch.nn import functional
 
 from tests.habits.batches import ShiftedLabels, with_labels
@@ -183,6 +184,11 @@ class ScalesRateByDevices(MLP):
         return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.num_devices * self.trainer.num_nodes)
 
 
+class ScalesRateByGroup(MLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * get_world_size())
+
+
 HABITS = [
     Habit("GPT-2 of `transformers`, padded, with `loss_weight='tokens'`", models.gpt2, padded, everywhere(EXACT), True,
           strategy={"loss_weight": "tokens"}, tolerance=FP32_LOSSES),
@@ -229,5 +235,8 @@ HABITS = [
     Habit("a learning rate scaled by `trainer.world_size`", ScalesRateByWorld, VECTORS,
           everywhere(Refused("configure_optimizers reads trainer.world_size"))),
     Habit("a learning rate scaled by `trainer.num_devices`", ScalesRateByDevices, VECTORS,
-          everywhere(Refused("reads trainer.world_size or num_devices"))),
+          everywhere(Refused("configure_optimizers reads trainer.world_size, num_devices"))),
+    Habit("a learning rate scaled by `torch.distributed.get_world_size()`", ScalesRateByGroup, VECTORS,
+          everywhere(Refused(r"num_devices or torch.distributed.get_world_size\(\)",
+                             "num_devices or torch.distributed.get_world_size()"))),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelPruning
 from torch import Tensor
+from torch.distributed import get_world_size
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hanayo.errors import UnsupportedError
@@ -362,6 +364,41 @@ def breaks_late() -> tuple[str, list[str], bool]:
             any("forward" in vars(block) for block in module.blocks),
         )
     raise AssertionError("it doesn't break")
+
+
+class ReadsSizes(models.MLP):
+    def setup(self, stage: str) -> None:
+        assert get_world_size() == self.trainer.world_size == 2
+
+    def configure_optimizers(self) -> Any:
+        get_world_size(torch.distributed.new_group([0, 1]))
+        return super().configure_optimizers()
+
+
+class ScalesRate(models.MLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * get_world_size())
+
+
+def reads_sizes() -> list[str]:
+    code = get_world_size.__code__
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(ReadsSizes, max_epochs=1)
+    assert get_world_size.__code__ is code
+    return [str(one.message) for one in caught if "world_size" in str(one.message)]
+
+
+def test_a_world_size_that_is_read_before_training_is_warned_of(pool: Pool) -> None:
+    """It may scale a learning rate; the size of a group of one's own in `configure_optimizers` is no mistake."""
+    (message,), others = pool.run(2, reads_sizes)
+    assert re.match(r"test_surprises.py:\d+ reads trainer.world_size.*data_parallel_size, which is 1", message)
+    assert not others
+
+
+def test_a_world_size_that_torch_tells_is_refused_as_a_factor_of_the_rate(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match=r"test_surprises.py:\d+: configure_optimizers reads .*get_world_size\(\)"):
+        pool.run(2, fit, ScalesRate)
 
 
 class ByHand(models.MLP):

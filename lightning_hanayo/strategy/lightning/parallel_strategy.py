@@ -5,6 +5,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,9 +32,10 @@ from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.process_groups import AllGather, ProcessGroups
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
+from lightning_hanayo.strategy.user_code.raw_collectives import world_size_watched
 from lightning_hanayo.topology import Topology, resolve
 
-_LIBRARIES = ("lightning.", "lightning_hanayo.")
+_LIBRARIES = ("lightning.", "lightning_hanayo.", "torch.")
 
 
 class MeshParallelStrategy(ParallelStrategy, ABC):
@@ -49,8 +51,8 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         self._topology: Topology | None = None
         self._groups: ProcessGroups | None = None
         self._failures: Failures | None = None
-        self._sizes_read: set[str] = set()
-        """by code outside of the libraries, since `configure_optimizers` was called"""
+        self._sizes_read: dict[str, str] = {}
+        """by code outside of the libraries, since `configure_optimizers` was called: where each was read first"""
         self._processes_training_loaders = False
         self._compiler_ctx: Any = None
         """of a module that was given as `torch.compile(module)`, on one pipeline rank without a cube"""
@@ -117,14 +119,13 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
             >>> def configure_optimizers(self):
             ...     return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.strategy.data_parallel_size)
         """
-        self._sizes_read.add("data_parallel_size")
+        self._sizes_read["data_parallel_size"] = "user code"
         return self.topology.data
 
     @property
     @override
     def world_size(self) -> int:
-        if not _is_read_by_library():
-            self._sizes_read.add("world_size")
+        self._note_world_size(sys._getframe(1))
         return 1 if self._is_alone else super().world_size
 
     @property
@@ -150,8 +151,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     @property
     @override
     def parallel_devices(self) -> list[torch.device] | None:
-        if not _is_read_by_library():  # by Trainer.num_devices
-            self._sizes_read.add("world_size")
+        self._note_world_size(sys._getframe(1))  # by Trainer.num_devices
         return self._parallel_devices
 
     @parallel_devices.setter
@@ -165,14 +165,27 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         Raises:
             UnsupportedError: it reads the world's size, and not the number of data ranks, which is another one.
         """
-        self._sizes_read.clear()
-        super().setup_optimizers(trainer)
-        if self._sizes_read == {"world_size"} and self.topology.replica_size > 1:
-            raise UnsupportedError(
-                f"configure_optimizers reads trainer.world_size or num_devices, of {self.world_size} ranks: they "
-                f"count those of pipelines and cubes, too. A learning rate scales with the number of data ranks: use "
-                f"self.trainer.strategy.data_parallel_size, which is {self.topology.data}."
-            )
+        can_differ, reads = self.topology.replica_size > 1, self._sizes_read
+        if can_differ and reads.keys() == {"world_size"}:
+            rank_zero_warn(f"{reads['world_size']} reads {self._about_sizes}")
+        reads.clear()
+        with world_size_watched(self._note_world_size) if can_differ else nullcontext():
+            super().setup_optimizers(trainer)
+        if can_differ and reads.keys() == {"world_size"}:
+            raise UnsupportedError(f"{reads['world_size']}: configure_optimizers reads {self._about_sizes}")
+
+    def _note_world_size(self, reader: FrameType) -> None:
+        if place := _place_of_user_code(reader):
+            self._sizes_read.setdefault("world_size", place)
+
+    @property
+    def _about_sizes(self) -> str:
+        return (
+            f"trainer.world_size, num_devices or torch.distributed.get_world_size(), of {super().world_size} ranks: "
+            f"they count those of pipelines and cubes, too. A learning rate scales with the number of data ranks, and "
+            f"so does the number of samples in a step: use self.trainer.strategy.data_parallel_size, which is "
+            f"{self.topology.data}."
+        )
 
     @property
     def data_rank(self) -> int:
@@ -386,9 +399,9 @@ def _nodes_found(environment: ClusterEnvironment, wanted: int, num_processes: in
     return found if not rest and 0 < found < wanted else wanted
 
 
-def _is_read_by_library() -> bool:
-    """Whether Lightning or this package reads the property that calls this, maybe through one of the Trainer's."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_name in ("world_size", "num_devices", "device_ids") and frame.f_back is not None:
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__")).startswith(_LIBRARIES)
+def _place_of_user_code(reader: FrameType) -> str:
+    """The file and line that reads a size, maybe through a property of the Trainer's; "" for that of a library."""
+    while reader.f_code.co_name in ("world_size", "num_devices", "device_ids") and reader.f_back is not None:
+        reader = reader.f_back
+    is_library = str(reader.f_globals.get("__name__")).startswith(_LIBRARIES)
+    return "" if is_library else f"{os.path.basename(reader.f_code.co_filename)}:{reader.f_lineno}"

@@ -10,9 +10,11 @@ Users import these functions by name, so the code object of each function is rep
 
 import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +33,7 @@ _OTHERS = (
     "barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list", "send",
     "recv", "isend", "irecv",
 )  # fmt: skip
+_SIZE = "get_world_size"
 _WAY_OUT = (
     "Call self.all_gather, self.trainer.strategy.reduce, broadcast or barrier, which know the ranks with data; or "
     "log with self.log(..., sync_dist=True)"
@@ -85,6 +88,7 @@ class Run:
 
 
 _running: list[Run] = []
+_notes: list[Callable[[FrameType], None]] = []
 _replaced: dict[str, tuple[FunctionType, CodeType, Callable[..., Any]]] = {}
 
 
@@ -106,9 +110,26 @@ def stop(run: Run) -> None:
         _replaced.clear()
 
 
+@contextmanager
+def world_size_watched(note: Callable[[FrameType], None]) -> Iterator[None]:
+    """Inside it, `note` gets the frame of each caller of `torch.distributed.get_world_size()`."""
+    _replace(_SIZE)
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
+        function, code, _ = _replaced.pop(_SIZE)
+        function.__code__ = code
+
+
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
     """Call one of the functions. The code that takes the place of theirs calls this."""
     original = _replaced[name][2]
+    if name == _SIZE:
+        for note in _notes if {*args, *kwargs.values()} <= {None, dist.group.WORLD} else ():
+            note(sys._getframe(2))  # the caller of the function whose code calls this
+        return original(*args, **kwargs)
     for run in _running if distributed_c10d.is_initialized() else ():
         bound = _signature(original).bind(*args, **kwargs).arguments
         if bound.get("group") in (None, dist.group.WORLD):

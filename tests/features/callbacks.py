@@ -3,9 +3,11 @@
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BaseFinetuning,
     BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
@@ -15,14 +17,16 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelPruning,
+    SpikeDetection,
     StochasticWeightAveraging,
     Timer,
     WeightAveraging,
 )
 from torch import nn
 
-from tests.features.feature import Equal, Feature, Refused, RefusedByLightning, on
+from tests.features.feature import AsDDP, Differs, Equal, Feature, Refused, RefusedByLightning, on
 from tests.features.net import Net
+from tests.features.trial import Trial, fit
 from tests.features.with_callbacks import recording, with_callbacks
 
 
@@ -46,6 +50,37 @@ class Finetuned(Net):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class FinetunedLater(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class FreezesEmbedding(BaseFinetuning):
+    """As its documentation shows: the embedding is trained from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.embedding)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.embedding, optimizer, lr=0.05)
+
+
+class Spikes(Net):
+    """The loss of one batch is much higher than those before it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return 50 * loss if self.global_step == 4 else loss
+
+
+def spiking(trial: Trial) -> None:
+    """The run ends on all ranks, and a file names the batches."""
+    with pytest.raises(Exception, match="Training spike detected in batch 1"):
+        fit(trial)
+    trial.record(excluded=(trial.folder / "skip_batches.json").read_text() if trial.trainer.is_global_zero else None)
 
 
 class Sized(Net):
@@ -92,6 +127,25 @@ FEATURES = [
         "`BackboneFinetuning`",
         with_callbacks(BackboneFinetuning(1, verbose=False), max_epochs=3),
         module=Finetuned,
+    ),
+    Feature(
+        "a `BaseFinetuning` of the user's", with_callbacks(FreezesEmbedding(), max_epochs=3), module=FinetunedLater
+    ),
+    Feature(
+        "`SpikeDetection`",
+        with_callbacks(SpikeDetection()),
+        script=recording(SpikeDetection, "last_val", "bad_batches"),
+        outcomes=on(Equal(), AsDDP()),
+        note="each data rank watches the losses of its own samples",
+    ),
+    Feature(
+        "`SpikeDetection` that finds a spike",
+        with_callbacks(SpikeDetection()),
+        module=Spikes,
+        script=spiking,
+        outcomes=on(Differs(("callback metrics",))),
+        note="the same batches; one rank raises its error, [others `PeerFailed`](../guides/faults.md); after the error "
+        "`trainer.callback_metrics` has the epoch's means already",
     ),
     Feature(
         "`ModelPruning`",

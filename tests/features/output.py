@@ -12,10 +12,16 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     TQDMProgressBar,
 )
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
 from lightning.pytorch.utilities.model_summary import summarize
 
-from tests.features.feature import AsDDP, Equal, Feature, on
+from tests.features.feature import AsDDP, Equal, Feature, RefusedByLightning, on
 from tests.features.net import Sampled
 from tests.features.trial import Trial, fit, predict
 from tests.features.with_callbacks import with_callbacks
@@ -111,12 +117,27 @@ FEATURES = [
         outcomes=on(Equal(), AsDDP()),
         note="without times; samples of rank 0",
     ),
-    Feature('`profiler="simple"`', lambda folder: {"profiler": SimpleProfiler(folder, "times")}),
-    Feature('`profiler="advanced"`', lambda folder: {"profiler": AdvancedProfiler(folder, "calls")}),
+    Feature('`SimpleProfiler`, `profiler="simple"`', lambda folder: {"profiler": SimpleProfiler(folder, "times")}),
     Feature(
-        '`profiler="pytorch"`',
+        '`AdvancedProfiler`, `profiler="advanced"`', lambda folder: {"profiler": AdvancedProfiler(folder, "calls")}
+    ),
+    Feature(
+        '`PyTorchProfiler`, `profiler="pytorch"`',
         lambda folder: {"profiler": PyTorchProfiler(folder, "trace")},
         note="the run; not the trace",
+    ),
+    Feature(
+        "`PyTorchProfiler(emit_nvtx=True)`",
+        lambda folder: {"profiler": PyTorchProfiler(folder, "trace", emit_nvtx=True)},
+        outcomes=on(RefusedByLightning("CUDA|NVIDIA")),
+        note="without a GPU",
+    ),
+    Feature("`PassThroughProfiler`, the default", lambda _: {"profiler": PassThroughProfiler()}),
+    Feature(
+        '`XLAProfiler`, `profiler="xla"`',
+        lambda _: {"profiler": "xla"},
+        outcomes=on(RefusedByLightning("torch_xla")),
+        note="without its package",
     ),
     Feature(
         "a `Profiler` of the user's",

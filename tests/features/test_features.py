@@ -1,6 +1,7 @@
 """Each feature of the catalog has the outcome that the table in the docs promises."""
 
 import pytest
+from lightning.pytorch import callbacks, profilers
 
 from tests.features.catalog import FEATURES, find
 from tests.features.check import check
@@ -27,6 +28,13 @@ def test_feature(pool: Pool, feature: Feature, layout: str) -> None:
 
 def test_names_are_unique() -> None:
     assert len({feature.name for feature in FEATURES}) == len(FEATURES)
+
+
+def test_each_callback_and_profiler_of_lightning_has_a_row() -> None:
+    abstract = {"Callback", "Checkpoint", "ProgressBar", "Profiler"}
+    rows = " ".join(feature.name for feature in FEATURES)
+    missing = [name for kind in (callbacks, profilers) for name in kind.__all__ if name not in rows]
+    assert set(missing) <= abstract, missing
 
 
 def test_the_page_shows_the_catalog() -> None:

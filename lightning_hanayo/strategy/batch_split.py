@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.runtime import microbatches
-from lightning_hanayo.runtime.batches.plan import BatchPlan, BatchRule, BatchSource
+from lightning_hanayo.runtime.batches.plan import ONE_LOADER, BatchPlan, BatchRule, BatchSource
 from lightning_hanayo.runtime.batches.reader import BatchReader
 from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject, MicrobatchReshard
@@ -66,6 +66,7 @@ class BatchSplitter(ABC):
     def __init__(self, rule: BatchRule = BatchRule()) -> None:  # noqa: B008
         self.rule = rule
         self._reader = BatchReader(rule)
+        self._counter = BatchReader(rule, warns=False)
 
     def split(self, batch: Any, limit: int, source: BatchSource) -> SplitBatch:
         """Cut `batch` into at most `limit` micro-batches, and these into the ranks' pieces.
@@ -106,20 +107,20 @@ class BatchSplitter(ABC):
 
     def _sizes(self, batch: Any, pieces: Sequence[Any], source: BatchSource) -> PieceSizes:
         """The samples of pieces that the user's function has made, if the rule counts as many in the whole batch."""
-        counts = [0 if piece is None else self._count(piece, source) for piece in pieces]
-        total = self._count(batch, source)
+        counts = [0 if piece is None else self._part_sizes(piece, source)[0] for piece in pieces]
+        total = self._part_sizes(batch, source)[0]
         return PieceSizes([counts], self.rule.batch_dim, are_known=0 < total == sum(counts))
 
-    def num_samples(self, batch: Any) -> int:
-        """The samples of a batch; 0 if it has none by the usual rule."""
-        return self._count(batch, BatchSource())
+    def num_samples(self, batch: Any, source: BatchSource = ONE_LOADER) -> int:
+        """The samples of a batch, of its largest part, whether it is cut or not; 0 if they can't be counted."""
+        return max(self._part_sizes(batch, source))
 
-    def _count(self, piece: Any, source: BatchSource) -> int:
-        """The samples of a piece by the usual rule; 0 if it has none for it."""
+    def _part_sizes(self, batch: Any, source: BatchSource) -> tuple[int, ...]:
+        """The samples of each loader's part by the usual rule; (0,) if there are none for it."""
         try:
-            return BatchReader(self.rule, warns=False).plan(piece, source).part_sizes[0]
+            return self._counter.plan(batch, source).part_sizes
         except HanayoError:
-            return 0
+            return (0,)
 
     def _num_microbatches(self, plan: BatchPlan, limit: int, num_ranks: int = 1) -> int:
         """How many micro-batches to make; warns if parts of different sizes allow fewer than they have samples."""

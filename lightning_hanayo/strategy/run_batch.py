@@ -114,9 +114,10 @@ def _run(
     if pipeline.rank > 0:
         with session.norms.batch(), explaining_single_samples(trainer.lightning_module):
             return pipeline.follow(trains=trains, reduce=reduce, is_first=is_first)
-    split = pipeline.split(batch, source_of(trainer))
+    source = source_of(trainer)
+    split = pipeline.split(batch, source)
     if trains:
-        session.samples.note(max(map(sum, split.sizes.parts), default=0))
+        session.samples.note(pipeline.splitter.num_samples(batch, source))
         session.warn_of_statistics(trainer.lightning_module, split.num_microbatches)
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)

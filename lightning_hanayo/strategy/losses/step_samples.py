@@ -7,6 +7,7 @@ resumed              16         2            1                 32           as t
 resumed               8         2            3                 48           refused
 """
 
+import warnings
 from dataclasses import dataclass
 
 from lightning_hanayo.errors import HanayoError
@@ -40,6 +41,8 @@ def accumulation(saved: StepSamples, now: StepSamples) -> int:
     Raises:
         HanayoError: there is no such number, or the user has chosen another one.
     """
+    if not saved.total:
+        _warn_if_changed(saved, now)
     if not saved.total or not now.total or saved.total == now.total:
         return now.accumulate
     scaled, rest = divmod(saved.total, now.batch * now.data)
@@ -57,6 +60,16 @@ def _refusal(saved: StepSamples, now: StepSamples) -> HanayoError:
     )
 
 
+def _warn_if_changed(saved: StepSamples, now: StepSamples) -> None:
+    if (saved.data, saved.accumulate) != (now.data, now.accumulate):
+        warnings.warn(
+            f"the samples of a batch can't be counted, so it isn't known whether an optimizer step takes as many as it "
+            f"did when the checkpoint was saved: {saved.data} data ranks x {saved.accumulate} accumulated batches "
+            f"then, {now.data} x {now.accumulate} now. Set accumulate_grad_batches for that.",
+            stacklevel=2,
+        )
+
+
 class SampleCount:
     """Counts the samples of the batches that this rank reads.
 
@@ -70,11 +83,13 @@ class SampleCount:
     def expect(self, saved: StepSamples, now: StepSamples) -> None:
         """Check the first batch: a step shall take as many samples as it did. `now.batch` isn't known."""
         self.largest = saved.batch
-        if saved.batch and (saved.data, saved.accumulate) != (now.data, now.accumulate):
+        if not saved.batch:
+            _warn_if_changed(saved, now)
+        elif (saved.data, saved.accumulate) != (now.data, now.accumulate):
             self._expected = saved, now
 
     def note(self, batch: int) -> None:
-        """Called with the size of each training batch, before it runs.
+        """Called with the size of each training batch, before it runs; 0 if it can't be counted.
 
         Raises:
             HanayoError: it is the first one after a resume, and steps would take other numbers of samples.
@@ -83,6 +98,9 @@ class SampleCount:
         expected, self._expected = self._expected, None
         if expected is not None:
             saved, now = expected
+            if not batch:
+                _warn_if_changed(saved, now)
+                return
             found = StepSamples(batch, now.data, now.accumulate)
             if found.total != saved.total:
                 raise _refusal(saved, found)

@@ -1,7 +1,16 @@
 """An optimizer step takes as many samples after a resume as before, or the resume is refused."""
 
-import pytest
+import warnings
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hanayo import HanayoStrategy
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy.losses.step_samples import SampleCount, StepSamples, accumulation
 
@@ -62,3 +71,59 @@ def test_the_largest_batch_is_known() -> None:
     for batch in (3, 8, 5):
         count.note(batch)
     assert count.largest == 8
+
+
+@pytest.mark.parametrize("saved", [SAVED, StepSamples(0, 4, 1)])
+def test_batches_that_can_not_be_counted_are_named(saved: StepSamples) -> None:
+    count = SampleCount()
+    with pytest.warns(UserWarning, match="4 data ranks x 1 accumulated batches then, 2 x 1 now"):
+        count.expect(saved, StepSamples(0, 2, 1))
+        count.note(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        count.note(0)
+
+
+class Largest(Callback):
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.found = trainer.strategy.session.samples.largest
+
+
+class Shaped(LightningModule):
+    """Its batches have the shapes that users give them."""
+
+    def __init__(self, shape: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.shape = nn.Linear(3, 1), shape
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([self.shape(torch.ones(6, 3)), self.shape(torch.ones(4, 3))], batch_size=None)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(torch.ones(2, 3)).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+SHAPES: dict[str, Callable[[Tensor], Any]] = {
+    "a tensor": lambda x: x,
+    "columns": lambda x: [x, x[:, 0]],
+    "a mapping": lambda x: {"index": torch.tensor(3), "x": x, "name": ["a"] * len(x)},
+    "samples": lambda x: [{"x": row, "boxes": torch.ones(int(i), 4)} for i, row in enumerate(x)],
+    "words": lambda x: {"words": ["a"] * len(x)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*batches run whole")
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_samples_are_counted_whether_the_batch_is_cut_or_not(shape: str, num_microbatches: int) -> None:
+    largest = Largest()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=HanayoStrategy(1, num_microbatches=num_microbatches), max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[largest],
+    )  # fmt: skip
+    trainer.fit(Shaped(SHAPES[shape]))
+    assert largest.found == 6

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.containers import Array, children, leaves, with_children
 from lightning_hanayo.runtime.comm.codec import stable_hash
 
@@ -75,10 +76,18 @@ def merge(
 
     Results of a training step have a loss (a tensor, or the mapping's "loss"). It is averaged if it has one element; a
     loss of shape [1] would look like the result of one sample.
+
+    Raises:
+        UnsupportedError: some results are None, and others are not.
     """
     first = results[0]
     if len(results) == 1:
         return first
+    if 0 < sum(result is None for result in results) < len(results):
+        raise UnsupportedError(
+            f"{name}: the step returns None for some micro-batches of a batch, and values for others, so there is no "
+            f"result of the whole batch. Return values for all samples, or set num_microbatches=1."
+        )
     if isinstance(first, Array):
         if has_loss and isinstance(first, Tensor) and all(result.numel() == 1 for result in results):
             return _mean(results, weights)

@@ -55,6 +55,19 @@ def predict_without_results(trial: Trial) -> None:
     assert trial.trainer.predict(trial.module, datamodule=trial.data, return_predictions=False) is None
 
 
+class PredictsSome(Net):
+    """Returns None for every other batch."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        predicted = super().predict_step(batch, batch_idx, dataloader_idx)
+        return None if batch_idx % 2 else predicted
+
+
+def predict_some(trial: Trial) -> None:
+    predictions = trial.trainer.predict(trial.module, datamodule=trial.data)
+    trial.record_samples("predictions", *(one for one in predictions or () if one is not None))
+
+
 class Stops(Net):
     """Stops in a hook, in the second batch."""
 
@@ -73,6 +86,12 @@ FEATURES = [
     Feature("`trainer.test` alone", script=test),
     Feature("`trainer.predict` alone", script=predict, note="predictions in the order of the loader"),
     Feature("`predict(return_predictions=False)`", script=predict_without_results),
+    Feature(
+        "a `predict_step` that returns `None` for some batches",
+        module=PredictsSome,
+        script=predict_some,
+        note="`None` for some micro-batches of a batch, and values for others, are refused",
+    ),
     Feature("`limit_predict_batches=1`", lambda _: {"limit_predict_batches": 1}, script=predict),
     Feature("`validate`, `test` and `predict` after `fit`", script=everything_after_fit),
     Feature("`validate` and `predict` on another Trainer, after `fit`", script=on_another_trainer),

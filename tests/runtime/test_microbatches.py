@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.runtime.batches.plan import BatchRule
 from lightning_hanayo.runtime.batches.reader import BatchReader
 from lightning_hanayo.runtime.microbatches import PieceSizes, signature, sizes
@@ -257,6 +257,13 @@ def test_numbers_are_averaged_with_their_shares() -> None:
     results = [{"loss": torch.tensor(v), "f": v, "text": "a"} for v in (1.0, 2.0, 4.0, float("nan"))]
     merged = merge(results, PARTS, WEIGHTS)
     assert merged["loss"].item() == 2.0 and merged["text"] == "a" and merge([None] * 4, PARTS, WEIGHTS) is None
+
+
+@pytest.mark.parametrize("kind", [lambda x: x, lambda x: {"x": x}], ids=["result", "item"])
+def test_none_for_some_micro_batches_is_refused(kind: Any) -> None:
+    for results in ([None, X, X, X], [X, X, X, None]):
+        with pytest.raises(UnsupportedError, match=r"outputs.*: the step returns None for some micro-batches"):
+            merge([kind(result) for result in results], PARTS, WEIGHTS)
 
 
 def test_the_loss_of_a_training_step_is_averaged_in_its_shape() -> None:

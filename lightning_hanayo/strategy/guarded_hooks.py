@@ -6,13 +6,16 @@
 Hooks stay overridden in Lightning's eyes, and copies of module and callbacks are bound to themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from lightning_hanayo.partition.missing_values import MissingValues
 from lightning_hanayo.partition.parameter_guard import ParameterGuard, Scope
@@ -145,6 +148,29 @@ def guard_writers(
                 guard_hook(writer, name, guard, attributes, "alone" if is_alone else "hook")
             else:
                 attributes.set(writer, name, _skip)
+
+
+@contextmanager
+def guarded_step_hooks(optimizer: Any, guard: ParameterGuard) -> Iterator[None]:
+    """Inside it, hooks on the optimizer's steps run guarded, but for those of this package."""
+    replaced = []
+    for hooks in _step_hooks(optimizer):
+        for key, hook in hooks.items():
+            if not str(getattr(hook, "__module__", "")).startswith("lightning_hanayo."):
+                replaced.append((hooks, key, hook))
+                hooks[key] = _GuardedHook("a hook on the optimizer's steps", hook, guard, "hook", _ignore)
+    try:
+        yield
+    finally:
+        for hooks, key, hook in replaced:
+            if key in hooks:  # it may have removed itself
+                hooks[key] = hook
+
+
+def _step_hooks(optimizer: Any) -> Iterator[dict[int, Callable[..., Any]]]:
+    if isinstance(optimizer, Optimizer):  # Lightning takes other classes, too
+        yield from (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        yield from (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
 def guard_hook(

@@ -40,6 +40,7 @@ from lightning_hanayo.strategy.checkpoints.saving.before_training import check_p
 from lightning_hanayo.strategy.checkpoints.saving.collect import CutModel
 from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
 from lightning_hanayo.strategy.checkpoints.start import check_start
+from lightning_hanayo.strategy.guarded_hooks import guarded_step_hooks
 from lightning_hanayo.strategy.lightning.inspection.pytorch_profiler import record_all_threads
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
 from lightning_hanayo.strategy.lightning.loops.batch_size_search import end_searches_on_failure
@@ -424,7 +425,8 @@ class HanayoStrategy(MeshParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         closure = self.session.guard.in_this_scope(closure)  # the user's, around Lightning's
-        with self._unguarded():  # also from a hook of the user's
+        hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard)
+        with self._unguarded(), hooks:  # also from a hook of the user's
             step = partial(self.session.votes.step, step)
             return self.session.nonfinite.step(step, optimizer, closure)
 

@@ -187,6 +187,39 @@ class AveragesByHand(Net):
                 parameter.copy_(average)
 
 
+class AveragesAfterSteps(AveragesByHand):
+    """The optimizer updates the average."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        optimizer: Any = self.optimizers()
+        optimizer.optimizer.register_step_post_hook(lambda *_: vars(self)["average"].update_parameters(self))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+def _halves_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+@torch.no_grad()
+def _limits_norms(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        parameter.div_(parameter.norm().clamp(min=1.0))
+
+
+def _with_step_hook(kind: str, hook: Callable[..., None]) -> Callable[["Net"], Any]:
+    def configure(module: Net) -> Any:
+        optimizer = _sgd(module)
+        getattr(optimizer, f"register_step_{kind}_hook")(hook)
+        return optimizer
+
+    return configure
+
+
 class AveragesFromTheStart(Net):
     """The average is a part of the module, made before it is cut."""
 
@@ -275,6 +308,22 @@ FEATURES = [
         module=AveragesByHand,
         outcomes=on(Equal(), in_cube=Refused("to was called with")),
         note="in a cube, use `EMAWeightAveraging` or `WeightAveraging`",
+    ),
+    Feature(
+        "the same, updated in `register_step_post_hook` of the optimizer",
+        module=AveragesAfterSteps,
+        outcomes=on(Equal(), in_cube=Refused("to was called with")),
+    ),
+    Feature(
+        "`register_step_pre_hook` that changes each gradient",
+        module=with_optimizer(_with_step_hook("pre", _halves_gradients)),
+        outcomes=EVERYWHERE,
+    ),
+    Feature(
+        "`register_step_post_hook` that limits the norm of each parameter",
+        module=with_optimizer(_with_step_hook("post", _limits_norms)),
+        outcomes=on(Equal(), in_cube=Refused("norm was called with")),
+        note="`if parameter.norm() > 1` is refused on a pipeline, too: it needs values of other ranks",
     ),
     Feature(
         "`AveragedModel` of the blocks, made in `__init__`",

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
-from lightning_hanayo.strategy.guarded_hooks import guard_hooks
+from lightning_hanayo.strategy.guarded_hooks import guard_hooks, guarded_step_hooks
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 GUARD = ParameterGuard(torch.device("cpu"))
@@ -93,3 +93,18 @@ def test_copies_call_their_own_hooks(trainer: Mock) -> None:
     guarded(trainer)
     for twin in (copy.deepcopy(trainer.lightning_module), pickle.loads(pickle.dumps(trainer.lightning_module))):
         assert twin.on_train_batch_end()[0] is twin
+
+
+def test_hooks_on_the_optimizers_steps_are_guarded_but_for_our_own() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    scopes = []
+    before = optimizer.register_step_pre_hook(lambda *_: scopes.append(GUARD.scope))
+    optimizer.register_step_post_hook(lambda *_: (scopes.append(GUARD.scope), before.remove()))
+    own = lambda *_: scopes.append(GUARD.scope)  # noqa: E731
+    own.__module__ = "lightning_hanayo.strategy.whole_model.lbfgs"
+    optimizer.register_step_post_hook(own)
+    for _ in range(2):
+        with guarded_step_hooks(optimizer, GUARD):
+            optimizer.step()
+        optimizer.step()
+    assert scopes == ["hook", "hook", "off"] + ["off", "off"] + ["hook", "off"] + ["off", "off"]

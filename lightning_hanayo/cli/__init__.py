@@ -10,7 +10,7 @@ from importlib.metadata import version
 from lightning_hanayo.cli.error_messages import fail, is_debugging
 from lightning_hanayo.errors import HanayoError, nearest
 
-_TRAINER = "lightning_hanayo.cli.trainer"
+_TRAINER = "lightning_hanayo.cli.trainer_start"
 
 COMMANDS = {
     "fit": (_TRAINER, "train a model from a configuration"),
@@ -34,7 +34,11 @@ def run(argv: Sequence[str]) -> int:
         print(f"hanayo {version('lightning-hanayo')}")
         return 0
     if command not in COMMANDS:
-        problem = f"unknown command {command!r}; {nearest(command, COMMANDS)}" if command else "a command is missing"
+        problem = (
+            f"unknown command {command!r}; {nearest(command, COMMANDS)}"
+            if command
+            else "a command is missing, such as fit"
+        )
         return fail(f"{problem}. See: hanayo --help")
     module, _ = COMMANDS[command]
     try:

@@ -12,16 +12,24 @@ _SECTIONS = ("trainer", "report")
 _EXPECTED = "expected sections such as trainer, model and data"
 
 
+def config_files(args: Sequence[str]) -> list[Path]:
+    """What is given as `--config FILE`, whether there is such a file or not."""
+    paths = []
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        name, _, joined = option.partition("=")
+        if name in ("--config", "-c") and (joined or value):
+            paths.append(Path(joined or value))
+    return paths
+
+
 def check_config_files(args: Sequence[str]) -> None:
     """Check each file that is given as `--config FILE`. A parser reads them next, and says if one is missing.
 
     Raises:
         HanayoError: a file is no text, no YAML, no mapping, or has a key twice.
     """
-    for option, value in zip(args, [*args[1:], ""], strict=True):
-        name, _, joined = option.partition("=")
-        path = Path(joined or value)
-        if name in ("--config", "-c") and str(path) and path.is_file():
+    for path in config_files(args):
+        if path.is_file():
             check_config_file(path)
 
 

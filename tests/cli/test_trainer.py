@@ -93,7 +93,7 @@ def test_a_model_in_the_current_directory_trains_twice(here: Path) -> None:
 
 
 def test_help_lists_lightnings_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("fit", "--help") == 0
+    assert run("fit", "--help", "all") == 0
     output = capsys.readouterr().out
     for option in ("usage: hanayo", "--trainer.max_steps", "--config", "--report.every_n_steps"):
         assert option in output
@@ -131,7 +131,8 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
         (["--trainer.strategy=plain_model.Strict", "--trainer.strategy.num_waves=x"], "expected 'auto' or int, got x"),
         (["--model=plain_model.Modle"], "module 'plain_model' has no attribute 'Modle'"),
         (["--model.width=0"], "width=0 is no width"),
-        (["--config=nowhere.yaml"], "File does not exist: "),
+        (["--config=nowhere.yaml"], "--config nowhere.yaml: there is no such file; in . are no_class.yaml"),
+        (["--config=nowhere"], "File does not exist: "),
         (
             ["--trainer.strategy=plain_model.Strict", "--trainer.strategy.pipeline_parallel_size=3"],
             "pipeline_parallel_size=3 doesn't fit. Nearest: 2",

@@ -37,6 +37,7 @@ def test_it_writes_all_its_files(tmp_path: Path) -> None:
         "hanayo/wave",
         "hanayo/bubble",
         "hanayo/exposed_communication",
+        "hanayo/device_flops_per_s",
         "hanayo/stage_7/backward_weight_ms",
         "train_loss",
     )

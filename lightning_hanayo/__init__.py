@@ -6,7 +6,9 @@ if TYPE_CHECKING:
     from lightning_hanayo.checking import check
     from lightning_hanayo.strategy import HanayoStrategy, WaveReport
 
-__all__ = ["HanayoStrategy", "WaveReport", "check"]
+__all__ = ["HanayoStrategy", "WaveReport", "__version__", "check"]
+
+__version__ = "0.1.0.dev0"
 
 
 def __getattr__(name: str) -> object:

@@ -5,8 +5,8 @@ A command's module has a function `run(argv) -> exit code`, whose `argv` starts 
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 
+from lightning_hanayo import __version__
 from lightning_hanayo.cli.error_messages import fail, is_debugging
 from lightning_hanayo.errors import HanayoError, nearest
 
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         print(usage())
         return 0
     if command == "--version":
-        print(f"hanayo {version('lightning-hanayo')}")
+        print(f"hanayo {__version__}")
         return 0
     if command not in COMMANDS:
         problem = (

@@ -38,6 +38,6 @@ def _parse(argv: list[str]) -> int:
 
 
 def _others(path: Path) -> str:
-    """The configurations beside it."""
+    """The configurations in the same folder."""
     found = sorted(one.name for one in path.parent.glob("*" + path.suffix))[:8] if path.parent.is_dir() else []
     return f"; in {path.parent} are {', '.join(found)}" if found else ""

@@ -91,7 +91,8 @@ class GPT(L.LightningModule):
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.perplexity = Perplexity(ignore_index=-100)
-        self.example_input_array = torch.zeros(1, context, dtype=torch.long)  # for summaries, and FLOP/s
+        # for summaries and FLOP/s; it has values when the model is built on the meta device, too
+        self.example_input_array = torch.zeros(1, context, dtype=torch.long, device="cpu")
         self._initialize(num_layers)
 
     def _initialize(self, num_layers: int) -> None:

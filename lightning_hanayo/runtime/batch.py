@@ -1,6 +1,7 @@
 """The batch: what the engine, the stages and the user's step need to know about the batch that is running."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ class Batch:
         on_user_code: called with a micro-batch's index each time before its user code starts or continues, and with
             None before a dry run, whose logs and metrics do not count.
         on_whole_step: called when a step has ended that ran whole, on the only micro-batch, before its backward.
+        in_step: entered while a step runs in one piece on one of several micro-batches.
         on_loss: called before a micro-batch's backward with its index, its loss, and the nodes that end the graph of
             the code after the stack.
         inputs: the micro-batches themselves, for self-contained stages, which have no user's step.
@@ -45,6 +47,7 @@ class Batch:
     dry_run_step: StepFunction | None = None
     on_user_code: Callable[[int | None], None] = lambda _: None
     on_whole_step: Callable[[], None] = lambda: None
+    in_step: Callable[[], AbstractContextManager[None]] = nullcontext
     on_loss: Callable[[int, Tensor, Collection[Node]], None] = lambda *_: None
     inputs: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()

@@ -119,6 +119,11 @@ class Pipeline:
         """Whether the step runs in one piece, on whole batches."""
         return self.layout.num_stages == 1 and self.layout.num_microbatches == 1
 
+    @property
+    def runs_whole_steps(self) -> bool:
+        """Whether the step runs in one piece on each of several micro-batches."""
+        return self.layout.num_stages == 1 and self.layout.num_microbatches > 1
+
     def split(self, batch: Any, source: BatchSource) -> SplitBatch:
         """Cut a batch into micro-batches: as many as the layout has, or as it has samples."""
         return self.splitter.split(batch, self.layout.num_microbatches, source)

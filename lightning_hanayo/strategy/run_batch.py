@@ -4,6 +4,7 @@ hook  ->  train / evaluate  ->  pipeline  ->  engine  ->  stages  ->  the user's
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,6 +44,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
         accumulates=continues,
         keeps_old=user_hooks.reads_old_gradients(trainer),
         shows_old=pipeline.runs_whole_batches,
+        shows_in_steps=pipeline.runs_whole_steps and user_hooks.may_read_gradients(trainer),
         separate=separate,
         scales=scales,
         finish=pipeline.reduce_gradients if separate and steps else None,
@@ -57,6 +59,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
         trains=True,
         reduce=steps and not separate,
         on_whole_step=deferred.end_step,
+        in_step=deferred.in_step,
     )
     deferred.stash()
     if session.topology.replica_size == 1 and find_loss(result) is None:
@@ -106,6 +109,7 @@ def _run(
     loss_scale: Tensor | None = None,
     reduce: bool = False,
     on_whole_step: Callable[[], None] = lambda: None,
+    in_step: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
     """Run a batch and merge what the step returned; None above pipeline rank 0."""
     pipeline = session.pipeline
@@ -129,6 +133,7 @@ def _run(
         dry_run_step=lambda m: step(split.block_input(m)),
         on_user_code=microbatch_steps.enter,
         on_whole_step=on_whole_step,
+        in_step=in_step,
         on_loss=microbatch_steps.note_loss,
         loss_weights=[weights.in_gradient[piece] * progress.share_of_step(trainer) for piece in split.own],
         loss_scale=loss_scale,

@@ -133,6 +133,15 @@ class Perturbs(Plain):
         return (1 + last) * self.loss(batch + 0.1 * x.grad.sign())
 
 
+class ReadsLastStep(Plain):
+    """Its loss depends on what the last step has left, in gradients and in the optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        last = sum(float(p.grad.square().sum()) for p in self.parameters() if p.grad is not None)
+        moments = sum(float(one["exp_avg"].sum()) for one in self.optimizers().state.values())  # type: ignore[union-attr]
+        return (1 + last + moments + self.trainer.global_step) * self.loss(batch)
+
+
 class Tracks(Plain):
     """Its step and a hook change buffers, which it reads; each data rank has other samples."""
 
@@ -158,7 +167,7 @@ class Wrong(Plain):
 
 
 ALIKE = [Plain, Skips, Words, Lbfgs, Iterates, Adversaries, Unused, Sparse, Perturbs, Tracks]
-MODELS = {one.__name__: one for one in [*ALIKE, SkipsSome, CountsSome, Wrong]}
+MODELS = {one.__name__: one for one in [*ALIKE, ReadsLastStep, SkipsSome, CountsSome, Wrong]}
 
 
 def loader(name: str) -> Any:
@@ -167,12 +176,13 @@ def loader(name: str) -> Any:
     return DataLoader(torch.linspace(-1, 1, 2 * STEPS * BATCH * WIDTH, dtype=torch.float64).view(-1, WIDTH), BATCH)
 
 
-def train(name: str, devices: int, strategy: Any) -> list[float]:
+def train(name: str, devices: int, strategy: Any, accumulate: int = 1) -> list[float]:
     torch.manual_seed(0)
     model = MODELS[name]().double()
     trainer = Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, limit_train_batches=STEPS, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=accumulate, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of Lightning, about skipped batches and iterators
@@ -216,11 +226,18 @@ def test_what_is_no_loss_is_refused_by_the_trainer(pool: Pool) -> None:
     assert caught.value.first.kind == "MisconfigurationException"
 
 
-def in_two(name: str) -> tuple[list[float], list[float]]:
-    return train(name, 1, strategy(num_microbatches=2)), train(name, 1, "auto")
+def in_two(name: str, accumulate: int = 1) -> tuple[list[float], list[float]]:
+    return train(name, 1, strategy(num_microbatches=2), accumulate), train(name, 1, "auto", accumulate)
 
 
 @pytest.mark.parametrize("name", ["Adversaries", "Iterates"])
 def test_batches_that_can_not_be_cut_run_whole(pool: Pool, name: str) -> None:
     ((own, alone),) = pool.run(1, in_two, name, timeout=60.0)
     assert own == alone
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_micro_batches_see_what_the_last_step_has_left(pool: Pool, accumulate: int) -> None:
+    """Not the gradients of the micro-batches before."""
+    ((own, alone),) = pool.run(1, in_two, "ReadsLastStep", accumulate, timeout=60.0)
+    assert own == pytest.approx(alone, rel=1e-12)

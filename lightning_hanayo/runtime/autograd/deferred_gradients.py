@@ -11,8 +11,8 @@ an unexpected factor, it is too late to multiply only the new ones. So where the
 gradients are kept separate, and added to the old ones when the factor is known.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class DeferredGradients:
         keeps_old: whether existing gradients that the batch does not add to are put back; otherwise they are freed.
         shows_old: whether the step may look at the existing gradients, and add to them, as in one process. Then
             `end_step` is called before the batch's backward.
+        shows_in_steps: whether the step of each micro-batch may look at the existing gradients, inside `in_step`. They
+            take memory until the last one has run.
         separate: whether the batch keeps its gradients separate from those that it adds to.
         scales: whether Lightning's backward may send another factor than expected; otherwise a device isn't asked, as
             a product with all gradients would read and write them once more.
@@ -44,6 +46,7 @@ class DeferredGradients:
         accumulates: bool,
         keeps_old: bool = True,
         shows_old: bool = False,
+        shows_in_steps: bool = False,
         separate: bool = False,
         scales: bool = True,
         finish: Callable[[], None] | None = None,
@@ -51,11 +54,12 @@ class DeferredGradients:
     ) -> None:
         self._parameters = list(parameters)
         self._continues = accumulates
-        self._separate = accumulates and separate
+        self._separate = accumulates and (separate or shows_in_steps)
+        self._shows_in_steps = shows_in_steps
         self._scales = scales
         self._finish = finish
         self._unguarded = unguarded
-        self._keeps_old = accumulates or keeps_old
+        self._keeps_old = accumulates or keeps_old or shows_in_steps
         self._old: list[Tensor | None] = []
         self._new: list[Tensor | None] = []
         if not shows_old:
@@ -66,6 +70,14 @@ class DeferredGradients:
         self._old = [parameter.grad if self._keeps_old else None for parameter in self._parameters]
         if not self._continues or self._separate:
             self._set([None] * len(self._parameters))
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around the step of each of several micro-batches: it finds no gradients of the others, and leaves none."""
+        made = [parameter.grad for parameter in self._parameters]
+        self._set(self._old if self._shows_in_steps else [None] * len(made))
+        yield
+        self._set(made)
 
     def stash(self) -> None:
         """Take the batch's gradients out of `.grad`, and put the old ones back."""

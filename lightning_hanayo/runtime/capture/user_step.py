@@ -84,11 +84,13 @@ class UserStep:
         batch.on_user_code(microbatch)
         self._begin_random_numbers(microbatch)
         is_whole = len(batch.loss_weights) == 1  # then it may do what it does in one process
-        with self.guarded() if is_whole else self._user_code(batch):
-            result = batch.step(microbatch)
         if is_whole:
+            with self.guarded():
+                result = batch.step(microbatch)
             batch.on_whole_step()
-        return result
+            return result
+        with batch.in_step(), self._user_code(batch):
+            return batch.step(microbatch)
 
     @property
     def waiting(self) -> list[int]:

@@ -1,6 +1,10 @@
 """Which hooks the user's module, callbacks and precision plugin define: what is unused needn't be prepared for."""
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -91,6 +95,31 @@ def may_scale_backward(trainer: "pl.Trainer") -> bool:
 def reads_old_gradients(trainer: "pl.Trainer") -> bool:
     """Whether a hook may read the last step's gradients before they are zeroed; otherwise they needn't be kept."""
     return overrides(trainer.lightning_module, "optimizer_zero_grad") or is_listened_to(trainer, "on_before_zero_grad")
+
+
+def may_read_gradients(trainer: "pl.Trainer") -> bool:
+    """Whether `.grad` stands in the user's classes of the module, or in a function that their files define or import.
+
+    Then those of the last step are kept for the steps of all micro-batches, which takes memory.
+    """
+    module_class: Any = type(trainer.lightning_module)
+    return _mentions_gradients(module_class)
+
+
+@cache
+def _mentions_gradients(module_class: Any) -> bool:
+    classes = [
+        one for one in module_class.__mro__ if not one.__module__.startswith(("torch.", "builtins", *_OWN_PACKAGES))
+    ]
+    scopes = [*map(vars, classes), *(vars(sys.modules[one.__module__]) for one in classes)]
+    functions = (inspect.unwrap(value) for scope in scopes for value in scope.values() if inspect.isroutine(value))
+    return any("grad" in _names(value.__code__) for value in functions if inspect.isfunction(value))
+
+
+def _names(code: CodeType) -> set[str]:
+    """All attributes and globals that the code uses, with those of functions and classes inside it."""
+    inside = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inside)
 
 
 def reads_step_metrics(trainer: "pl.Trainer", batch_idx: int, *, steps: bool) -> bool:

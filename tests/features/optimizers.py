@@ -157,6 +157,37 @@ class SavedBeside(SavedLookahead):
         return torch.optim.Optimizer.state_dict(self) | {"inner": self.optimizer.state_dict()}
 
 
+class Several(torch.optim.Optimizer):
+    """Steps several optimizers, each with groups of its own. The states of all are its own, so that it saves them."""
+
+    is_elementwise = True
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for one in optimizers for group in one.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for one in self.optimizers:
+            one.state, one.param_groups = self.state, [next(groups) for _ in one.param_groups]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for one in self.optimizers:
+            one.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def _several(module: Net) -> torch.optim.Optimizer:
+    matrices = torch.optim.SGD([p for p in module.parameters() if p.dim() == 2], lr=0.1, momentum=0.9)
+    return Several(matrices, torch.optim.AdamW([p for p in module.parameters() if p.dim() != 2], lr=1e-3))
+
+
 class SparseTable(Net):
     """Adds rows of a table, which alone is trained."""
 
@@ -294,6 +325,13 @@ FEATURES = [
         module=with_optimizer(lambda module: SavedBeside(_sgd(module))),
         script=resume,
         outcomes=on(Refused("has tensors under 'inner'"), in_cube=Refused("has tensors under 'inner'")),
+    ),
+    Feature(
+        "an optimizer around several, each for some parameters, saved and resumed",
+        module=with_optimizer(_several),
+        script=resume,
+        outcomes=ADAPTIVE,
+        note="the states of all are in its own `state`",
     ),
     Feature(
         "a learning rate that is a tensor, saved and resumed",

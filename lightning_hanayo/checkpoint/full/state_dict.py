@@ -83,11 +83,14 @@ def numbered_state_dict(optimizer: Optimizer, *, is_cut: bool) -> dict[str, Any]
     if not optimizer.param_groups:
         return state
     name, number = type(optimizer).__name__, _num_parameters(optimizer)
-    strange = [key for key in state.get("state", ["state"]) if not isinstance(key, int) or key >= number]
-    if strange:
+    lacking = [key for key in ("state", "param_groups") if key not in state]
+    strange = [key for key in state.get("state", ()) if not isinstance(key, int) or key >= number]
+    if lacking or strange:
+        what = f"lacks {lacking[0]!r}" if lacking else f"has {strange[0]!r} where torch's have numbers of parameters"
         raise UnsupportedError(
-            f"the state_dict() of {name} has {strange[0]!r} where torch's have numbers of parameters, so that it isn't "
-            f"known which rank's it is. Save weights alone, with save_weights_only=True."
+            f"the state_dict() of {name} {what}, so that it isn't known which rank's states are whose. Let it return "
+            f"what torch's do: an optimizer around several can share its states with them (one.state = self.state). Or "
+            f"save weights alone, with save_weights_only=True."
         )
     apart = [{key: value for key, value in state.items() if key not in ("state", "param_groups")}]
     apart += [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]

@@ -153,6 +153,22 @@ def test_states_next_to_those_of_parameters_are_refused(make: Any, key: str) -> 
         numbered_state_dict(optimizer, is_cut=True)
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"optimizers": []}, "lacks 'state'"),
+        ({"state": {}}, "lacks 'param_groups'"),
+        ({"state": {"embedding.weight": {}}, "param_groups": []}, "has 'embedding.weight' where torch's have numbers"),
+    ],
+)
+def test_states_that_are_not_numbered_are_refused(state: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = SGD(Model().parameters())
+    monkeypatch.setattr(optimizer, "state_dict", lambda: state)
+    for is_cut in (False, True):
+        with pytest.raises(UnsupportedError, match=f"SGD {message}"):
+            numbered_state_dict(optimizer, is_cut=is_cut)
+
+
 def test_a_learning_rate_may_be_a_tensor() -> None:
     optimizer = AdamW(Model().parameters(), lr=torch.tensor(0.1))
     assert numbered_state_dict(optimizer, is_cut=True)["param_groups"][0]["lr"] == torch.tensor(0.1)

@@ -8,6 +8,7 @@ table   ...       ...       none                           nothing is sent
 
 import zlib
 from collections.abc import Collection, Mapping
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ class ReplicatedTensors:
 
     def _changed_anywhere(self, own: Mapping[str, Tensor | None], flags: list[int]) -> list[str]:
         """The names that have a flag on any rank."""
-        specs = [zlib.crc32(_spec(tensor).encode()) for tensor in own.values()]
+        specs = [0 if tensor is None else _code(tensor.dtype, tensor.shape) for tensor in own.values()]
         largest = torch.tensor([flags, specs, [-spec for spec in specs]])
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
         for (name, tensor), highest, negated_lowest in zip(own.items(), *largest[1:].tolist(), strict=True):
@@ -93,3 +94,9 @@ def _versions(tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, int]
 
 def _spec(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+@cache
+def _code(dtype: torch.dtype, shape: torch.Size) -> int:
+    """A number for dtype and shape, the same on all ranks."""
+    return zlib.crc32(f"{dtype} {list(shape)}".encode())

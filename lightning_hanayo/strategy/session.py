@@ -18,7 +18,7 @@ from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.partition.stack import modules_outside
 from lightning_hanayo.planner.layout import Layout
-from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
+from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects, broadcast_object
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.comm.transport import Transport
@@ -44,7 +44,7 @@ from lightning_hanayo.strategy.lightning import (
     torchmetrics_state,
     user_hooks,
 )
-from lightning_hanayo.strategy.lightning.inspection import model_summary, pytorch_profiler, throughput
+from lightning_hanayo.strategy.lightning.inspection import model_summary, pytorch_profiler, start, throughput
 from lightning_hanayo.strategy.lightning.loops.inference import keep_inference_mode
 from lightning_hanayo.strategy.lightning.loops.validation_times import before_validations
 from lightning_hanayo.strategy.lightning.microbatch_log import GivenBatchSizes
@@ -258,11 +258,6 @@ class Session:
         self._loss_watch = self._watch_losses(module)
         self._open_user_code(trainer, module)
         self._adapt(trainer, module)
-        if trainer.state.fn == TrainerFn.FITTING and self.topology.replica_size > 1:
-            rank_zero_info(
-                f"{self.topology.world_size} ranks, of which {self.topology.data} see different batches: learning "
-                f"rates scale with trainer.strategy.data_parallel_size ({self.topology.data}), not trainer.world_size"
-            )
         self._norms = self._make_norms(module)
         if self.topology.replica_size > 1:
             norm_functions.start(self._norms)
@@ -321,6 +316,15 @@ class Session:
         removed_gradients.check_alike(
             hook, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=self._groups.replica
         )
+
+    def say_what_runs(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        """On rank 0, at the start of a training: layout, schedule, samples and memory. Called by all ranks."""
+        if self.topology.replica_size > 1:
+            held = all_gather_objects(self._groups.replica, start.held_bytes(module))
+            pipeline = self.pipeline
+            if self.rank == 0:
+                text = start.describe_run(trainer, pipeline.layout, pipeline.ownership, self.topology, held)
+                rank_zero_info(text)
 
     def check_all_ranks(self, function: str) -> None:
         """Check that the user code that runs now, and calls the function, runs on all ranks.

@@ -607,6 +607,7 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self.session.say_what_runs(self.module.trainer, self.module)
         if self._resume is not None:
             self._resume.start(self.options.load_anyway)
             self._resume = None

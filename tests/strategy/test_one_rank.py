@@ -166,11 +166,20 @@ class Wrong(Plain):
         return 0.5
 
 
+class Singles(Plain):
+    """Its batches are single samples of one dimension."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch[None])
+
+
 ALIKE = [Plain, Skips, Words, Lbfgs, Iterates, Adversaries, Unused, Sparse, Perturbs, Tracks]
-MODELS = {one.__name__: one for one in [*ALIKE, ReadsLastStep, SkipsSome, CountsSome, Wrong]}
+MODELS = {one.__name__: one for one in [*ALIKE, ReadsLastStep, Singles, SkipsSome, CountsSome, Wrong]}
 
 
 def loader(name: str) -> Any:
+    if name == "Singles":
+        return DataLoader(torch.linspace(-1, 1, STEPS * WIDTH, dtype=torch.float64).view(-1, WIDTH), batch_size=None)
     if name == "Words":
         return DataLoader([{"words": "a" * length} for length in range(2 * STEPS * BATCH)], batch_size=BATCH)
     return DataLoader(torch.linspace(-1, 1, 2 * STEPS * BATCH * WIDTH, dtype=torch.float64).view(-1, WIDTH), BATCH)
@@ -230,7 +239,7 @@ def in_two(name: str, accumulate: int = 1) -> tuple[list[float], list[float]]:
     return train(name, 1, strategy(num_microbatches=2), accumulate), train(name, 1, "auto", accumulate)
 
 
-@pytest.mark.parametrize("name", ["Adversaries", "Iterates"])
+@pytest.mark.parametrize("name", ["Adversaries", "Iterates", "Singles"])
 def test_batches_that_can_not_be_cut_run_whole(pool: Pool, name: str) -> None:
     ((own, alone),) = pool.run(1, in_two, name, timeout=60.0)
     assert own == alone

@@ -41,11 +41,13 @@ class BatchSource:
         loaders: the containers of the loaders that the batch has a part of each from, with None for each loader; None
             if there is only one loader.
         is_collated: whether torch's `default_collate` has made the batch. It makes no lists of samples.
+        is_unbatched: whether a `DataLoader(batch_size=None)` hands on what its dataset gives: it may be one sample.
     """
 
     stage: str = ""
     loaders: Any = None
     is_collated: bool = False
+    is_unbatched: bool = False
 
 
 ONE_LOADER = BatchSource()

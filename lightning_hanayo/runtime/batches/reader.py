@@ -32,7 +32,15 @@ from lightning_hanayo.runtime.batches.plan import (
     Rows,
     joined,
 )
-from lightning_hanayo.runtime.batches.refusal import SPLIT_BATCH, check_layout, check_opaque, disagreement, step_to
+from lightning_hanayo.runtime.batches.refusal import (
+    SPLIT_BATCH,
+    check_layout,
+    check_opaque,
+    disagreement,
+    step_to,
+    unbatched,
+    warn_of_unbatched,
+)
 
 Meaning = Literal["columns", "samples"] | int
 """What a list holds: columns of all samples, or samples. For a tensor: the dimension of its samples."""
@@ -49,6 +57,7 @@ class BatchReader:
         self.rule = rule
         self._warns = warns
         self._settled: dict[str, dict[str, Meaning]] = {}
+        self._has_warned = False
 
     def plan(self, batch: Any, source: BatchSource = ONE_LOADER) -> BatchPlan:
         """Decide how to cut a batch.
@@ -89,12 +98,32 @@ class BatchReader:
             possible = [reading.samples for reading in readings]
             raise disagreement(batch, path, possible, self.rule, is_sequence_first=self._is_sequence_first(batch))
         best, *others = readings
+        if source.is_unbatched:
+            self._check_unbatched(batch, best, path)
         doubtful = best.doubtful | {where: shape for other in others for where, shape in other.as_samples.items()}
         for where, shape in doubtful.items():
             if self._warns and where not in settled and not source.is_collated:
                 warn_of_doubt(where, shape)
         settled.update({where: meaning for where, meaning in best.meanings.items() if where not in doubtful})
         return best
+
+    def _check_unbatched(self, batch: Any, reading: "Reading", path: str) -> None:
+        """Check that something says that the dataset has given a batch as it is, and not one sample.
+
+        Raises:
+            UnsupportedError: all tensors have one dimension, which may be that of the features.
+        """
+        values = list(_cut_values(batch, reading.cut))
+        if reading.samples < 2 or any(not isinstance(cut, Rows) for _, cut in values):
+            return  # nothing to cut, or a list with an item for each sample
+        arrays = [value for value, _ in values]
+        shapes = [tuple(array.shape) for array in arrays]
+        if all(array.ndim == 1 for array in arrays):
+            raise unbatched(path, shapes)
+        are_sequences = arrays[0].ndim == 2 and str(arrays[0].dtype).endswith(("int32", "int64"))
+        if len(arrays) == 1 and not are_sequences and self._warns and not self._has_warned:
+            self._has_warned = True
+            warn_of_unbatched(path, shapes[0], reading.samples)
 
     def _is_sequence_first(self, batch: Any) -> bool:
         """Whether the tensors with the most dimensions agree along dimension 1, and the others make sense."""
@@ -214,6 +243,16 @@ class _Reader:
     def _container(self, value: Any, path: str) -> Cut:
         items = (children(value) or {}).items()
         return joined({key: self.read(item, path + step_to(value, key), key) for key, item in items})
+
+
+def _cut_values(value: Any, cut: Cut) -> Iterator[tuple[Any, Cut]]:
+    """The tensors and lists that are cut, with how."""
+    if isinstance(cut, Inside):
+        items = children(value) or {}
+        for key, inside in cut.cuts.items():
+            yield from _cut_values(items[key], inside)
+    elif cut != WHOLE:
+        yield value, cut
 
 
 def _readings(

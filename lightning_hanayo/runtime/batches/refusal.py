@@ -1,5 +1,6 @@
 """What can't be cut into micro-batches: the errors, with the option that helps."""
 
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from numbers import Number
@@ -14,6 +15,7 @@ from lightning_hanayo.runtime.batches.containers import Array, children, holds_a
 from lightning_hanayo.runtime.batches.plan import BatchRule
 
 SPLIT_BATCH = "HanayoStrategy(split_batch=lambda batch, n: ...), a function that returns at most n micro-batches"
+_READY = "If it is a batch, say so by DataLoader(collate_fn=lambda batch: batch)."
 MAX_SHAPES = 12
 """how many shapes a message lists"""
 
@@ -47,6 +49,25 @@ def check_opaque(value: Any, path: str) -> None:
     items = list(value) if isinstance(value, (set, frozenset, deque)) else []
     if isinstance(value, PackedSequence) or holds_arrays([attributes, slots, items]):
         raise _uncuttable(f"{path} is a {type(value).__qualname__} that holds tensors", path)
+
+
+def unbatched(path: str, shapes: list[tuple[int, ...]]) -> UnsupportedError:
+    """The error for tensors of one dimension that a dataset has given without a collate_fn."""
+    return UnsupportedError(
+        f"{path} comes from a DataLoader with batch_size=None, and its tensors have one dimension: "
+        f"{', '.join(map(str, shapes[:MAX_SHAPES]))}. That may be the features of one sample, which can't be cut into "
+        f"micro-batches, or the samples of a batch. {_READY} Otherwise set batch_size."
+    )
+
+
+def warn_of_unbatched(path: str, shape: tuple[int, ...], samples: int) -> None:
+    """Nothing but one tensor says how many samples there are."""
+    warnings.warn(
+        f"{path} comes from a DataLoader with batch_size=None. It is cut as a batch of {samples} samples, by its only "
+        f"tensor with rows, of shape {shape}. {_READY} If it is one sample, set batch_size, or num_microbatches=1 "
+        f"without a cube.",
+        stacklevel=2,
+    )
 
 
 def disagreement(

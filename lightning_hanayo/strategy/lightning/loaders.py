@@ -22,6 +22,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     default_collate,
+    default_convert,
 )
 from typing_extensions import override
 
@@ -325,12 +326,22 @@ def source_of(trainer: "pl.Trainer") -> BatchSource:
     if combined is None:
         return BatchSource("" if stage is None else stage.value)
     loaders = None if combined._mode == "sequential" else shape_of_loaders(combined.iterables)
-    return BatchSource("" if stage is None else stage.value, loaders, are_collated(combined.flattened))
+    return BatchSource(
+        "" if stage is None else stage.value,
+        loaders,
+        are_collated(combined.flattened),
+        is_unbatched=any_unbatched(combined.flattened),
+    )
 
 
 def are_collated(loaders: Iterable[Any]) -> bool:
     """Whether torch's `default_collate` makes the batches of all loaders."""
     return all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders)
+
+
+def any_unbatched(loaders: Iterable[Any]) -> bool:
+    """Whether some `DataLoader(batch_size=None)` without a `collate_fn` hands on what its dataset gives."""
+    return any(getattr(loader, "collate_fn", None) is default_convert for loader in loaders)
 
 
 def shape_of_loaders(loaders: Any) -> Any:

@@ -40,6 +40,44 @@ def test_columns_are_cut_by_rows() -> None:
         assert size == 8 and torch.equal(x, batch[0][[2, 5]]) and y.tolist() == [2, 5]
 
 
+ONE_DIMENSION = {
+    "a sample": rows(8),
+    "a sample and its label": (rows(8), torch.tensor(1)),
+    "tokens and their labels, or users and their ratings": {"x": torch.arange(8), "y": rows(8)},
+}
+
+
+@pytest.mark.parametrize("name", ONE_DIMENSION)
+def test_one_dimension_may_be_that_of_features_if_nobody_has_made_a_batch(name: str) -> None:
+    batch = ONE_DIMENSION[name]
+    with pytest.raises(UnsupportedError, match=r"batch_size=None, .* one dimension: \(8,\).*collate_fn=lambda batch"):
+        picked(batch, [0], is_unbatched=True)
+    assert picked(batch, [0])[0] == 8
+
+
+def test_the_only_tensor_with_rows_is_named_if_nobody_has_made_a_batch() -> None:
+    reader, batch = BatchReader(BatchRule()), (rows(3, 8, 8), 2)
+    with pytest.warns(UserWarning, match=r"batch of 3 samples, by its only tensor with rows, of shape \(3, 8, 8\)"):
+        reader.plan(batch, BatchSource(is_unbatched=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reader.plan(batch, BatchSource(is_unbatched=True)).part_sizes == (3,)
+
+
+READY = [
+    (rows(8, 2), rows(8)),
+    {"x": rows(8), "name": ["a"] * 8},
+    [rows(3), rows(2), *[rows(1)] * 6],
+    {"ids": rows(8, 2).long()},
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("batch", READY, ids=["tensors", "names", "a list", "tokens"])
+def test_ready_batches_need_no_word(batch: Any) -> None:
+    assert picked(batch, [0], is_unbatched=True)[0] == 8
+
+
 def test_arrays_are_cut_like_tensors() -> None:
     size, piece = picked({"x": np.arange(8), "sparse": torch.eye(8).to_sparse()}, [1, 2])
     assert size == 8 and piece["x"].tolist() == [1, 2]

@@ -97,13 +97,18 @@ class Shaped(LightningModule):
         self.layer, self.shape = nn.Linear(3, 1), shape
 
     def train_dataloader(self) -> Any:
-        return DataLoader([self.shape(torch.ones(6, 3)), self.shape(torch.ones(4, 3))], batch_size=None)  # type: ignore[arg-type]
+        batches: Any = [self.shape(torch.ones(samples, 3)) for samples in (6, 4)]
+        return DataLoader(batches, batch_size=None, collate_fn=_as_it_is)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.layer(torch.ones(2, 3)).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 SHAPES: dict[str, Callable[[Tensor], Any]] = {

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.stages.first_last import loss_of
 from lightning_hanayo.strategy.batch_split import SplitBatch
-from lightning_hanayo.strategy.lightning import progress
+from lightning_hanayo.strategy.lightning import optimizers, progress
 from lightning_hanayo.strategy.lightning.microbatch_log import MicrobatchLog
 from lightning_hanayo.strategy.losses.loss_weight import PieceWeights
 from lightning_hanayo.strategy.session import Session
@@ -46,11 +46,14 @@ class MicrobatchSteps:
         self._log = MicrobatchLog(
             trainer, split, weights.in_mean, session.pipeline.splitter, given=session.given_batch_sizes
         )
+        self._options = optimizers.options_now(trainer) if trains and session.topology.pipe > 1 else None
         session.collections.begin_batch()
         session.collectives.begin_batch()
 
     def enter(self, microbatch: int | None) -> None:
         """Called before user code of that micro-batch starts or continues; None: a dry run, which leaves nothing."""
+        if microbatch == 1 and self._trains and self._options is None:  # what the first step has set, all may set
+            self._options = optimizers.options_now(self._trainer)
         self._log.enter(microbatch)
         self._session.collections.enter(microbatch)
         self._session.collectives.enter(None if microbatch is None else self._running_step(microbatch))
@@ -66,6 +69,8 @@ class MicrobatchSteps:
         watch = self._session.loss_watch.training(self._sizes) if self._trains else nullcontext()
         with self._log.collecting(), watch, explaining_single_samples(self._trainer.lightning_module, self._sizes):
             yield
+            if self._options is not None:
+                optimizers.check_options(self._trainer, self._options)
             if self._weights.is_sum and batch.has_loss:
                 self._log.add_up([loss_of(batch.results[m]) for m in range(self._split.num_microbatches)])
 

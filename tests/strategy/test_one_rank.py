@@ -166,6 +166,24 @@ class Wrong(Plain):
         return 0.5
 
 
+class SetsRate(Plain):
+    """Sets the learning rate by the number of the step, as often as you like."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.optimizers().param_groups[0]["lr"] = 0.1 / (1 + self.global_step)  # type: ignore[union-attr]
+        return self.loss(batch)
+
+
+class StepsScheduler(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.lr_schedulers().step()  # type: ignore[union-attr,call-arg]
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
 class Singles(Plain):
     """Its batches are single samples of one dimension."""
 
@@ -174,7 +192,11 @@ class Singles(Plain):
 
 
 ALIKE = [Plain, Skips, Words, Lbfgs, Iterates, Adversaries, Unused, Sparse, Perturbs, Tracks]
-MODELS = {one.__name__: one for one in [*ALIKE, ReadsLastStep, Singles, SkipsSome, CountsSome, Wrong]}
+MORE = [ReadsLastStep, SetsRate, StepsScheduler, Singles, SkipsSome, CountsSome, Wrong]
+MODELS = {
+    one.__name__: one
+    for one in [*ALIKE, ReadsLastStep, SetsRate, StepsScheduler, Singles, SkipsSome, CountsSome, Wrong]
+}
 
 
 def loader(name: str) -> Any:
@@ -250,3 +272,13 @@ def test_micro_batches_see_what_the_last_step_has_left(pool: Pool, accumulate: i
     """Not the gradients of the micro-batches before."""
     ((own, alone),) = pool.run(1, in_two, "ReadsLastStep", accumulate, timeout=60.0)
     assert own == pytest.approx(alone, rel=1e-12)
+
+
+def test_what_micro_batches_set_alike_is_as_in_one_process(pool: Pool) -> None:
+    ((own, alone),) = pool.run(1, in_two, "SetsRate", timeout=60.0)
+    assert own == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_scheduler_that_each_micro_batch_steps_is_refused(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match="training_step changes options of an optimizer.*'interval': 'step'"):
+        pool.run(1, train, "StepsScheduler", 1, strategy(num_microbatches=2), timeout=60.0)

@@ -11,6 +11,7 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.missing_values import MissingValues
 
@@ -23,6 +24,28 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 def searches_rate(trainer: "pl.Trainer") -> bool:
     """Whether `Tuner.lr_find` or `LearningRateFinder` trains now, at rates up to those at which losses are NaN."""
     return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def options_now(trainer: "pl.Trainer") -> list[Any]:
+    """The numbers among the optimizers' options, and how far their schedulers are: what a step might change."""
+    groups = [group for optimizer in trainer.optimizers for group in unwrapped(optimizer).param_groups]
+    options = [{name: value for name, value in group.items() if isinstance(value, (int, float))} for group in groups]
+    return [*options, *(getattr(one.scheduler, "last_epoch", None) for one in trainer.lr_scheduler_configs)]
+
+
+def check_options(trainer: "pl.Trainer", before: list[Any]) -> None:
+    """Check that the steps of a batch have changed no options of optimizers, and no schedulers.
+
+    Raises:
+        UnsupportedError: they have.
+    """
+    if options_now(trainer) != before:
+        raise UnsupportedError(
+            "training_step changes options of an optimizer, such as its learning rate, or steps a scheduler. It runs "
+            "on pipeline rank 0 alone, and once for each micro-batch. Do that in on_train_batch_start or "
+            "on_train_batch_end, which run once on all ranks, or return the scheduler with {'interval': 'step'} from "
+            "configure_optimizers."
+        )
 
 
 def move_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> None:

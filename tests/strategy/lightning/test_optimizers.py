@@ -1,11 +1,17 @@
-"""States that optimizers make of guarded parameters when constructed are plain tensors."""
+"""States that optimizers make of guarded parameters are plain tensors; a step leaves the options as they are."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.partial_values import Part, PartialParameter
 from lightning_hanayo.partition.missing_values import Owner, without_values
 from lightning_hanayo.strategy.lightning.optimizers import unguard_states
+from tests.harness import models
+from tests.harness.pool import Pool, RunFailed
+from tests.harness.training import Layout, make_loader, make_trainer
 
 
 def test_states_made_of_parts_are_plain() -> None:
@@ -28,3 +34,19 @@ def test_states_made_of_placeholders_are_plain_and_have_no_values() -> None:
     unguard_states([optimizer])
     slow = optimizer.state[parameter]["slow"]
     assert type(slow) is Tensor and slow.is_meta and optimizer.state[parameter]["step"] == 3
+
+
+class SetsRate(models.MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.optimizers().param_groups[0]["lr"] = 0.1 / (1 + batch_idx)  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+def set_rate() -> None:
+    layout = Layout(2)
+    make_trainer(layout, max_epochs=1).fit(models.build(SetsRate), make_loader(models.vectors((8, 8))))
+
+
+def test_a_rate_that_the_step_sets_on_pipeline_rank_0_alone_is_refused(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match="training_step changes options of an optimizer.* on_train_batch_start"):
+        pool.run(2, set_rate)

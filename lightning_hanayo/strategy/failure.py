@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -119,6 +120,9 @@ def store_after_failure(address: tuple[str, int]) -> Store | None:
     return None if store is None else PrefixStore(f"hanayo/after_failure_{count}", store)
 
 
+_last_over: WeakKeyDictionary[Monitor, dict[int, int]] = WeakKeyDictionary()
+
+
 class Failures:
     """One rank's view of the failures of one run. Made on all ranks, once their monitors are linked.
 
@@ -141,10 +145,8 @@ class Failures:
         self._abort: Callable[[], object] | None = abort
         self._topic = f"first failure in run {self.run}"
         self._over = threading.Event()
-        self._finished: set[int] = set()
-        """ranks whose run has ended"""
+        self._last_over = _runs_over(monitor)
         monitor.answer("position", self._position_in)
-        self._forget_finished = monitor.on("run over", self._on_run_over)
         self._remove = [
             monitor.on("verdict", self._on_verdict),
             monitor.on("state", self._on_state),
@@ -251,8 +253,6 @@ class Failures:
         self._abort = None  # it holds the process groups
         for remove in self._remove:
             remove()
-        if self.first is None:  # else it matters which ranks have ended, too
-            self._forget_finished()
         self.monitor.tell("run over", self.run)
 
     def leave(self) -> None:
@@ -302,9 +302,10 @@ class Failures:
             return self.position
         return _ENDED if run < self.run else ()
 
-    def _on_run_over(self, sender: int, run: Any) -> None:
-        if run == self.run:
-            self._finished.add(sender)
+    @property
+    def _finished(self) -> set[int]:
+        """Ranks whose run has ended."""
+        return {rank for rank, run in self._last_over.copy().items() if run >= self.run}
 
     def _on_state(self, _: int, __: Any) -> None:
         self._look_at_processes()
@@ -342,6 +343,17 @@ class Failures:
             time.sleep(_TO_TELL)
             self._kill_still_running()
             os._exit(first.code)
+
+
+def _runs_over(monitor: Monitor) -> dict[int, int]:
+    """The number of the last run that has ended, by rank, kept up to date.
+
+    It is noted for as long as there is a monitor: a rank may fail in the hooks after a run that has ended on others.
+    """
+    if monitor not in _last_over:
+        runs = _last_over[monitor] = {}
+        monitor.on("run over", lambda sender, run: runs.update({sender: run}))
+    return _last_over[monitor]
 
 
 def _kill(member: Member) -> None:

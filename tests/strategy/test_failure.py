@@ -155,6 +155,16 @@ def test_others_are_asked_how_far_they_are() -> None:
         assert ranks[0].positions() == {0: (0, 0, 0, 0), 1: (3, 0, 1, 0), 2: failure._ENDED}
 
 
+def test_a_rank_whose_run_is_over_notes_that_others_end_theirs_after_a_failure() -> None:
+    """Else it would take them for ranks that can't end, and kill processes that go on with other work."""
+    with failures_of(3) as (ranks, _):
+        ranks[0].stop()
+        for one in ranks[1:]:
+            one.publish(KeyError("the planned fault in a hook after the run"))
+            one.stop()
+        assert wait_until(lambda: {1, 2} <= ranks[0]._finished, 20.0)
+
+
 def order_of_exit() -> list[str]:
     """What a failing rank calls on its way out."""
     calls: list[str] = []

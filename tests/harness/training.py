@@ -160,7 +160,12 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
 
 def make_loader(batches: list[Any]) -> DataLoader:
     """A loader of ready-made batches."""
-    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    return DataLoader(batches, batch_size=None, collate_fn=_ready)  # type: ignore[arg-type]
+
+
+def _ready(batch: Any) -> Any:
+    """Says that the loader gives batches, and not samples."""
+    return batch
 
 
 def data_rank(layout: Layout) -> int:

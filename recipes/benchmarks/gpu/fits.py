@@ -116,7 +116,7 @@ class SteppedFit:
             model = build(case.kind, case.sizes, case.sequence, card.device)
             callbacks = [_Losses(self._losses), *_prepare(model, candidate, card)]
             trainer = _trainer(case, candidate, card, callbacks)
-            trainer.fit(model, DataLoader(self._supply, batch_size=None))
+            trainer.fit(model, DataLoader(self._supply, batch_size=None, collate_fn=_ready))
             self.loss = float(sum(self._losses))
         except Exception as error:
             if not self._supply.is_abandoned:
@@ -214,3 +214,8 @@ def _trainer(case: Case, candidate: Candidate, card: Card, callbacks: Sequence[C
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+def _ready(batch: Any) -> Any:
+    """Says that the loader gives batches, and not samples."""
+    return batch

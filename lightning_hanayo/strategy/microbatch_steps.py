@@ -67,7 +67,10 @@ class MicrobatchSteps:
     def running(self, batch: Batch) -> Iterator[None]:
         """To be open while `batch` runs."""
         watch = self._session.loss_watch.training(self._sizes) if self._trains else nullcontext()
-        with self._log.collecting(), watch, explaining_single_samples(self._trainer.lightning_module, self._sizes):
+        single = explaining_single_samples(self._trainer.lightning_module, self._sizes)
+        is_once = self._session.topology.pipe == 1 and self._split.num_microbatches == 1
+        unstepped = optimizers.refusing_steps(self._trainer) if self._trains and not is_once else nullcontext()
+        with self._log.collecting(), watch, single, unstepped:
             yield
             if self._options is not None:
                 optimizers.check_options(self._trainer, self._options)

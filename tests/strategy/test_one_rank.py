@@ -184,6 +184,13 @@ class StepsScheduler(Plain):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
+class StepsOptimizer(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.optimizers().step()  # type: ignore[union-attr,call-arg]
+        return loss
+
+
 class Singles(Plain):
     """Its batches are single samples of one dimension."""
 
@@ -192,11 +199,8 @@ class Singles(Plain):
 
 
 ALIKE = [Plain, Skips, Words, Lbfgs, Iterates, Adversaries, Unused, Sparse, Perturbs, Tracks]
-MORE = [ReadsLastStep, SetsRate, StepsScheduler, Singles, SkipsSome, CountsSome, Wrong]
-MODELS = {
-    one.__name__: one
-    for one in [*ALIKE, ReadsLastStep, SetsRate, StepsScheduler, Singles, SkipsSome, CountsSome, Wrong]
-}
+MORE = [ReadsLastStep, SetsRate, StepsScheduler, StepsOptimizer, Singles, SkipsSome, CountsSome, Wrong]
+MODELS = {one.__name__: one for one in [*ALIKE, *MORE]}
 
 
 def loader(name: str) -> Any:
@@ -282,3 +286,8 @@ def test_what_micro_batches_set_alike_is_as_in_one_process(pool: Pool) -> None:
 def test_a_scheduler_that_each_micro_batch_steps_is_refused(pool: Pool) -> None:
     with pytest.raises(RunFailed, match="training_step changes options of an optimizer.*'interval': 'step'"):
         pool.run(1, train, "StepsScheduler", 1, strategy(num_microbatches=2), timeout=60.0)
+
+
+def test_an_optimizer_that_each_micro_batch_steps_is_refused(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match="training_step steps an optimizer.*once for each micro-batch"):
+        pool.run(1, train, "StepsOptimizer", 1, strategy(num_microbatches=2), timeout=60.0)

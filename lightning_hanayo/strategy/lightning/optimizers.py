@@ -1,6 +1,7 @@
 """Optimizers as Lightning wraps and moves them, where some parameters are placeholders."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import PartialValues
@@ -46,6 +48,30 @@ def check_options(trainer: "pl.Trainer", before: list[Any]) -> None:
             "on_train_batch_end, which run once on all ranks, or return the scheduler with {'interval': 'step'} from "
             "configure_optimizers."
         )
+
+
+@contextmanager
+def refusing_steps(trainer: "pl.Trainer") -> Iterator[None]:
+    """Refuse that user code steps the trainer's optimizers. For steps of micro-batches, which run more than once.
+
+    Raises:
+        UnsupportedError: when one of them steps; others, such as those of an inner loop, may.
+    """
+    refused = {id(unwrapped(optimizer)) for optimizer in trainer.optimizers}
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) in refused:
+            raise UnsupportedError(
+                "training_step steps an optimizer of configure_optimizers, but it runs on pipeline rank 0 alone, and "
+                "once for each micro-batch. Leave that to the Trainer, or train on one pipeline rank with "
+                "automatic_optimization = False."
+            )
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def move_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> None:

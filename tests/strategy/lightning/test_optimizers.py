@@ -42,11 +42,21 @@ class SetsRate(models.MLP):
         return super().training_step(batch, batch_idx)
 
 
-def set_rate() -> None:
-    layout = Layout(2)
-    make_trainer(layout, max_epochs=1).fit(models.build(SetsRate), make_loader(models.vectors((8, 8))))
+class Steps(models.MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.optimizers().step()  # type: ignore[union-attr,call-arg]
+        return super().training_step(batch, batch_idx)
+
+
+def fit_on_a_pipeline(kind: type[models.MLP]) -> None:
+    make_trainer(Layout(2), max_epochs=1).fit(models.build(kind), make_loader(models.vectors((8, 8))))
 
 
 def test_a_rate_that_the_step_sets_on_pipeline_rank_0_alone_is_refused(pool: Pool) -> None:
     with pytest.raises(RunFailed, match="training_step changes options of an optimizer.* on_train_batch_start"):
-        pool.run(2, set_rate)
+        pool.run(2, fit_on_a_pipeline, SetsRate)
+
+
+def test_an_optimizer_that_the_step_steps_on_pipeline_rank_0_alone_is_refused(pool: Pool) -> None:
+    with pytest.raises(RunFailed, match="training_step steps an optimizer of configure_optimizers"):
+        pool.run(2, fit_on_a_pipeline, Steps, timeout=60.0)

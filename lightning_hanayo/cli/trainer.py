@@ -1,5 +1,6 @@
 """Runs the commands `fit`, `validate`, `test` and `predict`: a Trainer that is configured by YAML and options."""
 
+import json
 import os
 import sys
 import warnings
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_hanayo.checkpoint.load.plain_file import load_mapped
 from lightning_hanayo.cli.config_files import check_config_files
@@ -48,6 +49,16 @@ class TrainerParser(OneLineErrors, LightningArgumentParser):
     """Parses YAML files and options, as LightningCLI does."""
 
 
+class SaveConfig(SaveConfigCallback):
+    """Saves the configuration with the logs, and logs it to all loggers as the hyperparameter `config`."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Log it. Called on rank 0."""
+        config = json.loads(self.parser.dump(self.config, format="json", skip_none=False))
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"config": config})
+
+
 class WaveCLI(LightningCLI):
     """A LightningCLI for any model and data. Pipeline runs log their timings and end with a report: `--report.*`.
 
@@ -58,6 +69,7 @@ class WaveCLI(LightningCLI):
         super().__init__(
             parser_class=TrainerParser,
             parser_kwargs={"prog": "hanayo"},
+            save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             args=args,

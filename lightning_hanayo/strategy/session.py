@@ -317,14 +317,17 @@ class Session:
             hook, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=self._groups.replica
         )
 
-    def say_what_runs(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
-        """On rank 0, at the start of a training: layout, schedule, samples and memory. Called by all ranks."""
-        if self.topology.replica_size > 1:
-            held = all_gather_objects(self._groups.replica, start.held_bytes(module))
-            pipeline = self.pipeline
-            if self.rank == 0:
-                text = start.describe_run(trainer, pipeline.layout, pipeline.ownership, self.topology, held)
-                rank_zero_info(text)
+    def measure_memory(self, module: "pl.LightningModule") -> None:
+        """Find how much the fullest rank holds. Called by all ranks, before a training."""
+        own = start.held_bytes(module)
+        held = all_gather_objects(self._groups.replica, own) if self.topology.replica_size > 1 else [own]
+        self.held_bytes = max(held)
+
+    def say_what_runs(self, trainer: "pl.Trainer") -> None:
+        """On rank 0, at the start of a training: layout, schedule, samples and memory."""
+        if self.topology.replica_size > 1 and self.rank == 0:
+            layout, ownership = self.pipeline.layout, self.pipeline.ownership
+            rank_zero_info(start.describe_run(trainer, layout, ownership, self.topology, self.held_bytes))
 
     def check_all_ranks(self, function: str) -> None:
         """Check that the user code that runs now, and calls the function, runs on all ranks.

@@ -336,6 +336,7 @@ class HanayoStrategy(MeshParallelStrategy):
                 self.session.use_master_weights(self.module, self.optimizers, self._kept)
             self._names_at_start = _names_of(self.module)
             check_saving(trainer, self.module, self.checkpoints)
+            self.session.measure_memory(self.module)
         self._kept = None
 
     @contextmanager
@@ -607,7 +608,7 @@ class HanayoStrategy(MeshParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self.session.say_what_runs(self.module.trainer, self.module)
+        self.session.say_what_runs(self.module.trainer)
         if self._resume is not None:
             self._resume.start(self.options.load_anyway)
             self._resume = None

@@ -33,11 +33,17 @@ def test_it_writes_all_its_files(tmp_path: Path) -> None:
     names = (
         "hanayo/layout",
         "hanayo/predicted_bubble",
+        "hanayo/weights_and_gradients_bytes",
+        "hanayo/samples_per_step",
+        "hanayo/seed",
         "hanayo/schedule",
         "hanayo/wave",
         "hanayo/bubble",
         "hanayo/exposed_communication",
         "hanayo/device_flops_per_s",
+        "hanayo/tokens",
+        "hanayo/rank_1/peak_memory_bytes",
+        "pipeline_parallel_size",  # of the configuration
         "hanayo/stage_7/backward_weight_ms",
         "train_loss",
     )

@@ -16,6 +16,7 @@ from lightning_hanayo.strategy.lightning.inspection.flops import peak_flops
 from lightning_hanayo.strategy.lightning.progress import logged_step
 from lightning_hanayo.strategy.report.batch_figures import BatchFigures
 from lightning_hanayo.strategy.report.measured_batches import MeasuredBatches
+from lightning_hanayo.strategy.report.run_facts import peak_memory, run_facts
 from lightning_hanayo.strategy.report.step_flops import StepFlops
 from lightning_hanayo.strategy.report.throughput import Throughput
 from lightning_hanayo.strategy.strategy import HanayoStrategy
@@ -34,6 +35,7 @@ class WaveReport(Callback):
       arrived;
     - `hanayo/samples_per_s`, and `hanayo/tokens_per_s` if batches have `input_ids`: of all data ranks, over all batches
       since the last figures, without evaluations;
+    - `hanayo/samples`, `hanayo/tokens`: how many have been trained on in all, before a resume, too;
     - `hanayo/device_flops_per_s`, if it is known what a batch computes: FLOP/s of each device in the same time, and
       `hanayo/mfu`, their share of what the device could do at the run's precision, if Lightning knows its chip;
     - `hanayo/stage_0/forward_ms`, `hanayo/stage_0/backward_ms` (or `backward_input_ms` and `backward_weight_ms`) and so
@@ -41,7 +43,8 @@ class WaveReport(Callback):
 
     The progress bar shows samples, tokens, and FLOP/s of a device (in units of 10^12), and the bubble.
 
-    With a `WandbLogger`, layout, schedule, bubbles and pictures are logged to the run. With a strategy other than
+    At the start they get layout, schedule, sizes, samples per step and seed as hyperparameters, at the end
+    `hanayo/rank_0/peak_memory_bytes` and so on; a `WandbLogger` gets the pictures, too. With a strategy other than
     `HanayoStrategy` nothing is reported. Every process needs the same `WaveReport`.
 
     Example:
@@ -82,6 +85,8 @@ class WaveReport(Callback):
         self._throughput: Throughput | None = None
         self._peak_flops: int | None = None
         self._batches = 0
+        self._totals = {"samples": 0, "tokens": 0}
+        self._peak: tuple[int, int] | None = None
         self._written: list[tuple[str, str]] = []
 
     @override
@@ -95,21 +100,20 @@ class WaveReport(Callback):
         if trainer.is_global_zero:
             num_samples = strategy.pipeline.splitter.num_samples
             flops = StepFlops.find(pl_module, self._flops_per_batch, num_samples)
-            self._throughput = Throughput(num_samples, strategy.data_parallel_size, flops.of_batch)
+            self._throughput = Throughput(num_samples, strategy.data_parallel_size, flops.of_batch, totals=self._totals)
             self._peak_flops = peak_flops(trainer)
-            self._introduce(trainer, strategy)
+            self._introduce(trainer, pl_module, strategy)
             print(f"FLOPs of a step: {flops.said}", flush=True)
 
-    def _introduce(self, trainer: "pl.Trainer", strategy: HanayoStrategy) -> None:
-        layout = describe(strategy)
+    def _introduce(self, trainer: "pl.Trainer", module: "pl.LightningModule", strategy: HanayoStrategy) -> None:
+        facts = run_facts(trainer, module, strategy)
         for logger in trainer.loggers:
-            logger.log_hyperparams(layout)
+            logger.log_hyperparams(facts)
         Path(trainer.default_root_dir).mkdir(parents=True, exist_ok=True)
         if self._files["picture"] is not None:
             picture = Path(trainer.default_root_dir, "schedule.png")
             save_timeline(picture, strategy.pipeline.layout.simulate(), title=_title(strategy), unit="T_F")
             _log_image(trainer, "hanayo/schedule", picture)
-        print("".join(f"{name}: {value}\n" for name, value in layout.items()), end="", flush=True)
 
     @override
     def on_train_batch_end(
@@ -129,6 +133,14 @@ class WaveReport(Callback):
                 self._log_throughput(trainer, pl_module, self._throughput.read())
         if every and self._batches % every == 0 and self._figures is not None:
             self._figures.start(logged_step(trainer))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._totals)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._totals.update(state_dict)
 
     @override
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -177,13 +189,19 @@ class WaveReport(Callback):
         for _ in range(2):  # the last batch's figures come after two more
             self._log(trainer)
         self._figures = self._throughput = None
-        measured = MeasuredBatches.of(strategy.pipeline) if strategy.data_rank == 0 else None
-        if measured is None or not trainer.is_global_zero:
+        if strategy.data_rank > 0:
             return
-        self._write(trainer, strategy, measured)
-        bubbles = {"hanayo/bubble": measured.timeline.bubble_ratio}
+        measured, peaks = MeasuredBatches.of(strategy.pipeline), peak_memory(strategy)
+        if not trainer.is_global_zero:
+            return
+        self._peak = max((peak, rank) for rank, peak in peaks.items())
+        at_end: dict[str, float] = {f"hanayo/rank_{rank}/peak_memory_bytes": peak for rank, peak in peaks.items()}
+        if measured is not None:
+            self._write(trainer, strategy, measured)
+            at_end["hanayo/bubble"] = measured.timeline.bubble_ratio
+            at_end["hanayo/bubble_from_costs"] = measured.predicted.bubble_ratio
         for logger in trainer.loggers:
-            logger.log_metrics(bubbles | {"hanayo/bubble_from_costs": measured.predicted.bubble_ratio})
+            logger.log_metrics(at_end)
 
     def _write(self, trainer: "pl.Trainer", strategy: HanayoStrategy, measured: MeasuredBatches) -> None:
         """Write the requested files."""
@@ -226,25 +244,12 @@ class WaveReport(Callback):
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
             rows.append(("checkpoint", _short(checkpoint.best_model_path)))
+        if self._peak is not None:
+            rows.append(("peak memory", f"{self._peak[0] / 1e9:.2f} GB, on rank {self._peak[1]}"))
         rows += [("wandb run", run) for run in runs]
         rows += self._written
         width = max((len(name) for name, _ in rows), default=0)
         return [f"{name:<{width}}  {text}" for name, text in rows]
-
-
-def describe(strategy: HanayoStrategy) -> dict[str, Any]:
-    """The layout of a run, for people and for loggers."""
-    layout, topology, ownership = strategy.pipeline.layout, strategy.topology, strategy.pipeline.ownership
-    cube = f" x {'x'.join(map(str, topology.cube))} cube" if topology.cube != (1, 1, 1) else ""
-    stages = [f"{run.start}-{run.stop - 1}" if len(run) > 1 else str(run.start) for run in ownership.stages if run]
-    return {
-        "hanayo/layout": f"{topology.pipe} pipeline{cube} x {topology.data} data = {topology.world_size} ranks",
-        "hanayo/schedule_name": layout.schedule,
-        "hanayo/num_waves": layout.num_waves,
-        "hanayo/num_microbatches": layout.num_microbatches,
-        "hanayo/stack": f"{ownership.stack.name}: {len(ownership.stack)} blocks, stages {' | '.join(stages)}",
-        "hanayo/predicted_bubble": round(layout.predict(), 4),
-    }
 
 
 def _show(module: "pl.LightningModule", values: dict[str, float]) -> None:

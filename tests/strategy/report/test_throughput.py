@@ -22,7 +22,9 @@ def test_what_is_counted_between_two_readings() -> None:
         figures.pause()
         now[0] += 50.0
         figures.resume()
-        assert figures.read() == {"samples_per_s": 2 * 8 / 6, "tokens_per_s": 2 * 80 / 6, "flops_per_s": 2 * 60 / 6}
+        rates = {"samples_per_s": 2 * 8 / 6, "tokens_per_s": 2 * 80 / 6, "flops_per_s": 2 * 60 / 6}
+        assert figures.read() == rates | {"samples": 2 * 12, "tokens": 2 * 120}
         figures.note(batch)
         now[0] += 1.0
-        assert figures.read() == {"samples_per_s": 8.0, "tokens_per_s": 80.0, "flops_per_s": 60.0}
+        rates = {"samples_per_s": 8.0, "tokens_per_s": 80.0, "flops_per_s": 60.0}
+        assert figures.read() == rates | {"samples": 2 * 16, "tokens": 2 * 160}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_hanayo import WaveReport
@@ -49,6 +50,11 @@ def test_a_run_is_measured_and_the_next_one_planned_with_it(pool: Pool, tmp_path
         flops = float(row["hanayo/samples_per_s"]) * MFLOPS * 1e6 / WORLD
         assert float(row["hanayo/device_flops_per_s"]) == pytest.approx(flops, rel=1e-6)
     assert "hanayo/mfu" not in rows[0], "the peak of a CPU isn't known"
+    assert [row["hanayo/samples"] for row in counted] == ["16", "32"]
+    assert all(float(rows[-1][f"hanayo/rank_{rank}/peak_memory_bytes"]) > 1e6 for rank in range(WORLD))
+    facts = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+    whole = models.build(WithExample)
+    assert facts["hanayo/parameters"] == sum(parameter.numel() for parameter in whole.parameters())
     _check_trace(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
 
     profile = Profile.load(tmp_path / "profile.json")
@@ -83,3 +89,10 @@ def test_bad_numbers() -> None:
         WaveReport(every_n_steps=-1)
     with pytest.raises(HanayoError, match="flops_per_batch=0"):
         WaveReport(flops_per_batch=0)
+
+
+def test_a_run_that_resumes_counts_on() -> None:
+    report, resumed = WaveReport(), WaveReport()
+    report._totals["samples"] = 32
+    resumed.load_state_dict(report.state_dict())
+    assert resumed.state_dict()["samples"] == 32

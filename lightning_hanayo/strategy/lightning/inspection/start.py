@@ -4,7 +4,6 @@ ddp on 4 devices         4 batches of the loader in each step
 a pipeline of 4 ranks    1 batch
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,9 +14,7 @@ from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.topology import Topology
 
 
-def describe_run(
-    trainer: "pl.Trainer", layout: Layout, ownership: Ownership, topology: Topology, held: Iterable[int]
-) -> str:
+def describe_run(trainer: "pl.Trainer", layout: Layout, ownership: Ownership, topology: Topology, fullest: int) -> str:
     """One line for the user, at the start of a training whose model is cut.
 
     Args:
@@ -25,7 +22,7 @@ def describe_run(
         layout: of the pipeline.
         ownership: which stage has which blocks.
         topology: of all ranks.
-        held: bytes of weights and gradients on the ranks of one replica.
+        fullest: bytes of weights and gradients on the rank that holds the most.
     """
     stack, cube = ownership.stack, "x".join(map(str, topology.cube))
     parts = f"{layout.num_stages} stages on {topology.pipe} pipeline rank{'s' * (topology.pipe > 1)}"
@@ -36,7 +33,7 @@ def describe_run(
         f"Schedule {layout.schedule}{waves}, {layout.num_microbatches} micro-batches, predicted bubble "
         f"{layout.predict():.0%}. {_samples(trainer, topology)} Learning rates scale with "
         f"trainer.strategy.data_parallel_size ({topology.data}), not trainer.world_size. Weights and gradients: "
-        f"{_size(max(held))} on the fullest rank."
+        f"{_size(fullest)} on the fullest rank."
     )
 
 
@@ -46,15 +43,19 @@ def held_bytes(module: nn.Module) -> int:
     return sum(one.numel() * one.element_size() * (1 + one.requires_grad) for one in own)
 
 
-def _samples(trainer: "pl.Trainer", topology: Topology) -> str:
-    """Of one optimizer step, where the loader tells."""
+def samples_per_rank(trainer: "pl.Trainer") -> int | None:
+    """How many samples of each data rank make an optimizer step, where the loader tells."""
     loader: Any = trainer.train_dataloader
-    batch, accumulated, data = getattr(loader, "batch_size", None), trainer.accumulate_grad_batches, topology.data
-    if not isinstance(batch, int):
+    batch = getattr(loader, "batch_size", None)
+    return batch * trainer.accumulate_grad_batches if isinstance(batch, int) else None
+
+
+def _samples(trainer: "pl.Trainer", topology: Topology) -> str:
+    of_rank, accumulated, data = samples_per_rank(trainer), trainer.accumulate_grad_batches, topology.data
+    if of_rank is None:
         per_step = accumulated * data
         count = "one batch" if per_step == 1 else f"{per_step} batches"
         return f"A step takes {count} of the loader; ddp on as many devices {accumulated * topology.world_size}."
-    of_rank = batch * accumulated
     return (
         f"A step takes {of_rank * data} samples, {of_rank} for each data rank; ddp on as many devices "
         f"{of_rank * topology.world_size}."

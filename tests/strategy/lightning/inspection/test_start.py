@@ -30,7 +30,7 @@ def describe(
     layout = choose(num_ranks=2, num_blocks=8, num_waves=2, num_microbatches=4, schedule="hanayo")
     ownership: Any = SimpleNamespace(stack=_Stack())
     topology = Topology(pipe=2, data=data, cube=cube)
-    return describe_run(trainer, layout, ownership, topology, [1_200_000, 2_500_000])
+    return describe_run(trainer, layout, ownership, topology, 2_500_000)
 
 
 def test_one_line_has_layout_schedule_and_memory() -> None:

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from lightning_hanayo.checkpoint.format.manifest import MANIFEST
 from lightning_hanayo.checkpoint.load.plain_file import load_mapped
 from lightning_hanayo.cli.config_files import check_config_files
 from lightning_hanayo.cli.error_messages import OneLineErrors, condense
@@ -106,11 +107,21 @@ class WaveCLI(LightningCLI):
             raise HanayoError(f"trainer.devices={given!r}: {error}") from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the Trainer. Its report stays only in pipeline runs of `fit`, and if the configuration lists none."""
+        """Build the Trainer, with its report unless the configuration lists one.
+
+        Runs without a pipeline have it too: what it counts is in checkpoints, and Lightning warns if nobody reads it.
+        """
         trainer = super().instantiate_trainer(**kwargs)
         callbacks: list[Callback] = vars(trainer)["callbacks"]
         report = self.config_init[self.subcommand]["report"]
         is_listed = any(isinstance(one, WaveReport) and one is not report for one in callbacks)
-        if is_listed or self.subcommand != "fit" or not isinstance(trainer.strategy, HanayoStrategy):
+        if is_listed:
             callbacks.remove(report)
+        path = self.config[self.subcommand].get("ckpt_path")
+        if path and Path(path, MANIFEST).is_file() and not isinstance(trainer.strategy, HanayoStrategy):
+            name = type(trainer.strategy).__name__
+            raise HanayoError(
+                f"ckpt_path={path}: a folder, which {name} can't read. Run with strategy: hanayo, or make a "
+                f"file of it: hanayo ckpt export --to file {path} FILE"
+            )
         return trainer

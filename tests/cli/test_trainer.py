@@ -70,6 +70,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "plain_model.py").write_text(PLAIN)
     (tmp_path / "empty.ckpt").touch()
     (tmp_path / "damaged.ckpt").write_bytes(b"PK, but no more")
+    (tmp_path / "folder.ckpt").mkdir()
+    (tmp_path / "folder.ckpt/manifest.json").touch()
     (tmp_path / "no_class.yaml").write_text("data:\n  init_args:\n    size: 2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
@@ -144,6 +146,7 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
         (["--config=empty.ckpt"], "empty.ckpt is empty; expected sections"),
         (["--ckpt_path=empty.ckpt"], "ckpt_path=empty.ckpt is empty"),
         (["--ckpt_path=damaged.ckpt"], "damaged.ckpt can't be read as a checkpoint"),
+        (["--ckpt_path=folder.ckpt"], "a folder, which SingleDeviceStrategy can't read. Run with strategy: hanayo, or"),
         (["--config=no_class.yaml"], "unknown option 'size'; there is no class that could have it"),
     ],
 )

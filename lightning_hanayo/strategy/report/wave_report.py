@@ -119,6 +119,8 @@ class WaveReport(Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if _strategy(trainer) is None:
+            return
         if trainer.is_global_zero and outputs and "loss" in outputs:
             loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
             self._last.append(loss)

@@ -13,6 +13,7 @@ from lightning_hanayo.errors import HanayoError, nearest
 _TRAINER = "lightning_hanayo.cli.trainer_start"
 
 COMMANDS = {
+    "init": ("lightning_hanayo.cli.init", "copy a recipe into a new folder, to run and to change"),
     "fit": (_TRAINER, "train a model from a configuration"),
     "validate": (_TRAINER, "evaluate a model on its validation data"),
     "test": (_TRAINER, "evaluate a model on its test data"),
@@ -37,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         problem = (
             f"unknown command {command!r}; {nearest(command, COMMANDS)}"
             if command
-            else "a command is missing, such as fit"
+            else "a command is missing; to start from an example: hanayo init my-gpt"
         )
         return fail(f"{problem}. See: hanayo --help")
     module, _ = COMMANDS[command]
@@ -65,5 +66,5 @@ def usage() -> str:
         "  130  interrupted by Ctrl-C, in the same way\n\n"
         "With HANAYO_DEBUG=1 in the environment, errors are shown with their traceback.\n"
         "For the options of a command: hanayo <command> --help\n"
-        "Example: hanayo fit --config recipes/gpt/wave.yaml"
+        "Example: hanayo init my-gpt && cd my-gpt && hanayo fit --config wave.yaml"
     )

@@ -1,6 +1,8 @@
 """Normal and editable installs, in new virtual environments that use the installed dependencies."""
 
+import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hanayo.cli.init import recipes
 from tests.harness import limits
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +32,16 @@ class Install:
 
     def run(self, code: str) -> str:
         """The output of `code` in a process of this environment, outside of any checkout."""
-        code = "import sys, warnings\nwarnings.simplefilter('ignore')\n" + code
+        return self._output(["python", "-c", "import sys, warnings\nwarnings.simplefilter('ignore')\n" + code])
+
+    def hanayo(self, *arguments: str, inside: str = ".") -> str:
+        """The output of the console script, run in the folder `inside`."""
+        return self._output(["hanayo", *arguments], inside)
+
+    def _output(self, command: list[str], inside: str = ".") -> str:
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = limits.run([self.python, "-c", code], 100, cwd=self.folder, env=variables)
+        program = [self.python.parent / command[0], *command[1:]]
+        done = limits.run(program, 100, cwd=self.folder / inside, env=variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -51,10 +61,10 @@ class Install:
 def install(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Install:
     folder = tmp_path_factory.mktemp(request.param)
     checkout = folder / "checkout"
-    shutil.copytree(ROOT / "lightning_hanayo", checkout / "lightning_hanayo", ignore=lambda *_: ["__pycache__"])
-    for name in ("pyproject.toml", "LICENSE"):
+    for name in ("lightning_hanayo", "recipes"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=lambda *_: ["__pycache__"])
+    for name in ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, checkout / name)
-    (checkout / "README.md").write_text("a README\n")
 
     environment = folder / "environment"
     venv.create(environment, with_pip=False, symlinks=True)
@@ -102,7 +112,37 @@ except SyntaxError:
     assert output.splitlines()[-1] == "torch 2.0"
 
 
+@pytest.mark.parametrize("install", ["normal", pytest.param("editable", marks=pytest.mark.thorough)], indirect=True)
+def test_a_recipe_trains_without_the_checkout(install: Install) -> None:
+    """Two steps on two processes, with what `hanayo init` copies."""
+    assert install.hanayo("init", "my-gpt").splitlines()[-1] == "hanayo fit --config wave.yaml"
+    trainer = {
+        "devices": 2,
+        "strategy": {"class_path": "lightning_hanayo.HanayoStrategy", "init_args": {"data_parallel_size": 1}},
+        "max_steps": 2,
+        "limit_val_batches": 0,
+        "logger": False,
+        "callbacks": [],
+    }
+    small = install.folder / "my-gpt" / "small.yaml"
+    small.write_text(json.dumps({"trainer": trainer, "data": {"init_args": {"max_bytes": 200_000}}}))
+    output = install.hanayo("fit", "--config", "wave.yaml", "--config", "small.yaml", inside="my-gpt")
+    assert "train loss" in output
+
+
+@pytest.mark.parametrize("install", ["normal"], indirect=True)
+def test_the_wheel_holds_the_recipes_and_no_benchmarks(install: Install) -> None:
+    copies = install.package / "_recipes"
+    assert sorted(place.name for place in copies.iterdir()) == list(recipes(ROOT / "recipes"))
+    assert (copies / "gpt" / "wave.yaml").is_file()
+
+
+def test_a_package_index_shows_no_broken_links(install: Install) -> None:
+    readme = install.run("import importlib.metadata as m; print(m.metadata('lightning-hanayo').get_payload())")
+    assert readme.startswith("# lightning_hanayo\n") and "Trainer(accelerator=" in readme
+    assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", readme))
+    assert "One step of the demo" not in readme, "a picture's caption"
+
+
 def test_console_script_runs(install: Install) -> None:
-    script = install.python.parent / "hanayo"
-    done = limits.run([script, "--help"], 100, cwd=install.folder)
-    assert done.returncode == 0 and "fit" in done.stdout
+    assert "fit" in install.hanayo("--help")

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from lightning_hanayo.cli.error_messages import OneLineErrors
+from lightning_hanayo.cli.trainer_start import check_configuration
 
 _DTYPES = ("float64", "float32")
 
@@ -17,6 +18,7 @@ _DTYPES = ("float64", "float32")
 def run(argv: Sequence[str]) -> int:
     """Check the configuration that `argv` gives, and return the exit code."""
     options, rest = _parser().parse_known_args(argv[1:])
+    check_configuration("check", rest)
     from lightning_hanayo.cli.check_cli import run_check  # Lightning: seconds, which --help needn't wait for
 
     return run_check(options, rest)

@@ -47,7 +47,11 @@ class CommandGroup:
             return 0
         if subcommand not in self.subcommands:
             hint = nearest(subcommand, self.subcommands)
-            problem = f"unknown subcommand {subcommand!r}; {hint}" if subcommand else "a subcommand is missing"
+            problem = (
+                f"unknown subcommand {subcommand!r}; {hint}"
+                if subcommand
+                else f"a subcommand is missing: {', '.join(self.subcommands)}"
+            )
             return fail(f"{problem}. See: hanayo {self.name} --help")
         module = import_module(f"lightning_hanayo.cli.{self.name}.{subcommand}{'_' * iskeyword(subcommand)}")
         parser = SubcommandParser(f"hanayo {self.name} {subcommand}", module.__doc__)

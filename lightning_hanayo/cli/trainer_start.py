@@ -3,6 +3,7 @@
 Only then torch and Lightning are imported, which takes seconds.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -21,16 +22,25 @@ def run(argv: list[str]) -> int:
     if any(one in _HELP for one in args):
         print(usage(command))
         return 0
+    check_configuration(command, args)
+    return _parse(argv)
+
+
+def check_configuration(command: str, args: Sequence[str]) -> None:
+    """Check that `args` give a configuration or a model, and that each configuration is a file as it should be.
+
+    Raises:
+        HanayoError: one is missing or malformed.
+    """
     if not any(one.startswith(("--config", "-c", "--model", "--print_config")) for one in args):
         raise HanayoError(
             f"{command} needs a configuration, or at least a model: hanayo {command} --config FILE. "
-            f"What to write in it: hanayo {command} --help"
+            f"What to write in it: hanayo fit --help. To start from an example: hanayo init DIR"
         )
     for path in config_files(args):
         if not path.exists() and path.suffix in (".yaml", ".yml", ".json"):
             raise HanayoError(f"--config {path}: there is no such file{_others(path)}")
     check_config_files(args)
-    return _parse(argv)
 
 
 def _parse(argv: list[str]) -> int:
@@ -38,6 +48,8 @@ def _parse(argv: list[str]) -> int:
 
 
 def _others(path: Path) -> str:
-    """The configurations in the same folder."""
+    """The configurations in the same folder, or how to get one."""
     found = sorted(one.name for one in path.parent.glob("*" + path.suffix))[:8] if path.parent.is_dir() else []
-    return f"; in {path.parent} are {', '.join(found)}" if found else ""
+    if not found:
+        return "; to start from an example: hanayo init DIR"
+    return f"; in {path.parent} are {', '.join(found)}"

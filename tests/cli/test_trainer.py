@@ -1,5 +1,6 @@
 """`fit`, `validate`, `test` and `predict`: configurations, the current directory, and errors for mistakes in them."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -77,6 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     monkeypatch.delitem(sys.modules, "plain_model", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # Lightning logs to the stderr of its import, now closed
     return tmp_path
 
 

@@ -11,9 +11,12 @@ from lightning.pytorch import Trainer
 from rich.console import Console
 
 from lightning_hanayo.checking import check
+from lightning_hanayo.checking.examine import Tell
 from lightning_hanayo.checking.report import as_json, print_verdict
+from lightning_hanayo.checking.verdict import Verdict
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.strategy import HanayoStrategy
 
 _COLUMNS = 120
@@ -51,11 +54,21 @@ class CheckCLI(WaveCLI):
 
     def fit(self, model: Any, datamodule: Any = None, **_: Any) -> None:
         """Takes the place of `Trainer.fit`."""
-        trainer: Any = self.trainer
-        strategy = trainer.strategy
+        strategy = self.trainer.strategy
         if not isinstance(strategy, HanayoStrategy):
             raise HanayoError(f"trainer.strategy is {type(strategy).__name__}: a check needs HanayoStrategy")
-        verdict = check(
+        with showing("checking") as say:
+            verdict = self._check(model, datamodule, strategy, tell=say)
+        if self._options.json:
+            print(json.dumps(as_json(verdict), indent=2))
+        else:
+            print_verdict(verdict, self._console)
+        accepted = self._options.accept_microbatches and verdict.outcome == "depends on micro-batches"
+        self.exit_code = 0 if accepted else verdict.exit_code
+
+    def _check(self, model: Any, datamodule: Any, strategy: HanayoStrategy, tell: Tell) -> Verdict:
+        trainer: Any = self.trainer
+        return check(
             model,
             datamodule,
             strategy,
@@ -69,14 +82,5 @@ class CheckCLI(WaveCLI):
             callbacks=trainer.callbacks,
             seed=torch.initial_seed() % (1 << 32),
             timeout=self._options.timeout,
-            tell=self._tell,
+            tell=tell,
         )
-        if self._options.json:
-            print(json.dumps(as_json(verdict), indent=2))
-        else:
-            print_verdict(verdict, self._console)
-        accepted = self._options.accept_microbatches and verdict.outcome == "depends on micro-batches"
-        self.exit_code = 0 if accepted else verdict.exit_code
-
-    def _tell(self, text: str) -> None:
-        self._console.print(f"[dim]{text} ...[/dim]")

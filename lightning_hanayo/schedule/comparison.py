@@ -49,6 +49,7 @@ def compare(
     activation_budget: float | None = None,
     steps: int = 1,
     names: Iterable[str] | None = None,
+    tell: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
     """All registered schedules (or `names`) for these sizes, each with 2W stages per rank (as W waves have) if it can.
 
@@ -59,6 +60,7 @@ def compare(
         activation_budget: in M_a; schedules that can keep to it do, the others are marked.
         steps: the number of steps simulated in a row, without a barrier.
         names: of the schedules to compare; None: all.
+        tell: is called with the name of each schedule before it is built.
 
     Raises:
         HanayoError: a size or the budget makes no sense for any schedule.
@@ -75,6 +77,7 @@ def compare(
         # Sizes that are wrong for all schedules raise here, outside of the `try`
         Request(name, num_ranks, num_microbatches, num_waves, None, costs, activation_budget)
         check_num_actions(num_ranks, num_microbatches, 2 * num_waves, most=most)
+        tell(name)
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves)
             make = partial(build, name, num_ranks=num_ranks, num_microbatches=num_microbatches, **sizes)

@@ -26,6 +26,7 @@ from lightning_hanayo.checkpoint.full.state_dict import (
 from lightning_hanayo.errors import HanayoError, PeerFailed, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.planner.profile import costs_from
+from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.strategy import run_batch
@@ -319,7 +320,8 @@ class HanayoStrategy(MeshParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING and self.topology.data > 1:  # one rank's are over all already
                 self.synchronize_batchnorm(self.model)
         self._check(trainer)  # again, for a model that `configure_model` has built since
-        self.session.set_up(trainer, self.module, self._kept)
+        with showing("planning and building the stages") if self.global_rank == 0 else nullcontext():
+            self.session.set_up(trainer, self.module, self._kept)
         if self.topology.replica_size > 1:
             self.session.averages.cut(self.module, self.session.cube, self._state_of)
         fits = trainer.state.fn == TrainerFn.FITTING

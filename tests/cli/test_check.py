@@ -108,13 +108,8 @@ def run(*argv: str) -> int:
 def test_an_exact_layout_gives_zero_and_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--config=recipe.yaml", "--steps=1", "--depth=4") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        "one process: whole batches ...",
-        "the layout: 2 processes ...",
-        "one process: 4 micro-batches ...",
-    ]
-    assert lines[3].startswith("the layout is exact (largest difference ")
-    assert [line.split()[:2] for line in lines[5:8]] == [["losses", "1"], ["gradients", "8"], ["weights", "8"]]
+    assert lines[0].startswith("the layout is exact (largest difference ")
+    assert [line.split()[:2] for line in lines[2:5]] == [["losses", "1"], ["gradients", "8"], ["weights", "8"]]
 
 
 def test_a_difference_gives_one_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +129,7 @@ def test_json_is_all_that_is_printed_to_stdout(capsys: pytest.CaptureFixture[str
     output = capsys.readouterr()
     parsed = json.loads(output.out)
     assert parsed["outcome"] == "exact" and parsed["layout"]["num_values"]["gradient"] == 24
-    assert "the layout: 2 processes ..." in output.err
+    assert "processes" not in output.err, "progress is shown in a terminal only"
 
 
 @pytest.mark.parametrize(

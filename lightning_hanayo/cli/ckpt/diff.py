@@ -14,6 +14,7 @@ from lightning_hanayo.checkpoint.found import existing
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.cli.tables import print_table
 from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.plotting.terminal_status import showing
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -29,7 +30,9 @@ def run(options: Namespace) -> int:
     from lightning_hanayo.checkpoint.convert.compare import compare  # torch: seconds, which --help needn't wait for
 
     try:
-        found = compare(existing(options.first), existing(options.second), model_only=options.model)
+        first, second = existing(options.first), existing(options.second)
+        with showing(f"comparing {first} with {second}"):
+            found = compare(first, second, model_only=options.model)
     except CheckpointError as error:
         fail(str(error))
         return 1

@@ -19,6 +19,7 @@ from lightning_hanayo.checkpoint.found import existing
 from lightning_hanayo.checkpoint.save.problems import UNITS
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.plotting.terminal_status import showing
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -40,14 +41,16 @@ def run(options: Namespace) -> int:
     from lightning_hanayo.checkpoint.convert import export_checkpoint  # torch: seconds, which --help needn't wait for
 
     try:
-        written = export_checkpoint(
-            existing(options.checkpoint),
-            options.target,
-            to=options.to,
-            module=options.module,
-            config=options.config,
-            max_shard_size=options.max_shard_size,
-        )
+        source = existing(options.checkpoint)
+        with showing(f"exporting {source}"):
+            written = export_checkpoint(
+                source,
+                options.target,
+                to=options.to,
+                module=options.module,
+                config=options.config,
+                max_shard_size=options.max_shard_size,
+            )
     except CheckpointError as error:
         fail(str(error))
         return 1

@@ -15,6 +15,7 @@ from argparse import ArgumentParser, Namespace
 from lightning_hanayo.checkpoint.found import existing
 from lightning_hanayo.cli.error_messages import fail
 from lightning_hanayo.errors import CheckpointError
+from lightning_hanayo.plotting.terminal_status import showing
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -33,7 +34,8 @@ def run(options: Namespace) -> int:
 
     try:
         source = existing(options.source)
-        import_checkpoint(source, options.target, module=options.module, weights_only=options.weights_only)
+        with showing(f"importing {source}"):
+            import_checkpoint(source, options.target, module=options.module, weights_only=options.weights_only)
     except CheckpointError as error:
         fail(str(error))
         return 1

@@ -16,6 +16,7 @@ from lightning_hanayo.cli.schedule.summary import summary_dict
 from lightning_hanayo.cli.tables import print_table
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_ranking, save_trace
+from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.schedule import schedule_names
 from lightning_hanayo.schedule.comparison import Candidate, Comparison, compare
 from lightning_hanayo.schedule.passes.communication import messages_per_microbatch
@@ -39,12 +40,21 @@ def run(options: Options) -> int:
         if name not in schedule_names():
             raise HanayoError(f"there is no schedule {name!r}: {nearest(name, schedule_names())}")
     sizes, budget = options.sizes, options.activation_budget
-    comparison = compare(**sizes, costs=options.costs, activation_budget=budget, steps=options.steps, names=names)
+    with showing("comparing schedules") as say:
+        comparison = compare(
+            **sizes,
+            costs=options.costs,
+            activation_budget=budget,
+            steps=options.steps,
+            names=names,
+            tell=lambda name: say(f"building and simulating {name}"),
+        )
     if not comparison.candidates:
         raise HanayoError("; ".join(dict.fromkeys(comparison.refused.values())))
     title = f"P = {sizes['num_ranks']}, W = {sizes['num_waves']}, B = {sizes['num_microbatches']}"
     for path in options.output:
-        _save(path, title, comparison, options)
+        with showing(f"drawing {path}"):
+            _save(path, title, comparison, options)
     if options.json:
         schedules = [_result(one, budget) for one in comparison.candidates]
         print(json.dumps({"schedules": schedules, "refused": comparison.refused, "files": options.output}))

@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_hanayo.cli.schedule.options import Options, add_costs, add_schedule
 from lightning_hanayo.cli.schedule.summary import sizes_text
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.plotting.terminal_status import showing
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -26,7 +27,8 @@ def run(options: Options) -> int:
     path = Path(options.file)
     if path.suffix.lower() != ".csv":
         raise HanayoError(f"{path}: the name of a table must end in .csv")
-    schedule = options.make_schedule()
+    with showing("building the schedule"):
+        schedule = options.make_schedule()
     schedule.to_csv(path, communication=options.communication)
     if options.json:
         print(json.dumps({"schedule": schedule.name, "file": str(path), "communication": options.communication}))

@@ -15,6 +15,7 @@ from lightning_hanayo.cli.schedule.terminal import print_timeline
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_timeline, save_trace
 from lightning_hanayo.plotting.image import FORMATS
+from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.schedule import Schedule, Timeline
 
 
@@ -36,16 +37,19 @@ def run(options: Options) -> int:
     """Draw the schedule in the terminal, or write the output files."""
     for path in options.output:
         check_output(path)
-    schedule = options.make_schedule()
+    with showing("building the schedule"):
+        schedule = options.make_schedule()
     for microbatch in options.follow:
         if microbatch not in range(schedule.num_microbatches):
             last = schedule.num_microbatches - 1
             raise HanayoError(f"--follow: there is no micro-batch {microbatch}, micro-batches are 0 to {last}")
     if options.columns is not None and options.columns < 20:
         raise HanayoError(f"--columns: expected at least 20, got {options.columns}")
-    timeline = options.simulate(schedule)
+    with showing("simulating"):
+        timeline = options.simulate(schedule)
     for path in options.output:
-        _save(path, schedule, timeline, options)
+        with showing(f"drawing {path}"):
+            _save(path, schedule, timeline, options)
     if options.json:
         spans = json.loads(timeline.to_json())["spans"]
         print(json.dumps({**summary_dict(schedule, timeline), "files": options.output, "spans": spans}))

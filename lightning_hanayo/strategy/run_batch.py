@@ -38,13 +38,17 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
     pipeline, loss_scale = session.pipeline, precision.loss_scale(trainer)
     continues, stopping = progress.continues_accumulation(trainer), trainer.should_stop
     scales = user_hooks.may_scale_backward(trainer)
-    separate = continues and scales
+    is_cube = session.topology.replica_size > session.topology.pipe
+    runs_once = pipeline.runs_whole_batches and not is_cube
+    reads = not runs_once and user_hooks.may_read_gradients(trainer)
+    shows_in_steps = reads and not is_cube  # there parameters are whole in a batch only, and old gradients never
+    separate = continues and (scales or shows_in_steps)
     deferred = DeferredGradients(
         pipeline.parameters,
         accumulates=continues,
         keeps_old=user_hooks.reads_old_gradients(trainer),
-        shows_old=pipeline.runs_whole_batches,
-        shows_in_steps=pipeline.runs_whole_steps and user_hooks.may_read_gradients(trainer),
+        shows_old=runs_once,
+        shows_in_steps=shows_in_steps and pipeline.rank == 0,
         separate=separate,
         scales=scales,
         finish=pipeline.reduce_gradients if separate and steps else None,
@@ -59,7 +63,7 @@ def train(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep, *
         trains=True,
         reduce=steps and not separate,
         on_whole_step=deferred.end_step,
-        in_step=deferred.in_step,
+        in_step=deferred.in_step if reads or pipeline.runs_whole_steps else nullcontext,
     )
     deferred.stash()
     if session.topology.replica_size == 1 and find_loss(result) is None:

@@ -57,6 +57,19 @@ class FrozenAbove(MLP):
         self.blocks[3:].requires_grad_(False)
 
 
+class ReadsGradients(MLP):
+    """Its step looks, before and after the stack, at gradients of the rank that it runs on: those of the last step."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        before = self._gradients(self.embedding)
+        loss = super().loss(batch)
+        return (1 + before + 2 * self._gradients(self.head)) * loss
+
+    @staticmethod
+    def _gradients(layer: nn.Linear) -> float:
+        return 0.0 if layer.weight.grad is None else float(layer.weight.grad.square().sum())
+
+
 class Auxiliary(MLP):
     """Blocks hand on (state, auxiliary loss)."""
 

@@ -36,7 +36,7 @@ MODELS = {
     kind.__name__: kind
     for kind in (
         odd.CheckpointedInside, odd.CheckpointedOutside, odd.FrozenBelow, odd.FrozenAbove, odd.Auxiliary,
-        odd.Dictionaries, odd.InPlace, odd.LearnedSideInput, odd.Sequence, odd.ReturnsMore,
+        odd.Dictionaries, odd.InPlace, odd.LearnedSideInput, odd.Sequence, odd.ReturnsMore, odd.ReadsGradients,
     )
 }  # fmt: skip
 FOREIGN = {
@@ -50,6 +50,18 @@ OPTIMIZERS = {
     "Adagrad": {"lr": 1e-2}, "Rprop": {"lr": 1e-2}, "SGD": {"lr": 1e-2, "momentum": 0.9}, "NAdam": {"lr": 1e-3},
     "AdamW": {"lr": 1e-3, "fused": True}, "RMSprop": {"lr": 1e-3, "centered": True},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_cube_of_one_pipeline_rank(pool: Pool, num_microbatches: int) -> None:
+    training = Training(models.MLP, VECTORS, DOUBLE, steps=2)
+    cube = Layout(1, 1, 1, cube=(1, 2, 1), num_microbatches=num_microbatches)
+    assert_close(run(pool, training, cube).weights, plain(pool, training).weights, 1e-10)
+
+
+def test_a_step_reads_the_gradients_that_accumulate(pool: Pool) -> None:
+    training = Training(odd.ReadsGradients, VECTORS, DOUBLE, steps=2, accumulate=2)
+    assert_close(run(pool, training, WAVE).weights, plain(pool, training).weights, 1e-10)
 
 
 @pytest.mark.parametrize("layout", [WAVE, Layout(2, 1, 1, "1f1b")], ids=str)

@@ -142,6 +142,12 @@ class ReadsLastStep(Plain):
         return (1 + last + moments + self.trainer.global_step) * self.loss(batch)
 
 
+class LooksAtGradients(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert all(p.grad is None or p.grad.isfinite().all() for p in self.parameters())
+        return self.loss(batch)
+
+
 class Tracks(Plain):
     """Its step and a hook change buffers, which it reads; each data rank has other samples."""
 
@@ -199,7 +205,17 @@ class Singles(Plain):
 
 
 ALIKE = [Plain, Skips, Words, Lbfgs, Iterates, Adversaries, Unused, Sparse, Perturbs, Tracks]
-MORE = [ReadsLastStep, SetsRate, StepsScheduler, StepsOptimizer, Singles, SkipsSome, CountsSome, Wrong]
+MORE = [
+    ReadsLastStep,
+    LooksAtGradients,
+    SetsRate,
+    StepsScheduler,
+    StepsOptimizer,
+    Singles,
+    SkipsSome,
+    CountsSome,
+    Wrong,
+]
 MODELS = {one.__name__: one for one in [*ALIKE, *MORE]}
 
 
@@ -276,6 +292,16 @@ def test_micro_batches_see_what_the_last_step_has_left(pool: Pool, accumulate: i
     """Not the gradients of the micro-batches before."""
     ((own, alone),) = pool.run(1, in_two, "ReadsLastStep", accumulate, timeout=60.0)
     assert own == pytest.approx(alone, rel=1e-12)
+
+
+def in_two_on_data_ranks(name: str, accumulate: int) -> tuple[list[float], list[float]]:
+    return train(name, 2, strategy(2, 2), accumulate), train(name, 2, "ddp_find_unused_parameters_true", accumulate)
+
+
+@pytest.mark.parametrize(("name", "accumulate"), [("ReadsLastStep", 1), ("LooksAtGradients", 2)])
+def test_so_do_they_on_data_ranks(pool: Pool, name: str, accumulate: int) -> None:
+    results = pool.run(2, in_two_on_data_ranks, name, accumulate, timeout=60.0)
+    assert results[0][0] == pytest.approx(results[0][1], rel=1e-12)
 
 
 def test_what_micro_batches_set_alike_is_as_in_one_process(pool: Pool) -> None:

@@ -32,7 +32,7 @@ class DeferredGradients:
             `end_step` is called before the batch's backward.
         shows_in_steps: whether the step of each micro-batch may look at the existing gradients, inside `in_step`. They
             take memory until the last one has run.
-        separate: whether the batch keeps its gradients separate from those that it adds to.
+        separate: whether the batch keeps its gradients separate from those that it adds to, if it does.
         scales: whether Lightning's backward may send another factor than expected; otherwise a device isn't asked, as
             a product with all gradients would read and write them once more.
         finish: called when all gradients are in `.grad`.
@@ -54,7 +54,7 @@ class DeferredGradients:
     ) -> None:
         self._parameters = list(parameters)
         self._continues = accumulates
-        self._separate = accumulates and (separate or shows_in_steps)
+        self._separate = separate
         self._shows_in_steps = shows_in_steps
         self._scales = scales
         self._finish = finish
@@ -73,7 +73,7 @@ class DeferredGradients:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Around the step of each of several micro-batches: it finds no gradients of the others, and leaves none."""
+        """Around user code of a step, where others are under way: it finds no gradients of theirs, and leaves none."""
         made = [parameter.grad for parameter in self._parameters]
         self._set(self._old if self._shows_in_steps else [None] * len(made))
         yield

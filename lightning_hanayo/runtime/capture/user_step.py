@@ -89,7 +89,7 @@ class UserStep:
                 result = batch.step(microbatch)
             batch.on_whole_step()
             return result
-        with batch.in_step(), self._user_code(batch):
+        with self._user_code(batch):
             return batch.step(microbatch)
 
     @property
@@ -232,7 +232,8 @@ class UserStep:
     def _user_code(self, batch: Batch) -> Iterator[None]:
         cuts_batch = len(batch.loss_weights) > 1 or self.num_local == 0  # the ranks of a cube share micro-batches, too
         trains = torch.is_grad_enabled() if self._state is None else self._state.grad_mode
-        with self.guarded(), self._gradient_calls.checked(cuts_batch=cuts_batch, trains=trains):
+        checked = self._gradient_calls.checked(cuts_batch=cuts_batch, trains=trains)
+        with batch.in_step(), self.guarded(), checked:
             yield
 
     def _start(self, batch: Batch, function: StepFunction, microbatch: int, carriers: Carriers) -> _Call:

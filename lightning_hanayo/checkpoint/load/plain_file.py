@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_hanayo.errors import CheckpointError
@@ -113,7 +114,8 @@ def _meaning(path: str | Path, record: zipfile.ZipInfo) -> str:
         return f"its record {name}"
     try:
         offset = _data_offset(path, record)
-        content = torch.load(path, map_location="meta", weights_only=True)
+        with FakeTensorMode():
+            content = torch.load(path, weights_only=True)
         leaves, _ = tree_flatten_with_path(content)
     except Exception:  # the message names the record, if the rest is damaged, too
         return f"its record {name}"
@@ -129,6 +131,6 @@ def _data_offset(path: str | Path, record: zipfile.ZipInfo) -> int:
 
 
 def _offset_of(tensor: Tensor) -> int | None:
-    """Where the tensor's memory begins in the file; torch notes it when it loads to the meta device."""
+    """Where the tensor's memory begins in the file; torch notes it when it loads tensors without data."""
     offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     return offset

@@ -157,6 +157,8 @@ def test_a_merged_and_a_single_expert_are_too_many() -> None:
 
 
 def test_split_tensors_are_refused_by_name() -> None:
+    if not any("gate_proj" in name for name in names(dinov2)):
+        pytest.skip("this version of transformers doesn't split them")
     stored = [name for name in renamed(names(dinov2), "gate_proj", "weights_in") if "up_proj" not in name]
     with pytest.raises(UnsupportedError, match=r"splits encoder\.\S*weights_in\.bias.*save_model\(Dinov2Model"):
         match_names(Wrapped(net=dinov2), stored, "folder")

@@ -20,7 +20,9 @@ def stacked(model: MLP, block: type[nn.Module]) -> None:
 def activation_checkpointed(name: str, reentrant: bool) -> LightningModule:
     """transformers' own."""
     module = getattr(models, name)()
-    module.model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    old = "gradient_checkpointing_enable"
+    enable = getattr(module.model, "activation_checkpointing_enable", None) or getattr(module.model, old)
+    enable({"use_reentrant": reentrant})
     return module
 
 

@@ -114,8 +114,9 @@ def _used(recipe: str, root: Path) -> list[str]:
 
 
 def _renamed(file: Path, recipe: str) -> str:
-    """The text of `file`, whose modules are no longer in the package `recipes` and whose paths start in the folder."""
+    """The text of `file`: modules without the package `recipes`, paths that start in the folder, no links out of it."""
     text = re.sub(r"\brecipes\.(?=[a-z])", "", file.read_text(encoding="utf-8"))
+    text = re.sub(r"\[([^]]+)\]\(\.\./[^)]*\)", r"\1", text)
     text = re.sub(rf"\brecipes/({recipe}/\w+\.py)", r"\1", text)
     return re.sub(rf"\brecipes/{recipe}/", "", text)
 

@@ -8,7 +8,6 @@ spawned.
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import time
 import warnings
@@ -23,6 +22,7 @@ import torch
 
 from lightning_hanayo.checking.case import RankFailure, RankResult, Results
 from lightning_hanayo.monitor.parent import end_with_parent
+from lightning_hanayo.strategy.groups.joining import serve_store
 
 PLATFORM = sys.platform
 GRACE = 15.0
@@ -44,9 +44,9 @@ def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout:
     # A spawned process would share the memory of this one's tensors, were they not pickled here.
     work: _Work = (function, arguments) if forks else pickle.dumps((function, arguments))
     with TemporaryDirectory(prefix="hanayo-check-") as folder:
-        port = _free_port()
+        store = serve_store()
         processes: list[BaseProcess] = [
-            context.Process(target=_main, args=(folder, rank, world_size, port, work), daemon=True)
+            context.Process(target=_main, args=(folder, rank, world_size, store.port, work), daemon=True)
             for rank in range(world_size)
         ]
         try:
@@ -82,6 +82,7 @@ def _main(folder: str, rank: int, world_size: int, port: int, work: _Work) -> No
     for descriptor in (1, 2):
         os.dup2(sys.stdout.fileno(), descriptor)
     names = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is the parent's
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     # A fork has lost the threads of its parent's OpenMP, and would wait for them. Lightning reads the variable.
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -117,9 +118,3 @@ def _file(folder: str, rank: int) -> Path:
 
 def _output(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank-{rank}.log"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

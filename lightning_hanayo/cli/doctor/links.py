@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from lightning_hanayo.cli.doctor.finding import Finding
 from lightning_hanayo.cli.doctor.link_report import Measured
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.strategy.groups.joining import serve_store
 
 _WORKER = "lightning_hanayo.cli.doctor.link_worker"
 _POLL = 0.05
@@ -91,9 +91,9 @@ def measure_here(num_processes: int, timeout: float) -> Measured | Finding:
 @contextmanager
 def _processes(count: int, result: Path, log: Path) -> Iterator[Sequence["subprocess.Popen[bytes]"]]:
     """Inside it, the processes run."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    store = serve_store()
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # it is this process's
     common["OMP_NUM_THREADS"] = "1"
     processes = []
     with log.open("wb") as output:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hanayo.errors import HanayoError
@@ -43,16 +43,37 @@ def store_of_start(
         environment: tells whether torchrun's agent has a store.
 
     Raises:
-        HanayoError: some ranks do not come.
+        HanayoError: some ranks do not come, or another program has the port.
     """
     is_kept_by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     missing = set(range(1, world_size)) if rank == 0 else {0}
     with _naming(missing, timeout, is_silent=rank > 1):  # one of the others is enough to name rank 0
         is_master = rank == 0 and not is_kept_by_agent
-        store = TCPStore(
-            address, port, world_size, is_master, timeout, wait_for_workers=False, multi_tenant=not is_kept_by_agent
-        )
+        try:
+            store = TCPStore(
+                address,
+                port if world_size > 1 else 0,  # a rank alone needs no port that others know
+                world_size,
+                is_master,
+                timeout,
+                wait_for_workers=False,
+                multi_tenant=not is_kept_by_agent,
+            )
+        except DistNetworkError as error:
+            if not is_master or "EADDRINUSE" not in str(error):
+                raise
+            advice = "End it, or set MASTER_PORT to another port, the same on all nodes."
+            raise HanayoError(f"another program has port {port}, where the ranks should meet. {advice}") from None
         return _fresh_store(store, rank, missing, timeout)
+
+
+def serve_store() -> TCPStore:
+    """A store on a free port, its attribute `port`, for processes that start later.
+
+    It is bound at once, so that no other program can take the port meanwhile. In this process `store_of_start` with
+    that port shares it; another process that calls it must find TORCHELASTIC_USE_AGENT_STORE=True.
+    """
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -18,15 +18,18 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE, _SubprocessScriptLauncher
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor import processes
 from lightning_hanayo.monitor.parent import command_ending_with_parent
 from lightning_hanayo.strategy.failure import GRACE, STOPPED_TIME
+from lightning_hanayo.strategy.groups.joining import serve_store
 from lightning_hanayo.strategy.stopping.stopped import INTERRUPTED, REQUEUE
 
 KILL_AFTER = GRACE + 3.0
@@ -35,6 +38,8 @@ TO_SAY_WHY = 1.0
 """seconds for the others to show an error of their own, when a process ends before all have met"""
 TO_SAY_WHO = 15.0
 """seconds after the end of the script until the processes are named that it waits for"""
+_PORTS = {"MASTER_PORT", "STANDALONE_PORT"}
+"""variables with which Lightning is told the port where processes meet"""
 _LOOK = 0.2
 """seconds between two looks at the processes"""
 
@@ -229,10 +234,12 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._check = check
         self._timeout = timeout
+        self.served: TCPStore | None = None
+        """where the processes meet; served from before they start until this one ends"""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the processes, which belong to this one."""
-        return vars(self) | {"procs": []}
+        return vars(self) | {"procs": [], "served": None}
 
     @property
     @override
@@ -261,6 +268,9 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         """Start them as Lightning does, except that Linux ends them with this process, whatever they do by then."""
         self._check_can_spawn_children()
         environment = self.cluster_environment
+        if self.num_nodes == 1 and isinstance(environment, LightningEnvironment) and not _PORTS & os.environ.keys():
+            self.served = serve_store()
+            os.environ["MASTER_PORT"] = str(self.served.port)
         os.environ["MASTER_ADDR"] = environment.main_address
         os.environ["MASTER_PORT"] = str(environment.main_port)
         os.environ["NODE_RANK"] = str(environment.node_rank())

@@ -1,7 +1,9 @@
 """Ranks that are started again with the store of the start before."""
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy.groups import joining
-from lightning_hanayo.strategy.groups.joining import fresh_store, store_of_start
+from lightning_hanayo.strategy.groups.joining import fresh_store, serve_store, store_of_start
 from tests.harness.limits import wait_until
 
 TIMEOUT = timedelta(seconds=60)
@@ -38,6 +40,26 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         fresh_store(store, 0, 2, timedelta(0))
     with pytest.raises(HanayoError, match="rank 0 has not joined the run"):
         fresh_store(dist.HashStore(), 1, 2, timedelta(milliseconds=1))
+
+
+def test_a_port_is_taken_before_it_is_told() -> None:
+    store = serve_store()
+    with pytest.raises(OSError, match="in use"), socket.create_server(("", store.port)):
+        pass
+    with ThreadPoolExecutor(2) as threads:
+        join = partial(store_of_start, "127.0.0.1", store.port, world_size=2, timeout=TIMEOUT, environment={})
+        joined = list(threads.map(lambda rank: join(rank=rank), range(2)))
+    joined[0].set("key", "value")
+    assert joined[1].get("key") == b"value"
+
+
+def test_a_port_that_another_program_has_is_named() -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(HanayoError, match=f"another program has port {port}.* set MASTER_PORT to another port"):
+            store_of_start("127.0.0.1", port, 0, 2, TIMEOUT, {})
+        alone = store_of_start("127.0.0.1", port, 0, 1, TIMEOUT, {})
+    assert not alone.check(["key"])
 
 
 def test_ranks_that_are_late_are_named_while_the_others_wait(capfd: pytest.CaptureFixture[str]) -> None:

@@ -256,7 +256,10 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         starts = not self.cluster_environment.creates_processes_externally and not self.procs
         if trainer is not None:
             self._check(trainer, _ckpt_path(function, args, kwargs) if starts else None)
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        try:
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        except ValueError as error:
+            raise HanayoError(str(error)) from None
         if starts:
             self._call_children_scripts()
         _set_num_threads_if_needed(num_processes=self.num_processes)

@@ -1,6 +1,7 @@
 """Checks the configuration files of a command before they are parsed: one line says which file is wrong, and where."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -9,6 +10,7 @@ from lightning_hanayo.errors import HanayoError
 
 MAX_BYTES = 16 << 20
 _SECTIONS = ("trainer", "report")
+_WITH_CLASS = ("model", "data")
 _EXPECTED = "expected sections such as trainer, model and data"
 
 
@@ -31,6 +33,45 @@ def check_config_files(args: Sequence[str]) -> None:
     for path in config_files(args):
         if path.is_file():
             check_config_file(path)
+
+
+def check_complete(args: Sequence[str]) -> None:
+    """Check that a file which sets options of the model or the data comes with one that says which class they are.
+
+    Raises:
+        HanayoError: none does.
+    """
+    sections = {path: _sections(path) for path in config_files(args) if path.is_file()}
+    for name in _WITH_CLASS:
+        if any(_names_class(one.get(name)) for one in sections.values()) or f"--{name}" in _options(args):
+            continue
+        for path, found in sections.items():
+            if isinstance(found.get(name), Mapping):
+                raise HanayoError(
+                    f"{path} sets options of the {name}, but nothing says which class that is. It changes another "
+                    f"configuration, which comes first: --config {_base(path, name)} --config {path}"
+                )
+
+
+def _base(path: Path, name: str) -> str:
+    """The first configuration in the same folder that names a class, or what it would be."""
+    others = sorted(path.parent.glob("*.yaml"), key=lambda one: (one.stem != "wave", one))
+    return next((str(one) for one in others if _names_class(_sections(one).get(name))), "FILE")
+
+
+def _sections(path: Path) -> Mapping[str, object]:
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _names_class(section: object) -> bool:
+    return isinstance(section, str) or (isinstance(section, Mapping) and "class_path" in section)
+
+
+def _options(args: Sequence[str]) -> set[str]:
+    return {option.partition("=")[0] for option in args}
 
 
 def check_config_file(path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from lightning_hanayo.cli.config_files import check_config_files, config_files
+from lightning_hanayo.cli.config_files import check_complete, check_config_files, config_files
 from lightning_hanayo.cli.trainer_help import usage
 from lightning_hanayo.errors import HanayoError
 
@@ -41,6 +41,7 @@ def check_configuration(command: str, args: Sequence[str]) -> None:
         if not path.exists() and path.suffix in (".yaml", ".yml", ".json"):
             raise HanayoError(f"--config {path}: there is no such file{_others(path)}")
     check_config_files(args)
+    check_complete(args)
 
 
 def _parse(argv: list[str]) -> int:

@@ -149,7 +149,7 @@ def test_the_options_of_batches_come_from_yaml(here: Path, capsys: pytest.Captur
         (["--ckpt_path=empty.ckpt"], "ckpt_path=empty.ckpt is empty"),
         (["--ckpt_path=damaged.ckpt"], "damaged.ckpt can't be read as a checkpoint"),
         (["--ckpt_path=folder.ckpt"], "a folder, which SingleDeviceStrategy can't read. Run with strategy: hanayo, or"),
-        (["--config=no_class.yaml"], "unknown option 'size'; there is no class that could have it"),
+        (["--config=no_class.yaml"], "no_class.yaml sets options of the data, but nothing says which class that is"),
     ],
 )
 def test_a_mistake_is_one_line(

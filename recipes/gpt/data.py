@@ -49,6 +49,7 @@ class TextData(L.LightningDataModule):
         batch_size: Samples per batch and data-parallel rank.
         val_fraction: The share of the tokens, at the end of the text, that is kept for validation.
         cache_dir: Where the encoded text is kept for the next run.
+        tokenizer: A tokenizer.json to encode with, such as a pretrained model's; without one it is trained.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TextData(L.LightningDataModule):
         batch_size: int = 16,
         val_fraction: float = 0.05,
         cache_dir: str = "runs/cache",
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
         if not 0.0 < val_fraction < 1.0:
@@ -73,6 +75,7 @@ class TextData(L.LightningDataModule):
         self.batch_size = batch_size
         self.val_fraction = val_fraction
         self.cache_dir = cache_dir
+        self.tokenizer = tokenizer
         self.train: Dataset[Batch] | None = None
         self.val: Dataset[Batch] | None = None
 
@@ -109,7 +112,9 @@ class TextData(L.LightningDataModule):
         return self.val_dataloader()
 
     def _tokens(self) -> Tensor:
-        return tokens(documents(self.places, self.pattern, self.max_bytes), self.vocab_size, self.cache_dir)
+        return tokens(
+            documents(self.places, self.pattern, self.max_bytes), self.vocab_size, self.cache_dir, self.tokenizer
+        )
 
     def _samples(self, row: Tensor, validation: bool = False) -> Dataset[Batch]:
         return TokenBlocks(row, self.context)

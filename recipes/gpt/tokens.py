@@ -1,10 +1,10 @@
-"""Encodes texts with a byte-pair encoding trained on them, and caches the tokens.
+"""Encodes texts with a byte-pair encoding trained on them, or a given one, and caches the tokens.
 
     <cache_dir>/<key>/tokenizer.json    the encoding, for `tokenizers.Tokenizer.from_file`
     <cache_dir>/<key>/tokens.npy        every document's tokens in a row, an end-of-text token after each
 
-The key is a hash of the texts and the vocabulary's size, and a folder appears only when it is complete. So any number
-of processes may ask at the same time: at worst several do the same work, and one result is kept.
+The key is a hash of the texts and the encoding, or its size, and a folder appears only when it is complete. So any
+number of processes may ask at the same time: at worst several do the same work, and one result is kept.
 """
 
 import os
@@ -25,29 +25,43 @@ from torch import Tensor
 END_OF_TEXT = "<|endoftext|>"
 
 
-def tokens(texts: list[str], vocab_size: int, cache_dir: str) -> Tensor:
-    """The tokens of `texts` in a row, int64 [tokens]; trained and encoded only if the cache doesn't hold them."""
-    folder = Path(cache_dir) / key(texts, vocab_size)
+def tokens(texts: list[str], vocab_size: int, cache_dir: str, tokenizer: str | None = None) -> Tensor:
+    """The tokens of `texts` in a row, int64 [tokens]; trained and encoded only if the cache doesn't hold them.
+
+    Raises:
+        ValueError: the `tokenizer` has more tokens than `vocab_size`, or its file can't be read.
+    """
+    encoding = None if tokenizer is None else _given(tokenizer, vocab_size)
+    folder = Path(cache_dir) / key(texts, vocab_size if encoding is None else encoding.to_str())
     if not folder.is_dir():
-        _fill(folder, texts, vocab_size)
+        _fill(folder, texts, encoding or _train(texts, vocab_size))
     return torch.from_numpy(np.load(folder / "tokens.npy").astype(np.int64))
 
 
-def key(texts: list[str], vocab_size: int) -> str:
-    """The name under which the cache keeps `texts` encoded in `vocab_size` tokens."""
-    digest = sha256(f"byte-level bpe {vocab_size}".encode())
+def key(texts: list[str], encoding: int | str) -> str:
+    """The name under which the cache keeps `texts` encoded by an encoding of that size, or as JSON."""
+    digest = sha256(f"byte-level bpe {encoding}".encode())
     for text in texts:
         content = text.encode()
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()[:16]
 
 
-def _fill(folder: Path, texts: list[str], vocab_size: int) -> None:
+def _given(file: str, vocab_size: int) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(file)
+    except Exception as error:  # tokenizers raises no other kind
+        raise ValueError(f"tokenizer={file!r} can't be read: {error}") from None
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ValueError(f"{file} has {tokenizer.get_vocab_size()} tokens, and vocab_size={vocab_size}")
+    return tokenizer
+
+
+def _fill(folder: Path, texts: list[str], tokenizer: Tokenizer) -> None:
     """Encode into a temporary folder and rename it; if another process was faster, discard this one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:
-        tokenizer = _train(texts, vocab_size)
         tokenizer.save(str(draft / "tokenizer.json"))
         encodings = tokenizer.encode_batch_fast([text + END_OF_TEXT for text in texts])
         np.save(

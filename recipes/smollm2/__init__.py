@@ -1,0 +1,1 @@
+"""SmolLM2-135M, the Llama of transformers, fine-tuned whole or with LoRA."""

@@ -1,0 +1,1 @@
+"""Direct preference optimization of a GPT: adapters learn which of two answers is better."""

@@ -1,0 +1,1 @@
+"""A GPT trained by Ray Train, where there is no SLURM."""

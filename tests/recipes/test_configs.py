@@ -9,7 +9,7 @@ import yaml
 from lightning_hanayo.cli.trainer import WaveCLI
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-CONFIGS = sorted(path for path in RECIPES.rglob("*.yaml") if "accelerator: gpu" not in path.read_text())
+CONFIGS = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "cluster")  # whose model is too large
 
 
 class Built(WaveCLI):
@@ -32,7 +32,8 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=[str(config.relative_to(RECIPES)) for config in CONFIGS])
 def test_config_builds(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    built = Built(["fit", *(part for layer in layers(config) for part in ("--config", str(layer)))])
+    configs = (part for layer in layers(config) for part in ("--config", str(layer)))
+    built = Built(["fit", *configs, "--trainer.accelerator=cpu"])
     options: dict[str, Any] = dict(built.config["fit"]["trainer"])
 
     for name in ("context", "vocab_size"):

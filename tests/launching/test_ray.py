@@ -14,14 +14,12 @@ from recipes.gpt.module import GPT
 from tests.harness.launch import ROOT
 from tests.harness.training import assert_close
 
-pytest.importorskip("ray", reason="needs the extra `ray`: tox -e ray")
+ray = pytest.importorskip("ray", reason="needs the extra `ray`: tox -e ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]  # of Ray's own
 STEPS = 4
 
 
 def test_weights_equal_those_of_one_process(tmp_path: Path) -> None:
-    import ray
-
     from recipes.ray.__main__ import run
 
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 800)

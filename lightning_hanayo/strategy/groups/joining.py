@@ -73,7 +73,7 @@ def serve_store() -> TCPStore:
     It is bound at once, so that no other program can take the port meanwhile. In this process `store_of_start` with
     that port shares it; another process that calls it must find TORCHELASTIC_USE_AGENT_STORE=True.
     """
-    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -46,6 +46,8 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
+    is_of_data_rank: bool = False
+    """whether it is the part of what the data rank's optimizer updates, and otherwise what a cube's rank holds"""
 
 
 class PartialValues(Tensor):

@@ -46,6 +46,8 @@ class ParameterGuard:
         self.device = device
         self.after_step: Callable[[], None] = _ignore
         """called each time when code of a step has run"""
+        self.before_user_code: Callable[[], None] = _ignore
+        """called each time before user code begins"""
         self.num_entered = 0
         """how often user code began or ended: others see that this rank moves"""
         self._own: list[nn.Parameter] = []
@@ -142,6 +144,8 @@ class ParameterGuard:
 
     def _enter(self, scope: Scope, hook_name: str) -> None:
         if scope != self.scope:
+            if scope != "off":
+                self.before_user_code()
             for parameter, own_class, _ in self._guarded.get(self.scope, ()):
                 parameter.__class__ = own_class
             for parameter, _, guarded in self._guarded.get(scope, ()):

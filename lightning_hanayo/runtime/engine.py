@@ -19,6 +19,10 @@ from lightning_hanayo.schedule import Kind
 from lightning_hanayo.seeds import mix
 
 
+def _ignore(stage: int) -> None:
+    """Called where parameters are always there."""
+
+
 @dataclass(eq=False, repr=False)
 class Engine:
     """Runs programs over the stages of this rank."""
@@ -31,6 +35,8 @@ class Engine:
     over copies of the stage. It must not wait for it: another rank may need this rank's next computation to get there.
     """
     trace: Trace
+    before_forward: Callable[[int], None] = field(default=_ignore, kw_only=True)
+    """called with a stage's number before each of its forwards, so that its parameters are there"""
     streams: RandomStreams | None = field(default=None, kw_only=True)
     """the random streams of steps and blocks; None: torch's own generators are left as they are"""
     values: MadeValues = field(default_factory=MadeValues, kw_only=True)
@@ -91,6 +97,8 @@ class Engine:
         if source is not None:
             received = self._messages.pop(source).detached() if step.is_local else self.channel.wait_receive(source)
             start = clock.mark()
+        if action.kind is Kind.F:
+            self.before_forward(action.stage)
         if self.streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
             self.streams.begin_action(action.microbatch, action.kind)
         self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.missing_values import MissingValues
 from lightning_hanayo.partition.parameter_guard import ParameterGuard, Scope
 from lightning_hanayo.strategy.lightning.loaders import PlaceholderBatch
@@ -151,12 +152,22 @@ def guard_writers(
 
 
 @contextmanager
-def guarded_step_hooks(optimizer: Any, guard: ParameterGuard) -> Iterator[None]:
-    """Inside it, hooks on the optimizer's steps run guarded, but for those of this package."""
+def guarded_step_hooks(optimizer: Any, guard: ParameterGuard, *, allowed: bool = True) -> Iterator[None]:
+    """Inside it, hooks on the optimizer's steps run guarded, but for those of this package.
+
+    Raises:
+        UnsupportedError: there are others, and they aren't allowed.
+    """
     replaced = []
     for hooks in _step_hooks(optimizer):
         for key, hook in hooks.items():
             if not str(getattr(hook, "__module__", "")).startswith("lightning_hanayo."):
+                if not allowed:
+                    raise UnsupportedError(
+                        f"{type(optimizer).__name__} has a hook on its steps, {getattr(hook, '__qualname__', hook)}: "
+                        f"with shard_optimizer=True it would see some rows of parameters and gradients. Use the "
+                        f"LightningModule's on_before_optimizer_step, or leave shard_optimizer out."
+                    )
                 replaced.append((hooks, key, hook))
                 hooks[key] = _GuardedHook("a hook on the optimizer's steps", hook, guard, "hook", _ignore)
     try:

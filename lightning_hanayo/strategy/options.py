@@ -54,6 +54,7 @@ class Options:
     whole: Sequence[str]
     init_from: str | Path | Mapping[str, str | Path] | None
     master_weights: Literal["fp32"] | None
+    shard_optimizer: bool
     tied_gradients: Literal["in_order", "at_once"]
     # A model that was cut for other options of these can be used as it is.
     save_full: bool = field(compare=False)
@@ -172,7 +173,7 @@ class Options:
             )
 
     def _check_checkpoints(self) -> None:
-        for name in ("save_full", "save_async", "verify_checkpoints"):
+        for name in ("save_full", "save_async", "verify_checkpoints", "shard_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise HanayoError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.save_full and self.save_async:

@@ -18,9 +18,13 @@ from lightning_hanayo.runtime.passes import Passes
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.schedule import reduction_order
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SplitBatch
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject
 from lightning_hanayo.tensor3d.boundary.outside_parameters import OutsideParameters
+
+OUTSIDE = -1
+"""stands for a stage where parameters are meant that a cube gathers for a batch"""
 
 
 class FullParameters(Protocol):
@@ -45,17 +49,25 @@ class GradientSync:
         full_parameters: whole tensors that user code has asked for, and their gradients.
         outside: the parameters outside the 3-D layers of a cube, sharded between batches; None without a cube.
         outside_all_reduce: sums their shards over the data ranks, after the batch; None where there is one.
+        shards: of the optimizer, over the data ranks; None if it isn't sharded.
     """
 
     stages: GradientAllReduce
     full_parameters: FullParameters
     outside: OutsideParameters | None = None
     outside_all_reduce: GradientAllReduce | None = None
+    shards: OptimizerShards | None = None
 
     def begin_batch(self) -> None:
         """Gather what is sharded between batches."""
         if self.outside is not None:
+            self.finish_gather(OUTSIDE)
             self.outside.all_gather()
+
+    def finish_gather(self, stage: int | None = None) -> None:
+        """Wait until the stage's parameters, all if None, are as the optimizer's last step has left them."""
+        if self.shards is not None:
+            self.shards.finish(stage)
 
     def end_batch(self, *, reduce: bool) -> None:
         """Wait for the stages' sums, shard what was gathered, and sum that over the data ranks if `reduce`."""

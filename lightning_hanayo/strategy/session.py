@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWei
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
 from lightning_hanayo.strategy.nonfinite.check import NonFiniteCheck, RankNames
 from lightning_hanayo.strategy.nonfinite.origin import BlockNames
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
+from lightning_hanayo.strategy.optimizer.step_values import StepValues
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_values
@@ -77,7 +80,6 @@ from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.user_code.merge_collected import warn_of_parts
 from lightning_hanayo.strategy.whole_model import lbfgs, norm_functions, removed_gradients
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
-from lightning_hanayo.strategy.whole_model.master_weights import MasterWeights
 from lightning_hanayo.strategy.whole_model.replica_check import ReplicaCheck
 from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
 from lightning_hanayo.topology import Topology
@@ -101,6 +103,7 @@ class Session:
         self.failures = failures
         self.attributes = TemporaryAttributes()
         self.guard = ParameterGuard(device)
+        self.guard.before_user_code = self.finish_gather
         self.pipe_relay = self._relay(groups.pipe_ranks, groups)
         is_cube = prod(topology.cube) > 1
         self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
@@ -132,7 +135,8 @@ class Session:
         self.collectives = connect_collectives(self.guard, groups, self.failures, topology.world_size, cube_size=shared)
         self._raw = raw_collectives.Run(self.collectives, topology.pipe, prod(topology.cube))
         self.cube: Cube | None = None
-        self._master_weights: MasterWeights | None = None
+        self._step_values: StepValues | None = None
+        self._gathers_at_once = False
         self._is_open = True
         self._hangs: HangWatch | None = None
         self.averages = Averages(options)
@@ -250,7 +254,7 @@ class Session:
             prepared.attach(module, self.topology, self._options, self._groups)
         streams = self._random_streams(trainer, plan.layout, seed)
         example = user_hooks.example_run(module, self.device) if self._options.balance == "time" else None
-        context = self._rank_context(seed, streams, () if values is None else values.names)
+        context = self._rank_context(trainer, seed, streams, () if values is None else values.names)
         self._pipeline = build_pipeline(module, plan, prepared, context, example)
         if values is not None:
             values.put_in(module, prepared.cube)
@@ -259,7 +263,7 @@ class Session:
         self._open_user_code(trainer, module)
         self._adapt(trainer, module)
         self._norms = self._make_norms(module)
-        if self.topology.replica_size > 1:
+        if self.topology.replica_size > 1 or self._scatters_gradients:
             norm_functions.start(self._norms)
         raw_collectives.start(self._raw)
         self._replica_check = self._check_of_replicas(module)
@@ -280,17 +284,53 @@ class Session:
         self._released = []
         return PreparedModel()
 
-    def use_master_weights(
+    def prepare_steps(
         self, module: "pl.LightningModule", optimizers: Sequence[Optimizer], values: KeptValues | None
     ) -> None:
-        """Let the optimizers update fp32 copies of the parameters. Called by all ranks, once the model is set up.
+        """Let the optimizers update own rows of parameters, and fp32 copies, if the options say so.
 
-        Of the `values` they take what the parameters' dtype had no bits for.
+        Called by all ranks, once the model is set up. Of the `values` the copies take what the parameters' dtype had no
+        bits for.
         """
-        self._master_weights = MasterWeights(module.parameters(), optimizers)
-        if values is not None:
-            with self._master_weights.in_use():
-                values.put_in(module, self.cube)
+        has_masters = self._options.master_weights is not None
+        if not (has_masters or self.shards is not None):
+            return
+        self._step_values = StepValues(module.parameters(), optimizers, self.shards, has_masters=has_masters)
+        averages = bool(user_hooks.averaging_callbacks(module.trainer))
+        self._gathers_at_once = averages or not module.automatic_optimization
+        if values is not None and has_masters:
+            with self._step_values.in_use():
+                values.put_in(module, self.sharding_in_use)
+
+    @property
+    def shards(self) -> OptimizerShards | None:
+        """How the optimizer is sharded over the data ranks; None if it isn't."""
+        return self.pipeline.gradients.shards if self.has_pipeline else None
+
+    @property
+    def _scatters_gradients(self) -> bool:
+        return self.shards is not None and self.shards.scatters
+
+    @property
+    def state_sharding(self) -> "Cube | OptimizerShards | None":
+        """How the optimizers' states are sharded."""
+        return self.shards or self.cube
+
+    @property
+    def sharding_in_use(self) -> "Cube | OptimizerShards | None":
+        """How parameters are sharded inside `master_values`."""
+        sharding = None if self._step_values is None else self._step_values.sharding
+        return sharding or self.cube
+
+    def finish_gather(self) -> None:
+        """Wait until all parameters are as the optimizer's last step has left them."""
+        if self.has_pipeline:
+            self.pipeline.gradients.finish_gather()
+
+    def end_optimizer_step(self) -> None:
+        """Called after each step of an optimizer: what reads parameters next may not ask whether they are there."""
+        if self._gathers_at_once:
+            self.finish_gather()
 
     def share_lbfgs(self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]) -> None:
         """Let LBFGS compute with the whole model. Called by all ranks, once the optimizers are set up."""
@@ -302,7 +342,7 @@ class Session:
 
     def master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""
-        return nullcontext() if self._master_weights is None else self._master_weights.in_use()
+        return nullcontext() if self._step_values is None else self._step_values.in_use()
 
     @contextmanager
     def agreeing_on_gradients(self, hook: str) -> Iterator[None]:
@@ -344,6 +384,7 @@ class Session:
     def gather_model(self, module: "pl.LightningModule") -> "pl.LightningModule | None":
         """See `HanayoStrategy.gather_model`."""
         self.check_all_ranks("gather_model")
+        self.finish_gather()
         if self._data_rank > 0:  # the first pipeline sends to rank 0
             return None
         with self.guard.off():
@@ -359,8 +400,8 @@ class Session:
         self.failures.stop()
         self.attributes.restore()
         self._stop_whole_model()
-        if self._master_weights is not None:
-            self._master_weights.close()
+        if self._step_values is not None:
+            self._step_values.close()
         for relay in self._relays:
             relay.finish()
         if self._pipeline is not None:
@@ -388,8 +429,8 @@ class Session:
         self.failures.stop()
         self.attributes.restore()
         self._stop_whole_model()
-        if self._master_weights is not None:
-            self._master_weights.abandon()
+        if self._step_values is not None:
+            self._step_values.abandon()
         if self._pipeline is not None:
             self._pipeline.abandon()
             restore_forwards(self._pipeline)
@@ -446,7 +487,9 @@ class Session:
             ProcessGroupTransport(ranks, control=control, channels={}, device=self.device, on_failure=on_failure)
         )
 
-    def _rank_context(self, seed: int, streams: RandomStreams | None, given: Collection[str]) -> RankContext:
+    def _rank_context(
+        self, trainer: "pl.Trainer", seed: int, streams: RandomStreams | None, given: Collection[str]
+    ) -> RankContext:
         return RankContext(
             self._options,
             self._groups,
@@ -459,6 +502,8 @@ class Session:
             streams,
             self.values,
             given,
+            trains=trainer.state.fn == TrainerFn.FITTING,
+            scatters_gradients=not user_hooks.may_see_gradients(trainer),
         )
 
     def _make_cube(self, plan: ModelPlan) -> Cube | None:
@@ -575,12 +620,19 @@ class Session:
         )
 
     def _make_norms(self, module: "pl.LightningModule") -> GradientNorms:
-        shards = None if self.cube is None else self.cube.num_replicas
+        num_replicas = None if self.cube is None else self.cube.num_replicas
         several = self.topology.replica_size > 1
+        groups = (self._groups.replica, self._groups.replica_tensors) if several else None
+        own_part = None
+        if self.shards is not None and self.shards.scatters:
+            own_part = self.shards.own_rows
+            world = self._groups.factory.control(self.topology.groups("data", "pipe", "x", "y", "z"))
+            groups, num_replicas = (world, available(dist.group.WORLD, "several ranks")), self.shards.num_replicas
         return GradientNorms(
             list(module.parameters()),
-            (self._groups.replica, self._groups.replica_tensors) if several else None,
-            num_replicas=shards,
+            groups,
+            num_replicas=num_replicas,
+            own_part=own_part,
             relay=self.replica_relay,
             device=self.device,
             unguarded=self.guard.off,

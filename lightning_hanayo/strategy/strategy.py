@@ -50,6 +50,7 @@ from lightning_hanayo.strategy.lightning.loops.validation_times import validate_
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.restarts.error_file import write_error_file
@@ -130,6 +131,9 @@ class HanayoStrategy(MeshParallelStrategy):
         master_weights: "fp32": parameters in bf16 or fp16 (`precision="bf16-true"`) get fp32 gradients, in which
             micro-batches and ranks are added up, and fp32 master weights, which the optimizer updates and checkpoints
             hold: with Adam 18 bytes per parameter instead of 8. None: all have the parameters' dtype, as in a Trainer.
+        shard_optimizer: whether each data rank updates its own rows of every parameter, and has the optimizer's states
+            and master weights of those alone (ZeRO-1), so that they take 1/D of the memory. Parameters are whole in
+            forward and backward. For optimizers that treat each element alone, such as AdamW.
         tied_gradients: when the gradients of a weight that embedding and head share are added: "in_order", the two of
             each micro-batch to each other first, as one process does, which keeps the head's until the embedding's is
             there; or "at_once", without keeping any, in another order, so that the last bits differ.
@@ -182,6 +186,7 @@ class HanayoStrategy(MeshParallelStrategy):
         whole: Sequence[str] = (),
         init_from: str | Path | Mapping[str, str | Path] | None = None,
         master_weights: Literal["fp32"] | None = None,
+        shard_optimizer: bool = False,
         tied_gradients: Literal["in_order", "at_once"] = "in_order",
         save_full: bool = False,
         save_async: bool = False,
@@ -329,13 +334,12 @@ class HanayoStrategy(MeshParallelStrategy):
             self.setup_optimizers(trainer)
             unguard_states(self.optimizers)
             refuse_partial_states(self.optimizers)
-            check_optimizers(self.optimizers, self.topology)
+            check_optimizers(self.optimizers, self.topology, is_sharded=self.session.shards is not None)
             self.session.share_lbfgs(self.module, self.optimizers)
         self.setup_precision_plugin()
         if fits:
             move_optimizers(self.optimizers, self.root_device)
-            if self.options.master_weights is not None:
-                self.session.use_master_weights(self.module, self.optimizers, self._kept)
+            self.session.prepare_steps(self.module, list(map(unwrapped, self.optimizers)), self._kept)
             self._names_at_start = _names_of(self.module)
             check_saving(trainer, self.module, self.checkpoints)
             self.session.measure_memory(self.module)
@@ -428,10 +432,12 @@ class HanayoStrategy(MeshParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         closure = self.session.guard.in_this_scope(closure)  # the user's, around Lightning's
-        hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard)
+        hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard, allowed=self.session.shards is None)
         with self._unguarded(), hooks:  # also from a hook of the user's
             step = partial(self.session.votes.step, step)
-            return self.session.nonfinite.step(step, optimizer, closure)
+            result = self.session.nonfinite.step(step, optimizer, closure)
+            self.session.end_optimizer_step()
+            return result
 
     def _evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._unguarded():
@@ -522,28 +528,29 @@ class HanayoStrategy(MeshParallelStrategy):
             self._prepared_module.check(module)
             if session is None or not session.has_pipeline:
                 return module.state_dict()
-            return self._state_of(module, session.cube)
+            return self._state_of(module, session.sharding_in_use)
 
-    def _state_of(self, module: nn.Module, cube: Cube | ShardingOfCopy | None) -> dict[str, Any]:
+    def _state_of(self, module: nn.Module, sharding: Cube | OptimizerShards | ShardingOfCopy | None) -> dict[str, Any]:
         """For checkpoints: of the module, or of a copy of it that is cut in the same way."""
         ranks = self.pipeline.ownership.rank_by_name(self.module)
         if self.checkpoints.is_sharded:
-            return own_state.module_state(module, cube, ranks, self.root_device)
-        if self.data_rank > 0:  # one pipeline writes the checkpoint
+            return own_state.module_state(module, sharding, ranks, self.root_device)
+        if self.data_rank > 0 and not isinstance(sharding, OptimizerShards):  # one pipeline writes the checkpoint
             return module.state_dict()
-        return gather_module_state(module, ranks, self.session.pipe_relay.transport, cube)
+        transport = self.session.pipe_relay.transport
+        return gather_module_state(module, ranks, transport, sharding, gathers=self.data_rank == 0)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = unwrapped(optimizer)
-        with self._unguarded():
+        optimizer, sharding, shards = unwrapped(optimizer), self.session.state_sharding, self.session.shards
+        with self._unguarded(), nullcontext() if shards is None else shards.states_in_use():
             if self.checkpoints.is_sharded:
-                return own_state.optimizer_state(optimizer, self._names, self.session.cube)
-            if self.data_rank > 0:
-                state: dict[str, Any] = optimizer.state_dict()
-                return state
-            gathered = gather_optimizer_state(optimizer, self.session.pipe_relay.transport, self.session.cube)
-            return lbfgs.as_torch_has_it(optimizer, gathered) if self.pipe_rank == 0 else gathered
+                return own_state.optimizer_state(optimizer, self._names, sharding)
+            if self.data_rank > 0 and shards is None:  # one pipeline writes the checkpoint
+                return optimizer.state_dict()
+            transport, gathers = self.session.pipe_relay.transport, self.data_rank == 0
+            gathered = gather_optimizer_state(optimizer, transport, sharding, gathers=gathers)
+            return lbfgs.as_torch_has_it(optimizer, gathered) if gathers and self.pipe_rank == 0 else gathered
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -566,7 +573,7 @@ class HanayoStrategy(MeshParallelStrategy):
         session = self.session
         if not session.has_pipeline:
             return None
-        return CutModel(self.module, session.pipeline, session.cube, self.optimizers, self._names)
+        return CutModel(self.module, session.pipeline, session.cube, session.shards, self.optimizers, self._names)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -592,19 +599,23 @@ class HanayoStrategy(MeshParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.options.init_from is not None:
             rank_zero_info("The checkpoint's values replace those of init_from.")
-        with self._unguarded(), self._master_values():
-            source = Checkpoint.source_of(checkpoint)
+        with self._unguarded():
+            source, cube = Checkpoint.source_of(checkpoint), self._prepared_module.cube
             kept = KeptValues(self.module, checkpoint["state_dict"], source, self.options, strict=strict)
             if self._session is None or not self._session.has_pipeline:
                 self._kept = kept  # `setup` puts it into the parts that the ranks will have
                 return
-            kept.check(self.module, self._prepared_module.cube)
-            kept.put_in(self.module, self._prepared_module.cube)
+            self._session.finish_gather()
+            kept.check(self.module, cube)
+            kept.put_in(self.module, cube)
+            if self.options.master_weights is not None:
+                with self._master_values():
+                    kept.put_in(self.module, self._session.sharding_in_use)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            load_optimizers(self.module, self.optimizers, checkpoint, self._prepared_module.cube, self.options)
+            load_optimizers(self.module, self.optimizers, checkpoint, self.session.state_sharding, self.options)
         move_optimizers(self.optimizers, self.root_device)
         self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
 
@@ -618,11 +629,14 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         with self._unguarded():
+            if self.options.check_replicas is not None:
+                self.session.finish_gather()
             self.session.replica_check.after(self.module.trainer.global_step)
 
     @override
     def on_train_end(self) -> None:
         with self._unguarded():
+            self.session.finish_gather()
             self.session.nonfinite.read_late()
             self.session.replica_check.after(self.module.trainer.global_step)
 

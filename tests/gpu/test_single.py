@@ -17,7 +17,7 @@ from tests.gpu.conftest import Launch
 from tests.harness import models
 from tests.harness.devices import be_deterministic, in_pieces, largest_gap, on_devices, train_on
 from tests.harness.training import Layout, Outcome
-from tests.strategy.whole_model import test_master_weights as master_weights
+from tests.strategy.optimizer import test_master_weights as master_weights
 
 SIZES, PIECES = (8,) * 5, 4
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")

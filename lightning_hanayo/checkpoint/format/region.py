@@ -54,6 +54,16 @@ class Region:
         """How many entries the part holds."""
         return math.prod(self.shape)
 
+    def narrow(self, dim: int, start: int, stop: int) -> "Region":
+        """Returns the region of a part of this part: of what it stores from `start` to `stop` along a dimension."""
+        runs, position = [], 0
+        for first, last in self.runs[dim]:
+            low, high = max(start, position), min(stop, position + last - first)
+            if low < high:
+                runs.append((first + low - position, first + high - position))
+            position += last - first
+        return Region((*self.runs[:dim], tuple(runs), *self.runs[dim + 1 :]))
+
     def overlap(self, wanted: "Region") -> tuple[tuple["Overlap", ...], ...] | None:
         """Returns what this part and a `wanted` region have in common along each dimension; None if nothing.
 

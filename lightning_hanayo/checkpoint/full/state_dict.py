@@ -26,20 +26,30 @@ class Sharding(Protocol):
 
 
 def gather_module_state(
-    module: nn.Module, ranks: Mapping[str, int], transport: Transport, sharding: Sharding | None = None
+    module: nn.Module,
+    ranks: Mapping[str, int],
+    transport: Transport,
+    sharding: Sharding | None = None,
+    *,
+    gathers: bool = True,
 ) -> dict[str, Any]:
     """The module's full state dict on pipeline rank 0, as a single process has it; elsewhere this rank's own entries.
 
-    All ranks of the pipeline call this; with a sharding, all ranks of the cube.
+    All ranks of the pipeline call this; with a sharding, all ranks that it is over.
 
     Args:
         module: with placeholders for the parameters of other ranks.
         ranks: the pipeline rank that owns each entry.
+        transport: to the ranks of the pipeline.
+        sharding: of the parameters; None if they are whole.
+        gathers: False if another pipeline is the one whose rank 0 gets the state, and this one only gives its shards.
     """
     state = module.state_dict()
     own = {name: value for name, value in state.items() if ranks[name] == transport.rank}
     if sharding is not None:
         own |= _map_parameters(module, own, sharding.unshard)
+    if not gathers:
+        return state
     gathered = gather(transport, {name: _sendable(value) for name, value in own.items()})
     if gathered is None:
         return own
@@ -49,9 +59,11 @@ def gather_module_state(
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, transport: Transport, sharding: Sharding | None = None
+    optimizer: Optimizer, transport: Transport, sharding: Sharding | None = None, *, gathers: bool = True
 ) -> dict[str, Any]:
     """The optimizer's full state dict on pipeline rank 0; elsewhere this rank's own. Called by all ranks.
+
+    Arguments as for `gather_module_state`.
 
     Raises:
         UnsupportedError: it isn't known which states are whose.
@@ -59,7 +71,10 @@ def gather_optimizer_state(
     state = numbered_state_dict(optimizer, is_cut=transport.num_ranks > 1 or sharding is not None)
     if not optimizer.param_groups:  # Lightning's, for `configure_optimizers` that returns None
         return state
-    gathered = gather(transport, _own_entries(optimizer, state, sharding.unshard if sharding is not None else None))
+    own = _own_entries(optimizer, state, sharding.unshard if sharding is not None else None)
+    if not gathers:
+        return state
+    gathered = gather(transport, own)
     if gathered is not None:
         entries = {index: value for part in gathered for index, value in part.items()}
         state["state"] = dict(sorted(entries.items()))

@@ -1,5 +1,6 @@
 """Sums a stage's gradients over the data ranks, beginning as soon as the stage has finished its backward.
 
+    scattered ones     if the optimizer is sharded: each data rank gets the sums that it needs, by a reduce-scatter
     large gradients    each is reduced in place, by an all-reduce of its own
     small ones         | is there a gradient of p0? | of p1? | ... | p3's | p5's | ...      one all-reduce per dtype
     sparse ones        rows are exchanged: two all-reduces each
@@ -10,8 +11,9 @@ rank used and another did not gets the sum on both. A parameter that no rank use
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby
 from math import inf
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,24 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]
+
+
+class Transfer(Protocol):
+    """Sums under way."""
+
+    def wait(self) -> object:
+        """Block until they are in the gradients."""
+
+
+class Scatter(Protocol):
+    """Sums of which each data rank needs only its own part."""
+
+    def sums(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
+        """Whether it sums the gradient of this parameter over this group."""
+
+    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Transfer:
+        """Start to sum gradients, in place. Called by all data ranks."""
+
 
 LARGE = 2**18
 """bytes from which a gradient gets its own all-reduce: gloo copies what is reduced together into one buffer and back,
@@ -43,7 +63,7 @@ class _Bucket:
     parameters: Sequence[nn.Parameter]
     sums: Sequence[Tensor]
     counts: Tensor
-    works: Sequence[dist.Work]
+    works: Sequence[Transfer]
 
 
 class GradientAllReduce:
@@ -54,6 +74,7 @@ class GradientAllReduce:
         group: the ranks that have the same stages and other data; None if there is only one. Or a function that
             returns the group for each parameter.
         sparse: those whose gradients are sparse, on all ranks, such as the weight of `nn.Embedding(sparse=True)`.
+        scatter: sums those of which each rank needs a part; None: all ranks need all sums.
     """
 
     def __init__(
@@ -61,7 +82,9 @@ class GradientAllReduce:
         parameters: Mapping[int, Sequence[nn.Parameter]],
         group: dist.ProcessGroup | GroupOf | None,
         sparse: Collection[Tensor] = (),
+        scatter: Scatter | None = None,
     ) -> None:
+        self._scatter = scatter
         self._sparse = frozenset(sparse)
         self._groups: dict[int, dict[dist.ProcessGroup, list[nn.Parameter]]] = {}
         for stage, own in parameters.items():
@@ -88,7 +111,7 @@ class GradientAllReduce:
             self._under_way += [_start_sparse(parameter, group) for parameter in needed if parameter in self._sparse]
             ordered = sorted(others, key=lambda p: str(gradient_dtype(p)))
             for _, parameters in groupby(ordered, key=gradient_dtype):
-                self._under_way.append(_start(list(parameters), group))
+                self._under_way.append(_start(list(parameters), group, self._scatter))
 
     def finish(self) -> None:
         """Wait for all sums, and put them into `.grad`, also where only another rank has a gradient."""
@@ -108,7 +131,7 @@ class GradientAllReduce:
         self._groups.clear()
 
 
-def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> _Bucket:
+def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, scatter: Scatter | None) -> _Bucket:
     counts = parameters[0].new_ones(len(parameters), dtype=gradient_dtype(parameters[0]))
     for i, parameter in enumerate(parameters):
         if parameter.grad is None:
@@ -117,8 +140,12 @@ def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> _Buc
     sums = [_summand(parameter, taken) for parameter in parameters]
     # NCCL reduces any number of tensors in place in one launch.
     large = LARGE if dist.get_backend(group) == "gloo" else inf
-    together = [total for total in sums if total.nbytes < large]
-    works = [group.allreduce([total]) for total in sums if total.nbytes >= large]
+    is_scattered = [scatter is not None and scatter.sums(parameter, group) for parameter in parameters]
+    alike = [total for total, scattered in zip(sums, is_scattered, strict=True) if not scattered]
+    together = [total for total in alike if total.nbytes < large]
+    works: list[Transfer] = [group.allreduce([total]) for total in alike if total.nbytes >= large]
+    if scatter is not None and any(is_scattered):
+        works.append(scatter.reduce_scatter(list(compress(sums, is_scattered))))
     return _Bucket(parameters, sums, counts, [*works, group.allreduce_coalesced([counts, *together])])
 
 

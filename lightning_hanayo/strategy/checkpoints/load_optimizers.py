@@ -13,6 +13,7 @@ from lightning_hanayo.errors import CheckpointError
 from lightning_hanayo.strategy.checkpoints.load import Checkpoint
 from lightning_hanayo.strategy.groups.on_all_ranks import with_common_errors
 from lightning_hanayo.strategy.lightning.optimizers import unwrapped
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
@@ -23,7 +24,7 @@ def load_optimizers(
     module: "pl.LightningModule",
     optimizers: Sequence[Optimizer],
     checkpoint: Mapping[str, Any],
-    cube: Cube | None,
+    sharding: Cube | OptimizerShards | None,
     options: Options,
 ) -> None:
     """Load all optimizers' states. Called by all ranks of the world.
@@ -39,7 +40,7 @@ def load_optimizers(
             f"Configure the same ones, or load its weights alone, with init_from or in configure_model."
         )
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-    shapes = {} if cube is None else cube.whole_shapes
+    shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
     checked = [
         OptimizerState(
             unwrapped(optimizer),
@@ -55,4 +56,4 @@ def load_optimizers(
     for line in (line for one in checked for line in one.warnings):
         rank_zero_warn(line)
     for one in checked:
-        with_common_errors(lambda one=one: one.load(cube))  # type: ignore[misc]
+        with_common_errors(lambda one=one: one.load(sharding))  # type: ignore[misc]

@@ -19,6 +19,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 _READ_LOSS = ("on_train_batch_end", "on_before_backward", "backward", "optimizer_step")
 """hooks of the module that get the step's loss, `optimizer_step` from its closure"""
+_SEE_GRADIENTS = (
+    "backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step",
+    "on_before_zero_grad", "optimizer_zero_grad",
+)  # fmt: skip
+"""hooks between which and the optimizer's step gradients are complete"""
 _OWN_PACKAGES = ("lightning.", "lightning_hanayo.")
 
 
@@ -104,6 +109,21 @@ def may_read_gradients(trainer: "pl.Trainer") -> bool:
     """
     module_class: Any = type(trainer.lightning_module)
     return _mentions_gradients(module_class)
+
+
+def may_see_gradients(trainer: "pl.Trainer") -> bool:
+    """Whether user code may look at gradients between the backward and the optimizer's step, or after it.
+
+    A hook there, `.grad` in the classes of the module or a callback or in a function of their files, or a step of
+    manual optimization.
+    """
+    module: Any = trainer.lightning_module
+    classes: list[Any] = [type(module), *map(type, callbacks_of(trainer))]
+    return (
+        not module.automatic_optimization
+        or user_defines(trainer, _SEE_GRADIENTS)
+        or any(_mentions_gradients(one) for one in classes if not _is_own(one))
+    )
 
 
 @cache

@@ -1,6 +1,6 @@
 """Builds this rank's part of a pipeline from a whole model: cut, placeholders, 3-D layers, initial values, stages."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,9 @@ from lightning_hanayo.runtime.values import MadeValues
 from lightning_hanayo.schedule import Schedule
 from lightning_hanayo.schedule.passes.communication import message_pairs
 from lightning_hanayo.strategy.batch_split import BatchSplitter, SingleRankSplitter, WholeSplitter
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.pipeline import GradientSync, Pipeline
+from lightning_hanayo.strategy.pipeline import OUTSIDE, GradientSync, Pipeline
 from lightning_hanayo.strategy.process_groups import ProcessGroups
 from lightning_hanayo.strategy.setup.build_stages import build_stages
 from lightning_hanayo.strategy.setup.cube import Cube
@@ -45,6 +46,7 @@ from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import load_on_all_ranks
 from lightning_hanayo.strategy.step_state import StepState
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.tensor3d.mesh import MeshAxis
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class RankContext:
     """notes what blocks and stages make"""
     given: Collection[str] = ()
     """the names of what gets its values from a checkpoint"""
+    trains: bool = False
+    scatters_gradients: bool = False
+    """whether no user code reads gradients, so that each data rank may have sums of its own rows only"""
 
     def transport(self, table: Schedule) -> ProcessGroupTransport:
         """A new transport for the table among the ranks of this rank's pipeline. Called by all ranks of the world."""
@@ -126,12 +131,13 @@ def build_pipeline(
         guard=context.guard,
         tied=TiedGradients(in_order=context.options.tied_gradients == "in_order"),
     )
-    gradients = _gradient_sync(model, ownership, rank, context.groups, cube, full_parameters)
+    gradients = _gradient_sync(model, ownership, rank, context, cube, full_parameters)
     engine = Engine(
         stages,
         PointToPointChannel(transport),
         gradients.stages.start,
         Trace(clock_for(context.device)),
+        before_forward=gradients.finish_gather,
         streams=streams,
         values=context.values,
     )
@@ -193,20 +199,42 @@ def _gradient_sync(
     model: nn.Module,
     ownership: Ownership,
     rank: int,
-    groups: ProcessGroups,
+    context: RankContext,
     cube: Cube | None,
     full_parameters: FullParameters,
 ) -> GradientSync:
-    """All-reduce over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
+    """Sum over data ranks; in a cube also over axes with partial gradients, and separately outside the stack."""
+    groups = context.groups
     trained = {stage: ownership.stage_parameters(model, stage) for stage in ownership.stages_of(rank)}
     if cube is None:
-        return GradientSync(GradientAllReduce(trained, groups.data, sparse_weights(model).values()), full_parameters)
+        sparse = sparse_weights(model).values()
+        shards = _optimizer_shards(trained, context, None, sparse)
+        return GradientSync(GradientAllReduce(trained, groups.data, sparse, shards), full_parameters, shards=shards)
     outside = cube.outside
     excluded = set(outside.parameters)
     sharded = {stage: [p for p in own if p not in excluded] for stage, own in trained.items()}
-    all_reduce = GradientAllReduce(sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)))
-    over_data = None if groups.data is None else GradientAllReduce({0: outside.parameters}, groups.data)
-    return GradientSync(all_reduce, full_parameters, outside, over_data)
+    shards = _optimizer_shards({OUTSIDE: outside.parameters, **sharded}, context, cube)
+    all_reduce = GradientAllReduce(
+        sharded, lambda parameter: groups.summing(cube.partial_axes(parameter)), scatter=shards
+    )
+    over_data = None
+    if groups.data is not None:
+        over_data = GradientAllReduce({0: outside.parameters}, groups.data, scatter=shards)
+    return GradientSync(all_reduce, full_parameters, outside, over_data, shards)
+
+
+def _optimizer_shards(
+    stages: Mapping[int, Sequence[nn.Parameter]],
+    context: RankContext,
+    cube: Cube | None,
+    whole: Iterable[torch.Tensor] = (),
+) -> OptimizerShards | None:
+    """The rows of each parameter that this data rank will update; None if the optimizer isn't sharded."""
+    data = context.groups.data
+    if data is None or not (context.trains and context.options.shard_optimizer):
+        return None
+    axis = MeshAxis(data, data.size(), data.rank())
+    return OptimizerShards(stages, axis, cube, whole=frozenset(whole), scatters=context.scatters_gradients)
 
 
 def _step_state(

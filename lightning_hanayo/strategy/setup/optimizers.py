@@ -86,13 +86,14 @@ def _check_whole(optimizer: Optimizer) -> None:
         )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_sharded: bool = False) -> None:
     """Reject optimizers that look across parameters, of which a rank has only its own; in a cube, across elements.
 
     Warns of an optimizer of which it isn't known. Called by all ranks.
 
     Raises:
-        UnsupportedError: more than one optimizer, or one that would compute with what other ranks hold.
+        UnsupportedError: more than one optimizer, or one that would compute with what other ranks hold; with
+            `is_sharded` also other data ranks.
     """
     if len(optimizers) > 1 and topology.replica_size > 1:
         raise UnsupportedError(
@@ -102,6 +103,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology) -> Non
     for optimizer in optimizers:
         if topology.replica_size > 1 and optimizer.param_groups:
             _check(optimizer, _scope(optimizer), in_cube=prod(topology.cube) > 1)
+        if is_sharded and optimizer.param_groups:
+            _check_elementwise(optimizer)
 
 
 def _check(optimizer: Optimizer, scope: Scope | None, *, in_cube: bool) -> None:
@@ -125,6 +128,16 @@ def _check(optimizer: Optimizer, scope: Scope | None, *, in_cube: bool) -> None:
             f"parameters would be of one rank's. `hanayo check` compares some steps with one process. If they are "
             f"equal, set `is_parameterwise = True` on the optimizer.",
             stacklevel=2,
+        )
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if name in _WRAPPERS or not is_elementwise(optimizer):
+        raise UnsupportedError(
+            f"shard_optimizer=True gives {name} some rows of each parameter, and it isn't known to work on each "
+            f"element alone: norms, rows or whole matrices would be wrong. Use AdamW or SGD, set "
+            f"`is_elementwise = True` on the optimizer if it is one, or leave the option out."
         )
 
 

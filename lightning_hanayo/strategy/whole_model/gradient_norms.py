@@ -47,7 +47,8 @@ class GradientNorms:
         parameters: the module's, in its order, which is the same on all ranks; other ranks' are placeholders.
         groups: the ranks that train one copy of the module, for tensors in host memory, and for those of the device;
             None if there is one rank.
-        num_replicas: how many ranks of a cube hold the same shard of a parameter; None without a cube.
+        num_replicas: on how many ranks of the groups the same part of a parameter's gradient is taken; None: on one.
+        own_part: of a parameter and its gradient what this rank takes of it; None: all.
         relay: over the group's ranks; announces each call, so that one on some ranks only is an error, not a deadlock.
         device: of this rank's gradients.
         unguarded: entered while code runs that knows of parts and placeholders.
@@ -59,6 +60,7 @@ class GradientNorms:
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
         *,
         num_replicas: Callable[[Tensor], int] | None = None,
+        own_part: Callable[[Tensor, Tensor], Tensor] | None = None,
         relay: Relay | None = None,
         device: torch.device,
         unguarded: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -69,6 +71,7 @@ class GradientNorms:
         self._places: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
         """on the device, by the indices of parameters: the same, and on how many ranks of a cube each shard is"""
         self._num_replicas = num_replicas
+        self._own_part = own_part if own_part is not None else lambda _, value: value
         self._relay = relay
         self.device = device
         self.unguarded = unguarded
@@ -119,7 +122,7 @@ class GradientNorms:
     def gradients_of(self, parameters: Sequence[Tensor]) -> list[OwnGradient]:
         """The gradients that this rank holds of some of the module's parameters."""
         return [
-            OwnGradient(self._indices[parameter], place, parameter.grad)
+            OwnGradient(self._indices[parameter], place, self._own_part(parameter, parameter.grad))
             for place, parameter in enumerate(parameters)
             if not parameter.is_meta and parameter.grad is not None
         ]
@@ -129,9 +132,12 @@ class GradientNorms:
         by_memory, tensors = self._by_memory(), self.without_guards(tensors)
         indices = [self._indices.get(tensor, by_memory.get(_memory_of(tensor))) for tensor in tensors]
         return [
-            None if index is None or tensor.is_meta else OwnGradient(index, place, tensor.detach())
+            None if index is None or tensor.is_meta else OwnGradient(index, place, self._part_of(index, tensor))
             for place, (index, tensor) in enumerate(zip(indices, tensors, strict=True))
         ]
+
+    def _part_of(self, index: int, tensor: Tensor) -> Tensor:
+        return self._own_part(self._parameters[index], tensor.detach())
 
     def total(self, gradients: Sequence[OwnGradient], norm_type: float, *, foreach: bool | None = None) -> Tensor:
         """The norm over all ranks' gradients; 0 if there are none. The ranks pass their own of one set."""

@@ -24,6 +24,7 @@ from lightning_hanayo.strategy.checkpoints.saving.own_state import names_of, par
 from lightning_hanayo.strategy.checkpoints.saving.parts import OwnValues, Place, RankTensors, first_with, tied_names
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.lightning.optimizers import unwrapped
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.pipeline import Pipeline
 from lightning_hanayo.strategy.setup.cube import Cube
 
@@ -35,6 +36,7 @@ class CutModel:
     module: "pl.LightningModule"
     pipeline: Pipeline
     cube: Cube | None
+    shards: OptimizerShards | None
     optimizers: Sequence[Optimizer]
     names: Mapping[Tensor, str]
     """of the parameters, also of those that only the optimizers have"""

@@ -22,6 +22,7 @@ from lightning_hanayo.checkpoint.load.module_state import Sharding
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import Part, PartialParameter, partial_alias
 from lightning_hanayo.partition.missing_values import Owner, without_values
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.setup.cube import Cube
 
 _WAY_OUT = (
@@ -31,17 +32,17 @@ _WAY_OUT = (
 
 
 def module_state(
-    module: nn.Module, cube: Sharding | None, ranks: Mapping[str, int], device: torch.device
+    module: nn.Module, sharding: Sharding | None, ranks: Mapping[str, int], device: torch.device
 ) -> dict[str, Any]:
     """The module's state dict on this rank. Its parameters are this rank's, and not guarded.
 
     Args:
         module: cut into stages.
-        cube: None without one.
+        sharding: of the parameters as they are now; None if they are whole.
         ranks: the pipeline rank that owns each entry.
         device: of each rank's values.
     """
-    with nullcontext() if cube is None else _guarded_parts(module, cube):
+    with nullcontext() if sharding is None else _guarded_parts(module, sharding):
         state = module.state_dict()
     for name, value in state.items():
         if isinstance(value, Tensor) and value.is_meta:
@@ -50,43 +51,49 @@ def module_state(
 
 
 @contextmanager
-def _guarded_parts(module: nn.Module, cube: Sharding) -> Iterator[None]:
+def _guarded_parts(module: nn.Module, sharding: Sharding) -> Iterator[None]:
     """Inside it, what hooks of modules make of a part is a part, too, under whatever name, or is refused."""
-    parts = [(name, one) for name, one in module.named_parameters() if one in cube.whole_shapes]
-    classes = [type(one) for _, one in parts]
+    shapes = sharding.whole_shapes
+    parts = [(name, one) for name, one in module.named_parameters() if one in shapes]
+    classes, parts_before = [type(one) for _, one in parts], [vars(one).get("_part") for _, one in parts]
     for name, one in parts:
-        vars(one)["_part"] = Part(name, cube.whole_shapes[one])
+        vars(one)["_part"] = Part(name, shapes[one], _is_of_data_rank(sharding, one))
         one.__class__ = PartialParameter
     try:
         yield
     finally:
-        for (_, one), own_class in zip(parts, classes, strict=True):
+        for (_, one), own_class, before in zip(parts, classes, parts_before, strict=True):
             one.__class__ = own_class
+            vars(one)["_part"] = before
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], cube: Cube | None) -> dict[str, Any]:
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[Tensor, str], sharding: Cube | OptimizerShards | None
+) -> dict[str, Any]:
     """The optimizer's state dict on this rank: with the states of its own parameters. They are not guarded.
 
     Args:
         optimizer: torch's, not Lightning's.
         names: of the module's parameters.
-        cube: None without one.
+        sharding: of the states; None if they are whole.
 
     Raises:
         UnsupportedError: a parameter isn't one of the module's, or it isn't known which states are whose.
     """
-    state = numbered_state_dict(optimizer, is_cut=cube is not None or any(parameter.is_meta for parameter in names))
+    state = numbered_state_dict(optimizer, is_cut=sharding is not None or any(parameter.is_meta for parameter in names))
     parameters = parameters_of(optimizer)
     if not parameters:  # Lightning's, for `configure_optimizers` that returns None
         return state
     listed = names_of(parameters, names)
-    shapes = {} if cube is None else cube.whole_shapes
+    shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
     own = {}
     for index, values in state["state"].items():
         parameter = parameters[index]
         if not parameter.is_meta:  # some, such as Adagrad, make states of placeholders in their constructor
-            part = Part(listed[index], shapes[parameter]) if parameter in shapes else None
-            own[index] = {key: _state(value, parameter, part) for key, value in values.items()}
+            part = None
+            if parameter in shapes:
+                part = Part(listed[index], shapes[parameter], _is_of_data_rank(sharding, parameter))
+            own[index] = {key: _state(value, _local_shape(sharding, parameter), part) for key, value in values.items()}
     return {**state, "state": own}
 
 
@@ -109,6 +116,15 @@ def names_of(parameters: Sequence[nn.Parameter], names: Mapping[Tensor, str]) ->
     return [names[parameter] for parameter in parameters]
 
 
-def _state(value: Any, parameter: Tensor, part: Part | None) -> Any:
-    is_part = part is not None and isinstance(value, Tensor) and value.shape == parameter.shape
+def _state(value: Any, shape: tuple[int, ...], part: Part | None) -> Any:
+    is_part = part is not None and isinstance(value, Tensor) and value.shape == shape
     return partial_alias(value, part) if is_part else value
+
+
+def _is_of_data_rank(sharding: Any, parameter: Tensor) -> bool:
+    return isinstance(sharding, OptimizerShards) and parameter in sharding
+
+
+def _local_shape(sharding: Any, parameter: Tensor) -> tuple[int, ...]:
+    """The shape of what this rank's states have of a parameter, which is whole or a cube's part itself."""
+    return tuple(parameter.shape) if not isinstance(sharding, OptimizerShards) else sharding.local_shape(parameter)

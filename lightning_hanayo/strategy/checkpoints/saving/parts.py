@@ -22,6 +22,7 @@ from lightning_hanayo.checkpoint.save.part import Kind, TensorPart
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.packed_values import is_tensor_subclass
 from lightning_hanayo.partial_values import PartialParameter, PartialValues, plain_alias
+from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.topology import Topology
 
@@ -35,6 +36,8 @@ class Place:
     topology: Topology
     rank: int
     cube: Cube | None
+    shards: OptimizerShards | None = None
+    """of the optimizer, over the data ranks"""
 
     @property
     def pipe_rank(self) -> int:
@@ -142,16 +145,20 @@ class RankTensors:
     def share(self, name: str, tensor: Tensor, kind: Kind) -> None:
         """Add a tensor if it is this rank's turn among those that have the same one, all of which call this."""
         turn, self._num_shared = self._num_shared, self._num_shared + 1
-        cube, num_data = self._place.cube, self._place.topology.data
+        cube, num_data, data_rank = self._place.cube, self._place.topology.data, self._place.data_rank
         if isinstance(tensor, PartialValues | PartialParameter):
-            assert cube is not None and tensor._part is not None
+            assert tensor._part is not None
             parameter = self._parameters[tensor._part.name]
-            number, replicas = cube.replica(parameter), cube.num_replicas(parameter)
-            shape, region = tensor._part.shape, cube.region(parameter)
+            number, replicas = (0, 1) if cube is None else (cube.replica(parameter), cube.num_replicas(parameter))
+            holder = self._place.shards if tensor._part.is_of_data_rank else cube
+            assert holder is not None
+            shape, region = tensor._part.shape, holder.region(parameter)
+            if tensor._part.is_of_data_rank:  # each data rank has its own
+                num_data, data_rank = 1, 0
         else:
             number, replicas = self._place.cube_rank, 1 if cube is None else cube.mesh.num_ranks
             shape, region = tuple(tensor.shape), Region.whole(tensor.shape)
-        if turn % (num_data * replicas) == self._place.data_rank * replicas + number:
+        if turn % (num_data * replicas) == data_rank * replicas + number:
             self._add(TensorPart(name, tensor, shape, region, kind))
 
     def add_new(self, writers: Mapping[str, int]) -> None:

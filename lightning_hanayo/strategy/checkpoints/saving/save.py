@@ -86,7 +86,7 @@ class Checkpoints:
         if self.uses_own_files and storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO plugin, and this Trainer has none")
         if self.is_sharded and model is not None:
-            place = Place(self._topology, self._rank, model.cube)
+            place = Place(self._topology, self._rank, model.cube, model.shards)
             self._saver.save(fspath(path), rank_part(without_unstorable(checkpoint), model, place, resume))
             self.newest, self._begun = (self._begun if self.in_background else fspath(path)), fspath(path)
             return

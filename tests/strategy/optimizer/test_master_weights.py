@@ -1,6 +1,7 @@
 """bf16 parameters with fp32 gradients and master weights train as one process does it, written by hand."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
-from lightning_hanayo.strategy.whole_model.master_weights import MasterWeights
+from lightning_hanayo.strategy.optimizer.step_values import StepValues
 from tests.harness import models
 from tests.harness.checkpoints import read
 from tests.harness.devices import trainer_on
@@ -188,9 +189,12 @@ def test_a_checkpoint_has_the_master_weights(pool: Pool, layout: Layout, save_fu
     models.build(models.MLP, torch.bfloat16).load_state_dict(saved["state_dict"])
 
 
+masters = partial(StepValues, shards=None, has_masters=True)
+
+
 def test_steps_too_small_for_bf16_add_up() -> None:
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    weights = MasterWeights([parameter], [optimizer := torch.optim.SGD([parameter], lr=1.0)])
+    weights = masters([parameter], [optimizer := torch.optim.SGD([parameter], lr=1.0)])
     for _ in range(16):
         for _ in range(300):
             (parameter * 2.0**-18).sum().backward()  # in bf16 no more than 256 of them add up
@@ -204,7 +208,7 @@ def test_steps_too_small_for_bf16_add_up() -> None:
 
 def test_what_a_hook_writes_becomes_the_master_weight() -> None:
     parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    weights = MasterWeights([parameter], [optimizer := torch.optim.SGD([parameter], lr=2.0**-12)])
+    weights = masters([parameter], [optimizer := torch.optim.SGD([parameter], lr=2.0**-12)])
     parameter.sum().backward()
     optimizer.step()
     parameter.data[0] = 3.0
@@ -215,7 +219,7 @@ def test_what_a_hook_writes_becomes_the_master_weight() -> None:
 def test_a_closure_runs_in_bf16_before_the_step() -> None:
     parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    weights, dtypes = MasterWeights([parameter], [optimizer]), []
+    weights, dtypes = masters([parameter], [optimizer]), []
     memory = parameter.data_ptr()
 
     def closure() -> float:
@@ -235,7 +239,7 @@ def test_a_closure_runs_in_bf16_before_the_step() -> None:
 def test_a_step_that_fails_leaves_the_weights_as_they_were() -> None:
     parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
-    weights = MasterWeights([parameter], [optimizer])
+    weights = masters([parameter], [optimizer])
     optimizer.param_groups[0]["lr"] = "wrong"
     parameter.sum().backward()
     with pytest.raises(TypeError):
@@ -247,15 +251,15 @@ def test_a_step_that_fails_leaves_the_weights_as_they_were() -> None:
 def test_frozen_parameters_have_none() -> None:
     frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
     trained = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    with MasterWeights([frozen, trained], [torch.optim.SGD([frozen, trained])]).in_use():
+    with masters([frozen, trained], [torch.optim.SGD([frozen, trained])]).in_use():
         assert (frozen.dtype, trained.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_what_has_no_use_for_them_is_refused() -> None:
     wide, low = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float16))
     with pytest.raises(HanayoError, match="^master_weights='fp32' is for parameters in bf16 or fp16"):
-        MasterWeights([wide], [torch.optim.SGD([wide])])
+        masters([wide], [torch.optim.SGD([wide])])
     with pytest.raises(UnsupportedError, match="^master_weights='fp32' can't be used with LBFGS"):
-        MasterWeights([low], [torch.optim.LBFGS([low])])
+        masters([low], [torch.optim.LBFGS([low])])
     with pytest.raises(HanayoError, match="^master_weights='bf16' is unknown"):
         make_strategy(Layout(2), master_weights="bf16")

@@ -1,0 +1,323 @@
+"""Shards the optimizer over the data ranks (ZeRO-1): each updates its rows of every parameter, and has their states.
+
+    p [6, 4] on 2 data ranks                      rank 0         rank 1
+    forward, backward    p.data  whole            [6, 4]         [6, 4]
+    reduce-scatter       p.grad  own rows summed  rows 0..2      rows 3..5
+    optimizer.step()     p.data, p.grad, states   [3, 4]         [3, 4]
+    all-gather           p.data  whole            [6, 4]         [6, 4]      behind forwards of earlier stages
+
+The `Parameter` objects stay, as with master weights, which are of own rows, too. What can't be cut by rows stays whole:
+sparse parameters, those whose memory is in another order, and those with fewer rows than data ranks.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20), section 5.1.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hanayo.checkpoint.format.region import Region
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.tensor3d.collectives import padded, split_dim
+from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
+
+LARGE = 2**18
+"""bytes from which a parameter has a message of its own; smaller ones are copied into one buffer, and back"""
+
+
+class CubeSharding(Protocol):
+    """How parameters are sharded over the ranks of a cube."""
+
+    @property
+    def whole_shapes(self) -> Mapping[Tensor, tuple[int, ...]]:
+        """The shapes of the parameters of which this rank holds a part."""
+
+    def region(self, parameter: Tensor) -> Region:
+        """Which entries of a parameter this rank holds."""
+
+    def num_replicas(self, parameter: Tensor) -> int:
+        """How many ranks of the cube hold the same shard of it."""
+
+    def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
+        """Gather the ranks' shards of something shaped as `parameter`, on the CPU. Called by all of them."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a parameter that one data rank updates: `start` to `stop` of its first dimension longer than 1."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A view of these rows of something with the parameter's shape."""
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+
+class OptimizerShards:
+    """What one rank updates of the parameters that it holds. All data ranks call its methods alike.
+
+    Args:
+        stages: the parameters of each stage of this rank.
+        axis: the data ranks.
+        cube: None without one.
+        whole: parameters that aren't cut.
+        scatters: whether gradients are summed by a reduce-scatter, after which only own rows of `.grad` are sums, and
+            there is none after the optimizer's step. Otherwise by an all-reduce: user code may read them.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        axis: MeshAxis,
+        cube: CubeSharding | None,
+        *,
+        whole: Collection[Tensor] = (),
+        scatters: bool = True,
+    ) -> None:
+        self.scatters = scatters
+        self._stages = stages
+        self._axis = axis
+        self._cube = cube
+        excluded = frozenset(whole)
+        found = ((p, _rows_of(p, axis)) for own in stages.values() for p in own if p not in excluded)
+        self._rows: dict[Tensor, Rows] = {parameter: rows for parameter, rows in found if rows is not None}
+        shapes: Mapping[Tensor, tuple[int, ...]] = {} if cube is None else cube.whole_shapes
+        self._regions = {p: self._region(p, rows) for p, rows in self._rows.items()}
+        self.whole_shapes = {**shapes, **{p: shapes.get(p, tuple(p.shape)) for p in self._rows}}
+        """of the parameters of whose states this rank holds a part"""
+        self._local_shapes = {p: tuple(p.shape) for p in self._rows}
+        self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
+        self._under_way: dict[int, list[Pending[None]]] = {}
+        self._is_read = False
+
+    def __contains__(self, parameter: object) -> bool:
+        """Whether data ranks have different rows of it."""
+        return parameter in self._rows
+
+    def local_shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """The shape of this rank's rows of a parameter; all of it if it isn't cut."""
+        shape, rows = self._local_shapes.get(parameter, tuple(parameter.shape)), self._rows.get(parameter)
+        return shape if rows is None else (*shape[: rows.dim], rows.stop - rows.start, *shape[rows.dim + 1 :])
+
+    def num_replicas(self, parameter: Tensor) -> int:
+        """How many ranks hold the same of what a norm is taken of, data ranks included."""
+        in_cube = 1 if self._cube is None else self._cube.num_replicas(parameter)
+        return in_cube if parameter in self._rows else in_cube * self._axis.size
+
+    def own_rows(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """This rank's rows of a value with the parameter's shape; all of it if the parameter isn't cut."""
+        rows = self._rows.get(parameter)
+        return value if rows is None or value.shape != self._local_shapes[parameter] else rows.of(value)
+
+    # the optimizer's step
+
+    def attach(self, optimizers: Sequence[Any]) -> None:
+        """Cut the states that optimizers have made already, or will load. They treat each element alone."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, Optimizer):
+                self._cut_states(optimizer)
+                optimizer.register_load_state_dict_post_hook(self._cut_states)
+                optimizer.register_state_dict_pre_hook(self._check_reading)
+
+    @contextmanager
+    def states_in_use(self) -> Iterator[None]:
+        """Inside it, `optimizer.state_dict()` returns the states of own rows; outside it is refused."""
+        self._is_read = True
+        try:
+            yield
+        finally:
+            self._is_read = False
+
+    def put_in(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Before an optimizer's step: let parameters, and their gradients, be own rows."""
+        self.finish()
+        for parameter in parameters:
+            rows = self._rows.get(parameter)
+            if rows is not None:
+                whole, gradient = parameter.data, parameter.grad
+                self._replaced[parameter] = whole, gradient
+                parameter.grad = None
+                parameter.data = rows.of(whole)
+                parameter.grad = None if gradient is None else rows.of(gradient)
+
+    def take_out(self, *, gathers: bool) -> None:
+        """After the step: whole parameters again. If it `gathers`, they get the other ranks' rows, in the background.
+
+        Then do not read them before `finish`.
+        """
+        updated = {parameter for parameter in self._replaced if parameter.grad is not None}
+        for parameter, (whole, gradient) in self._replaced.items():
+            parameter.grad = None
+            parameter.data = whole
+            parameter.grad = None if gathers and self.scatters else gradient
+        self._replaced.clear()
+        for stage, parameters in self._stages.items() if gathers else ():
+            if own := [parameter for parameter in parameters if parameter in updated]:
+                self._under_way.setdefault(stage, []).extend(self._start_gather(own))
+
+    def finish(self, stage: int | None = None) -> None:
+        """Wait until the stage's parameters are whole; all of them if None."""
+        for one in [stage] if stage is not None else list(self._under_way):
+            for pending in self._under_way.pop(one, ()):
+                pending.wait()
+
+    def abandon(self) -> None:
+        """The run has failed: whole parameters, and no groups. After a step that failed own rows may be updated."""
+        for parameter, (whole, _) in self._replaced.items():
+            parameter.grad = None
+            parameter.data = whole
+        self._replaced.clear()
+        self._under_way.clear()
+        self._axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
+
+    def _cut_states(self, optimizer: Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and (part := self.own_rows(parameter, value)) is not value:
+                    state[name] = part.clone()
+
+    def _check_reading(self, optimizer: Optimizer) -> None:
+        if not self._is_read:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.state_dict() has on this rank only the states of its own rows of each "
+                f"parameter (shard_optimizer=True). Call trainer.save_checkpoint(path) on all ranks, which writes all."
+            )
+
+    # collectives
+
+    def sums(self, parameter: nn.Parameter, group: dist.ProcessGroup) -> bool:
+        """Whether `reduce_scatter` sums the parameter's gradient, which is to be summed over the group."""
+        return self.scatters and parameter in self._rows and group is self._axis.group
+
+    def reduce_scatter(self, gradients: Sequence[Tensor]) -> "_Transfer":
+        """Start to sum the gradients of parameters that are cut: own rows of each become sums over the data ranks."""
+        large, small = _by_size(gradients)
+        works = [self._axis.reduce_scatter_each([self._parts(one)]) for one in large]
+        joined = torch.cat([self._parts(one).flatten(1) for one in small], 1) if small else None
+        total = None if joined is None else self._axis.reduce_scatter(joined)
+
+        def finish() -> None:
+            for gradient, work in zip(large, works, strict=True):
+                self._put_rows(gradient, work.wait()[0])
+            if total is not None:
+                lengths = [self._parts(one)[0].numel() for one in small]
+                for gradient, rows in zip(small, total.wait().split(lengths), strict=True):
+                    self._put_rows(gradient, rows)
+
+        return _Transfer(finish)
+
+    def _start_gather(self, parameters: Sequence[nn.Parameter]) -> list[Pending[None]]:
+        """Start to bring each rank's rows to all others, in place where all have equally many."""
+        pending = []
+        even = [p for p in parameters if p.nbytes >= LARGE and p.shape[self._rows[p].dim] % self._axis.size == 0]
+        if even:
+            wholes = [p.data.view(self._axis.size, -1) for p in even]
+            own = [whole[self._axis.rank] for whole in wholes]
+            pending.append(Pending(self._axis.gather_into(wholes, own), _in_place))
+        taken = set(even)
+        others = sorted((p for p in parameters if p not in taken), key=lambda p: str(p.dtype))
+        for _, same in groupby(others, key=lambda p: p.dtype):
+            pending.append(self._start_joined_gather(list(same)))
+        return pending
+
+    def _start_joined_gather(self, parameters: Sequence[nn.Parameter]) -> Pending[None]:
+        wholes = [parameter.data.view(-1) for parameter in parameters]
+        own = [self._parts(parameter.data)[self._axis.rank].flatten() for parameter in parameters]
+        gathering = self._axis.all_gather(torch.cat(own))
+
+        def finish() -> None:
+            columns = gathering.wait().split([len(one) for one in own], 1)
+            for whole, column in zip(wholes, columns, strict=True):
+                whole.copy_(column.reshape(-1)[: len(whole)])
+
+        return Pending(None, finish)
+
+    def _parts(self, value: Tensor) -> Tensor:
+        """[size, ...]: the rows of each data rank, padded to equally many."""
+        return split_dim(value.flatten(0, _dim_of(value)), self._axis.size, 0)
+
+    def _put_rows(self, whole: Tensor, rows: Tensor) -> None:
+        """Write this rank's rows, perhaps padded, into memory of its own of the whole."""
+        length = whole.shape[_dim_of(whole)]
+        part = -(-length // self._axis.size)
+        own = whole.flatten(0, _dim_of(whole))[self._axis.rank * part : (self._axis.rank + 1) * part]
+        own.copy_(rows.view(-1, *own.shape[1:])[: len(own)])
+
+    # checkpoints: how states, and master weights, are sharded
+
+    def region(self, parameter: Tensor) -> Region:
+        """Which entries of the whole parameter this rank's rows are."""
+        found = self._regions.get(parameter)
+        if found is not None:
+            return found
+        return Region.whole(parameter.shape) if self._cube is None else self._cube.region(parameter)
+
+    def unshard(self, part: Tensor, parameter: Tensor) -> Tensor:
+        """Gather something of which each rank has its own rows, on the CPU. Called by all ranks with this stage."""
+        rows = self._rows.get(parameter)
+        if rows is not None and part.shape == self.local_shape(parameter):
+            part = self._gathered(part, self._local_shapes[parameter], rows)
+        return part.detach().cpu() if self._cube is None else self._cube.unshard(part, parameter)
+
+    def _gathered(self, part: Tensor, shape: tuple[int, ...], rows: Rows) -> Tensor:
+        longest = -(-shape[rows.dim] // self._axis.size)
+        on_device = padded(part.detach().to(self._device), rows.dim, longest)
+        return (
+            self._axis.all_gather(on_device.contiguous())
+            .wait()
+            .view(-1, *shape[rows.dim + 1 :])[: shape[rows.dim]]
+            .view(shape)
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._rows)).device
+
+    def _region(self, parameter: Tensor, rows: Rows) -> Region:
+        base = Region.whole(parameter.shape) if self._cube is None else self._cube.region(parameter)
+        return base.narrow(rows.dim, rows.start, rows.stop)
+
+
+def _in_place() -> None:
+    """What is left to do where values are gathered in place."""
+
+
+class _Transfer:
+    """Sums under way, which `GradientAllReduce` waits for as it does for its own."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Block until the sums are there, and put them into the gradients."""
+        self._finish()
+
+
+def _rows_of(parameter: Tensor, axis: MeshAxis) -> Rows | None:
+    if parameter.is_meta or not parameter.is_contiguous() or parameter.layout is not torch.strided:
+        return None
+    dim = _dim_of(parameter)
+    length = parameter.shape[dim] if parameter.dim() else 0
+    if length < axis.size or not parameter.numel():
+        return None
+    part = -(-length // axis.size)
+    start = min(length, axis.rank * part)
+    return Rows(dim, start, min(length, start + part))
+
+
+def _dim_of(tensor: Tensor) -> int:
+    """The first dimension that is longer than 1, so that rows are contiguous."""
+    return next((dim for dim, size in enumerate(tensor.shape) if size > 1), 0)
+
+
+def _by_size(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return [t for t in tensors if t.nbytes >= LARGE], [t for t in tensors if t.nbytes < LARGE]

@@ -1,6 +1,6 @@
 """The options of `HanayoStrategy`, checked when it is constructed."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -8,6 +8,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from reprlib import repr as repr_of
 from typing import Any, Literal
+
+from torch import nn
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.planner.layout import check_schedule
@@ -18,6 +20,8 @@ from lightning_hanayo.strategy.losses.loss_weight import LossWeight
 from lightning_hanayo.topology import MAX_RANKS, cube_sizes
 
 AutoInt = Literal["auto"] | int
+Recompute = Literal["none", "blocks", "attention"] | int | Callable[[str, nn.Module], bool]
+"""what runs again in the backward"""
 MAX_PIECES = 1024
 """of a 3-D product: each needs collectives of its own"""
 MAX_TIMEOUT = timedelta(days=365)
@@ -55,6 +59,7 @@ class Options:
     init_from: str | Path | Mapping[str, str | Path] | None
     master_weights: Literal["fp32"] | None
     shard_optimizer: bool
+    recompute: Recompute
     tied_gradients: Literal["in_order", "at_once"]
     # A model that was cut for other options of these can be used as it is.
     save_full: bool = field(compare=False)
@@ -77,6 +82,7 @@ class Options:
         self._choice("nonfinite", ("raise", "skip", "ignore"))
         if self.master_weights is not None:
             self._choice("master_weights", ("fp32",))
+        self._check_recompute()
         self._names("cube_exclude", "('experts',)")
         blocks: Any = self.blocks
         if blocks is not None and (not isinstance(blocks, str) or not blocks):
@@ -103,6 +109,17 @@ class Options:
             raise HanayoError(f"cube={cube!r}: expected p, for a p x p x p cube, or the sizes (x, y, z)")
         self._set("cube", int(cube) if is_size(cube) else tuple(map(int, cube)))
         self._check_bounds()
+
+    def _check_recompute(self) -> None:
+        if callable(self.recompute):
+            return
+        if isinstance(self.recompute, str):
+            self._choice("recompute", ("none", "blocks", "attention"))
+        else:
+            expected = (
+                "'none', 'blocks', 'attention', a number of blocks per stage, or a function (name, block) -> bool"
+            )
+            self._whole("recompute", expected, least=0)
 
     def _check_bounds(self) -> None:
         """Refuse what no machine has, and schedules that take minutes to make, by the least that is known of them."""

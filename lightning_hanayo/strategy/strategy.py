@@ -131,6 +131,9 @@ class HanayoStrategy(MeshParallelStrategy):
         master_weights: "fp32": parameters in bf16 or fp16 (`precision="bf16-true"`) get fp32 gradients, in which
             micro-batches and ranks are added up, and fp32 master weights, which the optimizer updates and checkpoints
             hold: with Adam 18 bytes per parameter instead of 8. None: all have the parameters' dtype, as in a Trainer.
+        recompute: what keeps its inputs alone and runs again in the backward: "none"; "blocks", all of the stack's;
+            "attention", the attention in each of them; n, the first n blocks of each stage, and fewer on pipeline ranks
+            that hold fewer micro-batches; or a function of a block's name and the block that says whether it does.
         shard_optimizer: whether each data rank updates its own rows of every parameter, and has the optimizer's states
             and master weights of those alone (ZeRO-1), so that they take 1/D of the memory. Parameters are whole in
             forward and backward. For optimizers that treat each element alone, such as AdamW.
@@ -186,6 +189,7 @@ class HanayoStrategy(MeshParallelStrategy):
         whole: Sequence[str] = (),
         init_from: str | Path | Mapping[str, str | Path] | None = None,
         master_weights: Literal["fp32"] | None = None,
+        recompute: Literal["none", "blocks", "attention"] | int | Callable[[str, nn.Module], bool] = "none",
         shard_optimizer: bool = False,
         tied_gradients: Literal["in_order", "at_once"] = "in_order",
         save_full: bool = False,

@@ -20,7 +20,7 @@ from lightning_hanayo.partition.stack import Stack, modules_outside, num_paramet
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce, sparse_weights
-from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
+from lightning_hanayo.runtime.autograd.recomputation import stop_recomputing
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import OnFailure, ProcessGroupTransport
@@ -129,7 +129,7 @@ def build_pipeline(
         values=context.values,
         attributes=context.attributes,
         guard=context.guard,
-        tied=TiedGradients(in_order=context.options.tied_gradients == "in_order"),
+        options=context.options,
     )
     gradients = _gradient_sync(model, ownership, rank, context, cube, full_parameters)
     engine = Engine(
@@ -171,6 +171,7 @@ def _alone(value: Any) -> list[Any]:
 def restore_forwards(pipeline: Pipeline) -> None:
     """Give the blocks and their linear layers their own `forward` back, after a run."""
     forward_patch.unpatch_blocks(pipeline.ownership.stack.blocks)
+    stop_recomputing(pipeline.ownership.stack.blocks)
     linear_patch.unpatch_linear_layers(pipeline.ownership.stack.blocks)
 
 

@@ -8,6 +8,7 @@ from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.runtime.autograd import linear_patch
+from lightning_hanayo.runtime.autograd.recomputation import recompute
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.capture import forward_patch
@@ -25,7 +26,9 @@ from lightning_hanayo.runtime.stages.tensor_parallel_protocols import NoHooks
 from lightning_hanayo.runtime.values import MadeValues
 from lightning_hanayo.schedule import Kind
 from lightning_hanayo.strategy.lightning.block_logs import BlockLogs
+from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.strategy.setup.plan import recomputed_modules
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 
 
@@ -40,13 +43,14 @@ def build_stages(
     values: MadeValues,
     attributes: TemporaryAttributes,
     guard: ParameterGuard,
-    tied: TiedGradients,
+    options: Options,
 ) -> tuple[dict[int, Stage], UserStep | None]:
     """This rank's stages by number, and what runs the user's step, which is None above pipeline rank 0.
 
     The model has this rank's parameters, in a cube its shards of them, and placeholders elsewhere.
     """
     numbers = ownership.stages_of(rank)
+    tied = TiedGradients(in_order=options.tied_gradients == "in_order")
     queues = {stage: WeightGradientQueue() for stage in numbers} | (cube.queues if cube is not None else {})
     is_single = len(ownership.stages) == 1  # a single stage runs the blocks where the user's code calls them
     if _splits_backward(layout) and not is_single:  # no rank waits for a single stage's input gradient
@@ -54,6 +58,7 @@ def build_stages(
         for stage in numbers:
             linear_patch.patch_linear_layers(ownership.blocks(stage), queues[stage], keep=keep)
     stack = ownership.stack
+    recompute(recomputed_modules(options.recompute, layout, ownership, rank))
     num_local = len(ownership.stages[0]) if cube is None else 0
     if streams is not None or not is_single:
         forward_patch.patch_blocks(stack.blocks, streams, values=values, num_local=num_local, single_stage=is_single)

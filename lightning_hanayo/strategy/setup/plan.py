@@ -2,25 +2,36 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import floor, prod
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.module_hooks import check_hooks, check_parameter_hooks
+from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.partition.stack import Stack, find_stack, find_stack_if_any, modules_outside
 from lightning_hanayo.partition.uncut_stacks import describe_uncut
-from lightning_hanayo.planner.layout import Layout, choose
+from lightning_hanayo.planner.layout import COSTS, Layout, choose
+from lightning_hanayo.runtime.autograd.recomputation import attention_of
+from lightning_hanayo.schedule.build import AUTO
 from lightning_hanayo.strategy.lightning import user_hooks
-from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.options import Options, Recompute
 from lightning_hanayo.strategy.setup.checks import check_batch_statistics, check_not_converted, check_packed_parameters
 from lightning_hanayo.strategy.setup.compiled_code import check_cuda_graphs
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import FolderPlan, plan_pretrained, was_read
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.topology import Topology
+
+_RECOMPUTING = {"blocks": replace(COSTS, backward_input=2.0), "attention": replace(COSTS, backward_input=1 + 1 / 3)}
+"""the guess of costs where the backward of inputs runs blocks again, or their attention: 4 of 12 of their weights"""
+
+
+_WHOLE_BACKWARD = "hanayo"
+"""what "auto" is where blocks are recomputed: in a backward of two parts the queue of weight gradients keeps, from the
+first part to the second, all that a block has recomputed, which takes as much memory as not to recompute"""
 
 
 @dataclass(frozen=True)
@@ -79,14 +90,19 @@ def plan_model(
     if topology.replica_size > 1:
         check_hooks(stack.named_modules)
         check_cuda_graphs(model, stack)
+    costs, schedule = options.costs, options.schedule
+    if costs is None and options.recompute in ("blocks", "attention"):
+        costs = _RECOMPUTING[str(options.recompute)]
+    if options.recompute != "none" and schedule == AUTO and topology.pipe > 1:
+        schedule = _WHOLE_BACKWARD
     layout = choose(
         num_ranks=topology.pipe,
         num_blocks=max(1, len(stack)),
         num_waves=options.num_waves,
         num_microbatches=options.num_microbatches,
-        schedule=options.schedule,
+        schedule=schedule,
         activation_budget=options.activation_budget,
-        costs=options.costs,
+        costs=costs,
         steady=steady,
         separate_loss_stage=prod(topology.cube) > 1,
     )
@@ -99,6 +115,45 @@ def plan_model(
         return ModelPlan(stack, layout, None, pretrained)
     check_not_converted(model)
     return ModelPlan(stack, layout, _plan_conversion(model, stack, options, topology), pretrained)
+
+
+def recomputed_modules(recompute: Recompute, layout: Layout, ownership: Ownership, rank: int) -> list[nn.Module]:
+    """The modules of this rank that run again in the backward.
+
+    Raises:
+        UnsupportedError: "attention", and a block has none.
+    """
+    stack, stages = ownership.stack, [ownership.stages[stage] for stage in ownership.stages_of(rank)]
+    if isinstance(recompute, int):
+        chosen = [i for own in stages for i in own[: num_recomputed(recompute, len(own), layout, rank)]]
+    elif recompute == "none":
+        chosen = []
+    else:
+        chosen = [i for own in stages for i in own]
+    named = [(stack.block_names[i], stack.blocks[i]) for i in chosen]
+    if callable(recompute):
+        named = [(name, block) for name, block in named if recompute(name, block)]
+    if recompute != "attention":
+        return [block for _, block in named]
+    found = [(name, block, attention_of(block)) for name, block in named]
+    for name, block, parts in found:
+        if not parts:
+            raise UnsupportedError(
+                f"recompute='attention', but {name}, a {type(block).__name__}, has no module inside whose class is "
+                f"named after attention. Use recompute='blocks', or a number of blocks."
+            )
+    return [part for _, _, parts in found for part in parts]
+
+
+def num_recomputed(number: int, num_blocks: int, layout: Layout, rank: int) -> int:
+    """How many blocks of a stage to recompute, so that this rank keeps no more than the one with most micro-batches.
+
+    That one keeps what num_blocks - number blocks need, of peak[fullest] micro-batches; this one peak[rank] of them.
+    """
+    peaks = layout.simulate().peak_activations
+    kept = max(0, num_blocks - number)
+    room = floor(kept * max(peaks) / peaks[rank] + 1e-9) if peaks[rank] else num_blocks
+    return num_blocks - min(num_blocks, max(kept, room))
 
 
 def report_plan(module: "pl.LightningModule", plan: ModelPlan, options: Options, topology: Topology) -> None:

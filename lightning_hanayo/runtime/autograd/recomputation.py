@@ -1,0 +1,85 @@
+"""Recomputation: modules keep their inputs alone, and run again in the backward.
+
+    F    block(x)          keeps x
+    I    block(x) again    keeps what its backward needs, which runs at once; the queue keeps what `W` needs
+    W                      nothing runs again
+
+It is torch's non-reentrant checkpoint around the module's `forward`, on the instance: names, parameters, class and repr
+stay as they are. Random numbers are those of the first run, whose generators' states are kept.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
+"""
+
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_hanayo.errors import UnsupportedError
+
+_ORIGINAL = "_forward_that_is_recomputed"
+WAY_OUT = "Leave the block out: recompute=lambda name, block: ..., which says whether a block is recomputed."
+
+
+def recompute(modules: Iterable[nn.Module]) -> None:
+    """Let these modules keep their inputs alone, from now on."""
+    for module in modules:
+        if _ORIGINAL not in vars(module):
+            object.__setattr__(module, _ORIGINAL, vars(module).get("forward"))
+            object.__setattr__(module, "forward", MethodType(forward, module))
+
+
+def stop_recomputing(modules: Iterable[nn.Module]) -> None:
+    """Give the modules, and those inside them, their own `forward` back."""
+    for module in (part for one in modules for part in one.modules()):
+        if _ORIGINAL in vars(module):
+            original = vars(module).pop(_ORIGINAL)
+            del vars(module)["forward"]
+            if original is not None:
+                object.__setattr__(module, "forward", original)
+
+
+def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of the module's forward. A function of this module, so that pickle finds it by name.
+
+    Raises:
+        UnsupportedError: it changes a buffer, which would be changed twice.
+    """
+    original = vars(module)[_ORIGINAL] or MethodType(type(module).forward, module)
+    if not torch.is_grad_enabled():
+        return original(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return checkpoint(original, *args, use_reentrant=False, **kwargs)
+    before = _versions(module)
+    made = checkpoint(_call, original, args, kwargs, use_reentrant=False)
+    for name, version in _versions(module).items():
+        if before.get(name) != version:
+            raise UnsupportedError(
+                f"recompute runs a {type(module).__name__} again in the backward, but its forward changes the buffer "
+                f"{name}, which would change twice. {WAY_OUT}"
+            )
+    return made
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls with arguments whose names may be those of `checkpoint`."""
+    return function(*args, **kwargs)
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensor each buffer is, and how often it was written."""
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+
+
+def attention_of(block: nn.Module) -> list[nn.Module]:
+    """The outermost modules inside a block whose class, or one that it derives from, is named after attention."""
+    found: list[nn.Module] = []
+    for module in block.children():
+        if any("Attention" in kind.__name__ for kind in type(module).__mro__):
+            found.append(module)
+        else:
+            found += attention_of(module)
+    return found

@@ -1,54 +1,131 @@
-"""Balances the stages: cuts the stack into stages of about equal cost."""
+"""Balances the stages: cuts the stack so that pipeline ranks have about equal shares of it.
+
+12 equal blocks, 4 ranks, one wave         2 2 2 2 1 1 1 1          rank 0 has stages 0 and 7: 2 + 1 blocks
+with code outside the stack worth 1        1 2 2 2 2 1 1 1          rank 0 has 1 + 1, and that code
+
+A step can't be faster than the rank with most to compute, and the rank with most parameters needs most memory. So the
+shares of ranks count first; then equal stages, as a stage that takes long holds up those behind it.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from lightning_hanayo.errors import HanayoError
 
+_EVEN = 0.1
+"""by how much of their mean stages may differ where they count as equal"""
 
-def cut(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """The indices of each stage's blocks, for contiguous stages, none empty, with the least maximum cost.
+
+@dataclass(frozen=True)
+class Load:
+    """What is to be shared evenly, in any unit.
 
     Args:
-        costs: one per block, in any unit (parameters, seconds).
-        num_stages: at most the number of blocks.
-        first, last: the cost of what the first and the last stage do besides their blocks, in the same unit.
+        blocks: of each block.
+        outside: of the code outside the stack, on the rank of the first stage.
+    """
+
+    blocks: Sequence[float]
+    outside: float = 0.0
+
+
+def cut(loads: Sequence[Load], stage_ranks: Sequence[int], *, outside_stage: int = -1) -> list[range]:
+    """The indices of each stage's blocks, for contiguous stages, none empty.
+
+    It makes the largest share of a rank small, of all loads in turn; then ranks even, then stages, larger ones first.
+    It improves one cut by moving single blocks between stages until none of these moves is better: for equal blocks
+    the result is the best, else nearly so.
+
+    Args:
+        loads: one or several: time, memory.
+        stage_ranks: the rank of each stage; at most as many stages as there are blocks.
+        outside_stage: the stage that is as long as its blocks and the code outside the stack together.
 
     Raises:
         HanayoError: there are fewer blocks than stages.
 
     Example:
-        >>> cut([1, 1, 1, 1, 1], 2, last=1.0)
-        [range(0, 3), range(3, 5)]
+        >>> cut([Load([1] * 5, outside=1)], [0, 1, 1, 0])
+        [range(0, 1), range(1, 2), range(2, 4), range(4, 5)]
     """
-    if len(costs) < num_stages:
-        raise HanayoError(f"{len(costs)} blocks can't fill {num_stages} stages")
-    sums = [0.0, *accumulate(map(float, costs))]
-    num_blocks = len(costs)
-    best: list[_Cut | None] = [_Cut(), *[None] * num_blocks]  # best[i] cuts the first i blocks; None: impossible
-    for stage in range(num_stages):
-        extra = first * (stage == 0) + last * (stage == num_stages - 1)
-        best = [_add_stage(best, sums, stop, extra) for stop in range(num_blocks + 1)]
-    found = best[num_blocks]
-    assert found is not None
-    return [range(start, stop) for start, stop in pairwise((*found.starts, num_blocks))]
+    num_blocks, num_stages = len(loads[0].blocks), len(stage_ranks)
+    if num_blocks < num_stages:
+        raise HanayoError(f"{num_blocks} blocks can't fill {num_stages} stages")
+    rule = _Rule(loads, stage_ranks, outside_stage % num_stages)
+    borders = rule.first_borders()
+    best = rule.key(borders)
+    improves = True
+    while improves:
+        improves = False
+        for giver in range(num_stages):
+            for taker in range(num_stages):
+                while borders[giver + 1] - borders[giver] > 1 and giver != taker:
+                    moved = _moved(borders, giver, taker)
+                    if (key := rule.key(moved)) >= best:
+                        break
+                    borders, best, improves = moved, key, True
+    return [range(start, stop) for start, stop in pairwise(borders)]
 
 
-class _Cut(NamedTuple):
-    """The stages so far. A lower maximum cost is better; of equal ones, the more even cut."""
+def stage_shares(load: Load, stages: Sequence[range], outside_stage: int) -> tuple[float, ...] | None:
+    """Each stage's share of the load, the code outside the stack included; None if all are about equal."""
+    lengths = [sum(load.blocks[i] for i in stage) for stage in stages]
+    lengths[outside_stage] += load.outside
+    total = sum(lengths)
+    if not total or all(abs(length * len(stages) / total - 1) < _EVEN for length in lengths):
+        return None
+    return tuple(length / total for length in lengths)
 
-    max_cost: float = 0.0
-    sum_of_squares: float = 0.0
-    starts: tuple[int, ...] = ()
+
+def _moved(borders: list[int], giver: int, taker: int) -> list[int]:
+    """The borders when one stage has a block less and another one more: those in between hand one on."""
+    low, high = min(giver, taker) + 1, max(giver, taker) + 1
+    step = -1 if giver < taker else 1
+    return [*borders[:low], *(border + step for border in borders[low:high]), *borders[high:]]
 
 
-def _add_stage(best: Sequence[_Cut | None], sums: Sequence[float], stop: int, extra: float) -> _Cut | None:
-    """The best cut of the first `stop` blocks that has one more stage than those in `best`."""
-    options = []
-    for start, before in enumerate(best[:stop]):
-        if before is not None:
-            cost = sums[stop] - sums[start] + extra
-            squares = before.sum_of_squares + cost * cost
-            options.append(_Cut(max(before.max_cost, cost), squares, (*before.starts, start)))
-    return min(options, default=None)
+class _Rule:
+    """Compares cuts, given by the borders of their stages: 0, ..., the number of blocks."""
+
+    def __init__(self, loads: Sequence[Load], stage_ranks: Sequence[int], outside_stage: int) -> None:
+        self._ranks = stage_ranks
+        self._outside_stage = outside_stage
+        self._num_ranks = max(stage_ranks) + 1
+        self._sums, self._outside = [], []
+        for load in loads:
+            mean = (sum(load.blocks) + load.outside) / self._num_ranks or 1.0
+            self._sums.append([0.0, *accumulate(float(one) / mean for one in load.blocks)])
+            self._outside.append(load.outside / mean)
+
+    def first_borders(self) -> list[int]:
+        """A cut to begin with: ranks and their stages as equal as the code outside the stack lets them be."""
+        sums, num_stages = self._sums[0], len(self._ranks)
+        own = self._ranks[0]
+        per_rank = [self._ranks.count(rank) for rank in range(self._num_ranks)]
+        smallest = sums[-1] / (len(sums) - 1) * per_rank[own]  # one block in each of its stages
+        share = max(smallest, 1.0 - self._outside[0])
+        rest = (sums[-1] - share) / max(1, self._num_ranks - 1)
+        wanted = accumulate((share if rank == own else rest) / per_rank[rank] for rank in self._ranks)
+        borders = [0]
+        for stage, position in enumerate(wanted):
+            low, high = borders[-1] + 1, len(sums) - num_stages + stage
+            borders.append(min(range(low, high + 1), key=lambda i: abs(sums[i] - position)))
+        return [*borders[:-1], len(sums) - 1]
+
+    def key(self, borders: Sequence[int]) -> tuple[float, ...]:
+        """Smaller for a better cut."""
+        largest = squares = 0.0
+        for sums, outside in zip(self._sums, self._outside, strict=True):
+            shares = [0.0] * self._num_ranks
+            shares[self._ranks[0]] = outside
+            for rank, (start, stop) in zip(self._ranks, pairwise(borders), strict=True):
+                shares[rank] += sums[stop] - sums[start]
+            largest = max(largest, *shares)
+            squares += sum(share * share for share in shares)
+        sums = self._sums[0]
+        stages = [sums[stop] - sums[start] for start, stop in pairwise(borders)]
+        position = sum(stage * length for stage, length in enumerate(stages))
+        stages[self._outside_stage] += self._outside[0]
+        evenness = sum(length * length for length in stages)
+        return tuple(round(one, 9) for one in (largest, squares, max(stages), evenness, position))

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError, nearest
 
+_TABLES = nn.Embedding | nn.EmbeddingBag
 _LISTS = nn.ModuleList | nn.Sequential
 
 
@@ -97,9 +98,19 @@ def modules_outside(model: nn.Module, stack: Stack) -> Sequence[nn.Module]:
     return [module for module in model.modules() if module not in inside]
 
 
-def num_parameters_outside(model: nn.Module, stack: Stack) -> int:
-    """The number of parameter elements outside the stack."""
-    inside = stack.parameters
+def num_parameters_outside(model: nn.Module, stack: Stack, *, computing: bool = False) -> int:
+    """The number of parameter elements outside the stack.
+
+    If `computing`, without tables that are looked up alone, which takes no time. Without another matrix outside the
+    stack, a table is the head's weight, too.
+    """
+    inside = set(stack.parameters)
+    if computing:
+        modules = modules_outside(model, stack)
+        tables = {p for module in modules if isinstance(module, _TABLES) for p in module.parameters(recurse=False)}
+        others = {p for module in modules if not isinstance(module, _TABLES) for p in module.parameters(recurse=False)}
+        if any(parameter.dim() > 1 for parameter in others):
+            inside |= tables - others
     return sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
 
 

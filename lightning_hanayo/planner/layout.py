@@ -1,10 +1,11 @@
 """Layout: chooses the schedule, stages, waves and micro-batches of a run, before any process starts."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
@@ -68,6 +69,19 @@ class Layout:
             HanayoError: `costs` are for stages that can't be added up to these.
         """
         return self.costs.merged(self.num_stages)
+
+    def with_shares(self, shares: Sequence[float]) -> "Layout":
+        """The same layout with an order for stages that have these shares of the model's time.
+
+        `costs` are numbers. Other schedules than waves have a fixed order, and stay as they are.
+        """
+        if _depth(self.schedule) != "waves" or isinstance(self.costs.forward, tuple):
+            return self
+        times = ("forward", "backward_input", "backward_weight")
+        own: dict[str, Any] = {
+            name: tuple(getattr(self.costs, name) * self.num_ranks * share for share in shares) for name in times
+        }
+        return replace(self, costs=replace(self.costs, **own))
 
     def simulate(self) -> Timeline:
         """A whole batch under these costs."""

@@ -1,6 +1,6 @@
-"""The cut has the lowest possible maximum cost of a stage.
+"""The cut gives ranks equal shares, as far as whole blocks allow it, and then stages.
 
-costs 1 1 1 1 1, last stage + 1:   | 1 1 1 | 1 1 +1 |
+12 equal blocks, 4 ranks, one wave:     2 2 2 2 1 1 1 1        each rank has 3
 """
 
 from itertools import combinations, pairwise
@@ -10,11 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.partition.cut import cut
+from lightning_hanayo.partition.cut import Load, cut, stage_shares
 
 
-def cost(costs: list[int], stages: list[range], last: int) -> int:
-    return max(sum(costs[i] for i in run) + (last if run is stages[-1] else 0) for run in stages)
+def wave(num_ranks: int, num_waves: int = 1) -> list[int]:
+    return [*range(num_ranks), *reversed(range(num_ranks))] * num_waves
+
+
+def fullest(loads: list[Load], ranks: list[int], stages: list[range]) -> float:
+    """The largest share of a rank, of any load."""
+    largest = 0.0
+    for load in loads:
+        shares = [0.0] * (max(ranks) + 1)
+        shares[0] = load.outside
+        for rank, stage in zip(ranks, stages, strict=True):
+            shares[rank] += sum(load.blocks[i] for i in stage)
+        largest = max(largest, max(shares) / ((sum(load.blocks) + load.outside) or 1.0))
+    return largest
 
 
 def all_cuts(count: int, num_stages: int) -> list[list[range]]:
@@ -22,31 +34,60 @@ def all_cuts(count: int, num_stages: int) -> list[list[range]]:
     return [[range(a, b) for a, b in pairwise(border)] for border in borders]
 
 
-@given(some.lists(some.integers(0, 20), min_size=1, max_size=8), some.data(), some.integers(0, 30))
-def test_no_cut_is_better(costs: list[int], data: some.DataObject, last: int) -> None:
-    num_stages = data.draw(some.integers(1, len(costs)))
-    found = cut(costs, num_stages, last=last)
-    assert [i for run in found for i in run] == list(range(len(costs))) and all(found)
-    assert cost(costs, found, last) == min(cost(costs, each, last) for each in all_cuts(len(costs), num_stages))
+def found_and_best(loads: list[Load], ranks: list[int]) -> tuple[float, float]:
+    count = len(loads[0].blocks)
+    found = cut(loads, ranks)
+    assert [i for run in found for i in run] == list(range(count)) and all(found)
+    return fullest(loads, ranks, found), min(fullest(loads, ranks, each) for each in all_cuts(count, len(ranks)))
+
+
+@given(some.integers(4, 12), some.sampled_from([1, 2]), some.integers(0, 12), some.integers(0, 6))
+def test_of_equal_blocks_no_cut_is_better(count: int, waves: int, outside: int, tables: int) -> None:
+    ranks = wave(2, waves) if count >= 4 * waves else wave(2)
+    loads = [Load([1.0] * count, outside), Load([1.0] * count, outside + tables)]
+    found, best = found_and_best(loads, ranks)
+    assert found == pytest.approx(best)
+
+
+@given(some.lists(some.integers(1, 20), min_size=4, max_size=9), some.integers(0, 30))
+def test_of_other_blocks_few_cuts_are_better(costs: list[int], outside: int) -> None:
+    found, best = found_and_best([Load(costs, outside)], wave(2))
+    assert found <= best + max(costs) / (sum(costs) + outside)
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "num_stages", "lengths"), [(8, 4, [2, 2, 2, 2]), (8, 8, [1] * 8), (5, 1, [5]), (12, 8, None)]
+    ("num_blocks", "ranks", "lengths"),
+    [
+        (8, wave(2), [2] * 4),
+        (8, wave(2, 2), [1] * 8),
+        (5, [0], [5]),
+        (12, wave(4), [2, 2, 2, 2, 1, 1, 1, 1]),
+        (6, [0, 1, 2, 3], [2, 2, 1, 1]),
+    ],
 )
-def test_equal_blocks_are_cut_evenly(num_blocks: int, num_stages: int, lengths: list[int] | None) -> None:
-    found = [len(run) for run in cut([1.0] * num_blocks, num_stages)]
-    assert found == lengths if lengths else sorted(found) == [1] * 4 + [2] * 4
+def test_equal_blocks(num_blocks: int, ranks: list[int], lengths: list[int]) -> None:
+    assert [len(run) for run in cut([Load([1.0] * num_blocks)], ranks)] == lengths
 
 
-def test_with_a_huge_head_the_last_stage_has_one_block() -> None:
-    assert [len(run) for run in cut([1] * 8, 4, last=1000)][-1] == 1
+def test_the_rank_of_the_first_stage_has_the_code_outside_the_stack() -> None:
+    assert [len(run) for run in cut([Load([1] * 8, outside=1000)], wave(2))] == [1, 3, 3, 1]
+    assert cut([Load([1.0] * 8, outside=4.0)], [0, 1], outside_stage=0) == [range(2), range(2, 8)]
+    assert [len(run) for run in cut([Load([1] * 14, outside=2.0)], wave(4))] == [1, 2, 2, 2, 2, 2, 2, 1]
+
+
+def test_time_and_memory_count_both() -> None:
+    """The code outside takes no time, but as much memory as three blocks."""
+    time, memory = Load([1.0] * 9), Load([1.0] * 9, outside=3.0)
+    assert [len(run) for run in cut([time], [0, 1, 2])] == [3, 3, 3]
+    assert [len(run) for run in cut([time, memory], [0, 1, 2])] == [2, 4, 3]
 
 
 def test_fewer_blocks_than_stages_are_refused() -> None:
     with pytest.raises(HanayoError, match="3 blocks can't fill 4 stages"):
-        cut([1, 1, 1], 4)
+        cut([Load([1, 1, 1])], wave(2))
 
 
-def test_costs_outside_the_stack_count_for_the_first_and_last_stage() -> None:
-    assert cut([1.0] * 8, 2, last=4.0) == [range(6), range(6, 8)]
-    assert cut([1.0] * 8, 2, first=4.0) == [range(2), range(2, 8)]
+def test_shares_of_stages() -> None:
+    stages = [range(2), range(2, 4)]
+    assert stage_shares(Load([1.0] * 4), stages, -1) is None
+    assert stage_shares(Load([1.0] * 4, outside=1.0), stages, -1) == (0.4, 0.6)

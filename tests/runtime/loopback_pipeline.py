@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_hanayo.partition.cut import cut
+from lightning_hanayo.partition.cut import Load, cut
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
@@ -59,7 +59,10 @@ class LoopbackPipeline:
         self.schedule = with_loss_stage(schedule)
         self.blocks = list(blocks)
         num_stages = self.schedule.num_stages - self.schedule.loss_stage
-        self.runs = [*cut([1.0] * len(self.blocks), num_stages), *([range(0)] if self.schedule.loss_stage else [])]
+        self.runs = [
+            *cut([Load([1.0] * len(self.blocks))], self.schedule.stage_ranks[:num_stages]),
+            *([range(0)] if self.schedule.loss_stage else []),
+        ]
         self.queues = [WeightGradientQueue() for _ in self.runs]
         for run, queue in zip(self.runs, self.queues, strict=True):
             linear_patch.patch_linear_layers([self.blocks[i] for i in run], queue)

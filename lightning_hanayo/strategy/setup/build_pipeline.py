@@ -12,7 +12,7 @@ from lightning_hanayo.clock import clock_for
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition.block_times import measure_block_times
-from lightning_hanayo.partition.cut import cut
+from lightning_hanayo.partition.cut import Load, cut, stage_shares
 from lightning_hanayo.partition.deferred_init import DeferredInit, is_deferred
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_with_placeholders
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
@@ -97,7 +97,14 @@ def build_pipeline(
     """
     layout, cube = plan.layout, prepared.cube
     table = layout.table(layout.num_microbatches)
-    stage_blocks = _known_cut(prepared, layout) or _cut_stack(model, plan, context, example)
+    stage_blocks = _known_cut(prepared, layout)
+    if stage_blocks is None:
+        loads = _loads(model, plan, context, example)
+        stage_blocks = cut(loads, table.stage_ranks[: layout.num_stages], outside_stage=_outside_stage(layout))
+        prepared.stage_shares = stage_shares(loads[0], stage_blocks, _outside_stage(layout))
+    if context.options.costs is None and prepared.stage_shares is not None:
+        layout = layout.with_shares(prepared.stage_shares)
+        table = layout.table(layout.num_microbatches)
     loss_stage = [range(0)] if table.loss_stage else []
     ownership = Ownership(plan.stack, (*stage_blocks, *loss_stage), table.stage_ranks)
     ownership.check(model)
@@ -262,20 +269,24 @@ def _known_cut(prepared: PreparedModel, layout: Layout) -> list[range] | None:
     return blocks if blocks is not None and len(blocks) == layout.num_stages else None
 
 
-def _cut_stack(
-    model: nn.Module, plan: ModelPlan, context: RankContext, example: Callable[[], object] | None
-) -> list[range]:
-    """The blocks of each stage, the same on all ranks."""
-    layout, stack, options = plan.layout, plan.stack, context.options
-    if layout.num_stages == 1:
-        return [range(len(stack))]
+def _loads(model: nn.Module, plan: ModelPlan, context: RankContext, example: Callable[[], object] | None) -> list[Load]:
+    """What the pipeline ranks are to share evenly, the same on all of them: time, and parameters."""
+    stack, options = plan.stack, context.options
+    sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks] or [1.0]
+    parameters = Load(sizes, num_parameters_outside(model, stack))
     if options.balance == "parameters":
-        sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
-        return _cut_with_outside(sizes, layout, num_parameters_outside(model, stack))
+        return [Load(sizes, num_parameters_outside(model, stack, computing=True)), parameters]
     if options.balance != "time":
-        return cut([float(cost) for cost in options.balance], layout.num_stages)
+        return [Load([float(cost) for cost in options.balance])]
+    if plan.layout.num_stages == 1:
+        return [parameters]
     times, outside = _measured_times(model, stack, example, context.device)
-    return _cut_with_outside(times, layout, outside)
+    return [Load(times, outside), parameters]
+
+
+def _outside_stage(layout: Layout) -> int:
+    """Code outside the stack runs on rank 0: with the last stage's blocks in a wave, with the first one's in a loop."""
+    return -1 if layout.ends_on_first_rank else 0
 
 
 def _measured_times(
@@ -292,13 +303,6 @@ def _measured_times(
         dist.broadcast(measured, src=0)
     *times, outside = measured.tolist()
     return times, outside
-
-
-def _cut_with_outside(costs: Sequence[float], layout: Layout, outside: float) -> list[range]:
-    """Code outside the stack runs on rank 0: with the last stage's blocks in a wave, with the first one's in a loop."""
-    if layout.ends_on_first_rank:
-        return cut(costs, layout.num_stages, last=outside)
-    return cut(costs, layout.num_stages, first=outside)
 
 
 def _own_modules(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Module]:

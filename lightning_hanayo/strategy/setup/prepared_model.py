@@ -42,6 +42,8 @@ class PreparedModel:
 
     stage_blocks: list[range] | None = None
     """the blocks of each stage; None before the first run"""
+    stage_shares: tuple[float, ...] | None = None
+    """of the model's time; None: about equal ones"""
     cube: Cube | None = None
     """None before the first run, and without a cube"""
     made_for: tuple[Topology, Options] | None = None
@@ -60,7 +62,7 @@ class PreparedModel:
 
     def __reduce__(self) -> Any:
         """Copies of a module keep the cut; the ranks of a cube and their connections can't be copied."""
-        return PreparedModel, (self.stage_blocks, None, None, None, None, self.is_lost)
+        return PreparedModel, (self.stage_blocks, self.stage_shares, None, None, None, None, self.is_lost)
 
     def attach(self, module: nn.Module, topology: Topology, options: Options, groups: ProcessGroups) -> None:
         """Called before the module is cut: from now on it isn't whole on this rank."""

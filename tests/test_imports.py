@@ -19,6 +19,7 @@ ALLOWED = {
     # The package's own names are imported on first use, so that `import lightning_hanayo.schedule` loads no torch.
     (PACKAGE, f"{PACKAGE}.strategy"),
     (PACKAGE, f"{PACKAGE}.checking"),
+    (PACKAGE, f"{PACKAGE}.chunked_loss"),
 }
 
 

@@ -1,0 +1,161 @@
+"""Lets causal models of transformers compute their loss chunk by chunk of tokens, unchanged.
+
+    hidden -> lm_head -> logits -> loss_function(logits, labels)        the model's forward
+              |          |         `-- takes hidden and weight from the logits, if they haven't been made
+              |          `-- a tensor that makes its values when something computes with them
+              `-- what `chunk_loss` replaces, on the instance
+
+So `outputs.logits` is there for whoever asks for it, in the usual memory.
+"""
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from lightning_hanayo.chunked_loss.cross_entropy import CHUNK, check_chunk, chunked_cross_entropy
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.linear_modules import as_autocast
+from lightning_hanayo.partial_values import METADATA, name_of
+
+_OF_DEVICE = ("device", "is_cpu", "is_cuda", "is_meta", "get_device", "requires_grad", "grad_fn", "is_leaf")
+_LOSS = "ForCausalLMLoss"
+
+
+def chunk_loss(model: nn.Module, chunk: int = CHUNK) -> nn.Module:
+    """Let a causal model of transformers compute its loss without whole logits: with `labels` among its arguments.
+
+    Call it where the model is built. Its head stays an `nn.Linear` with the same weight, also a tied one.
+
+    Example:
+        >>> self.model = chunk_loss(LlamaForCausalLM(config))
+        >>> loss = self.model(input_ids=ids, labels=ids).loss
+
+    Args:
+        model: such as `LlamaForCausalLM` or `GPT2LMHeadModel`.
+        chunk: for how many tokens logits are made at a time.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        HanayoError: a bad number.
+        UnsupportedError: the model has no linear head, or a loss of its own.
+    """
+    check_chunk(chunk)
+    find: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
+    head: Any = None if find is None else find()
+    loss: Any = getattr(model, "loss_function", None)
+    if type(head) is not nn.Linear or getattr(loss, "__name__", "") != _LOSS or "forward" in vars(head):
+        raise UnsupportedError(
+            f"chunk_loss: {type(model).__name__} has the head {type(head).__name__} and the loss "
+            f"{getattr(loss, '__name__', type(loss).__name__)}; expected a causal model of transformers with an "
+            f"nn.Linear head and {_LOSS}. Call lightning_hanayo.chunked_cross_entropy in your step instead."
+        )
+    object.__setattr__(head, "forward", MethodType(forward, head))
+    model.loss_function = ChunkedLoss(loss, chunk)  # type: ignore[assignment]
+    return model
+
+
+def forward(head: nn.Linear, input: Tensor) -> Tensor:
+    """Takes the place of the head's forward. A function of this module, so that pickle finds it by name."""
+    return Logits.of(input, head.weight, head.bias)
+
+
+class Logits(Tensor):
+    """What a head returns: `linear(hidden, weight, bias)`, made when something computes with it."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    _whole: Tensor | None = None
+
+    @staticmethod
+    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "Logits":
+        """Logits [..., V] of [..., H] and [V, H]."""
+        shape, dtype = (*hidden.shape[:-1], weight.shape[0]), as_autocast(hidden).dtype
+        made: Logits = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Logits)
+        made.hidden, made.weight, made.bias = hidden, weight, bias
+        return made
+
+    @property
+    def is_made(self) -> bool:
+        """Whether something has computed with the values."""
+        return self._whole is not None
+
+    def whole(self) -> Tensor:
+        """The values, made once."""
+        if self._whole is None:
+            self._whole = functional.linear(self.hidden, self.weight, self.bias)
+        return self._whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer what needs no values; compute with them otherwise."""
+        name = name_of(func)
+        if name in METADATA and name not in _OF_DEVICE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name == "device":
+            return args[0].hidden.device
+        args, kwargs = tree_map(_made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        """Say what it is."""
+        return f"Logits({tuple(self.shape)}, made when they are used)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Becomes a plain tensor when it is copied or pickled."""
+        return self.whole().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """As for pickle."""
+        return self.whole().detach().clone()
+
+
+def _made(leaf: Any) -> Any:
+    return leaf.whole() if isinstance(leaf, Logits) else leaf
+
+
+class ChunkedLoss:
+    """Takes the place of a model's `loss_function`."""
+
+    def __init__(self, original: Callable[..., Tensor], chunk: int) -> None:
+        self.original = original
+        self.chunk = chunk
+        self.__name__ = original.__name__
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The mean over the labels that count, or their sum divided by `num_items_in_batch`."""
+        if not isinstance(logits, Logits) or logits.is_made or vocab_size not in (None, logits.weight.shape[0]):
+            named = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
+            return self.original(_made(logits), labels, vocab_size, shift_labels=shift_labels, **named)
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = chunked_cross_entropy(
+            logits.hidden,
+            logits.weight,
+            shift_labels.to(logits.hidden.device),
+            logits.bias,
+            chunk=self.chunk,
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -1,0 +1,147 @@
+"""Cross entropy of `linear(hidden, weight, bias)`, chunk by chunk of tokens.
+
+    forward     for each chunk    logits [chunk, V]  ->  losses [chunk], log of the sum of exponentials [chunk]
+    backward    for each chunk    logits again  ->  their gradient  ->  rows of dhidden, a term of dweight
+
+Of N tokens F.cross_entropy keeps [N, V] logits, and makes [N, V] more in fp32 on the way. Here two such tensors of one
+chunk exist at a time, and what is kept is `hidden` and N numbers, for one more product with the weight.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.linear_modules import as_autocast
+
+CHUNK = 1024
+"""tokens"""
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), labels)`, without whole logits.
+
+    Of tensors in fp64 all is computed in fp64. Gradients can't be differentiated again.
+
+    Example:
+        >>> loss = chunked_cross_entropy(self.norm(x), self.token.weight, batch["labels"])
+
+    Args:
+        hidden: [..., H].
+        weight: [V, H], of the head.
+        labels: [...], integers below V, or `ignore_index`.
+        bias: [V], of the head.
+        chunk: for how many tokens logits are made at a time: 2 x chunk x V x 4 bytes.
+        ignore_index: the label of tokens that don't count.
+        label_smoothing: the share of the target that is spread over all V, as in `F.cross_entropy`.
+        reduction: "mean" over the labels that count, "sum", or "none".
+
+    Returns:
+        A scalar, or [...] for "none"; in fp32, or in fp64.
+
+    Raises:
+        HanayoError: shapes that don't belong together, or a bad number.
+    """
+    if hidden.shape[:-1] != labels.shape or weight.shape[1:] != hidden.shape[-1:]:
+        raise HanayoError(
+            f"chunked_cross_entropy: hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels "
+            f"{list(labels.shape)}: expected [..., H], [V, H] and [...]"
+        )
+    check_chunk(chunk)
+    if not 0 <= label_smoothing <= 1:
+        raise HanayoError(f"chunked_cross_entropy: label_smoothing={label_smoothing!r}: expected a number from 0 to 1")
+    if reduction not in ("mean", "sum", "none"):
+        raise HanayoError(f"chunked_cross_entropy: reduction={reduction!r}: expected 'mean', 'sum' or 'none'")
+    flat, targets = as_autocast(hidden).flatten(0, -2), labels.flatten()
+    losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+        flat, weight.to(flat.dtype), None if bias is None else bias.to(flat.dtype), targets,
+        chunk, ignore_index, label_smoothing,
+    )  # fmt: skip
+    if reduction == "none":
+        return losses.view(labels.shape)
+    return losses.sum() / (targets != ignore_index).sum() if reduction == "mean" else losses.sum()
+
+
+def check_chunk(chunk: Any) -> None:
+    """Check a number of tokens.
+
+    Raises:
+        HanayoError: it is none.
+    """
+    if not isinstance(chunk, int) or chunk < 1:
+        raise HanayoError(f"chunk={chunk!r}: expected a whole number of tokens, from 1 on")
+
+
+class _TokenLosses(torch.autograd.Function):
+    """[N, H], [V, H], [V], [N] to the loss of each token, [N]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk: int,
+        ignored: int,
+        smoothing: float,
+    ) -> Tensor:
+        ctx.chunk, ctx.ignored, ctx.smoothing = chunk, ignored, smoothing
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        losses, log_sums = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = functional.linear(hidden[rows], weight, bias).to(dtype)
+            counts = labels[rows] != ignored
+            own = logits.gather(1, labels[rows].where(counts, 0)[:, None])[:, 0]
+            log_sums[rows] = logits.logsumexp(1)
+            wanted = own if not smoothing else own * (1 - smoothing) + logits.mean(1) * smoothing
+            losses[rows] = (log_sums[rows] - wanted).where(counts, 0.0)
+        ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, log_sums = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        dtype = log_sums.dtype
+        dhidden = torch.empty_like(hidden) if needs_hidden else None
+        dweight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
+        dbias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = functional.linear(hidden[rows], weight, bias).to(dtype)
+            dlogits = logits.sub_(log_sums[rows, None]).exp_()
+            if ctx.smoothing:
+                dlogits -= ctx.smoothing / weight.shape[0]
+            counts = labels[rows] != ctx.ignored
+            own = counts.to(dtype) * (ctx.smoothing - 1)
+            dlogits.scatter_add_(1, labels[rows].where(counts, 0)[:, None], own[:, None])
+            dlogits *= gradient[rows].where(counts, 0.0)[:, None]
+            low = dlogits.to(hidden.dtype)
+            if dhidden is not None:
+                torch.mm(low, weight, out=dhidden[rows])
+            if dweight is not None:
+                dweight += low.t().mm(hidden[rows])
+            if dbias is not None:
+                dbias += dlogits.sum(0)
+        return (
+            dhidden,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(bias.dtype),
+            None, None, None, None,
+        )  # fmt: skip

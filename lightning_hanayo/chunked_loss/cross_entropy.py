@@ -5,8 +5,13 @@
 
 Of N tokens F.cross_entropy keeps [N, V] logits, and makes [N, V] more in fp32 on the way. Here two such tensors of one
 chunk exist at a time, and what is kept is `hidden` and N numbers, for one more product with the weight.
+
+In a cube whose ranks all have the same samples (cube_outside="replicate") each of them does this for its share of the
+tokens, in forward and backward; all get all losses, and the gradients of all of `hidden`.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from lightning_hanayo.chunked_loss.token_shares import TokenShares, token_shares
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.linear_modules import as_autocast
 
@@ -46,7 +52,7 @@ def chunked_cross_entropy(
         bias: [V], of the head.
         chunk: for how many tokens logits are made at a time: 2 x chunk x V x 4 bytes.
         ignore_index: the label of tokens that don't count.
-        label_smoothing: the share of the target that is spread over all V, as in `F.cross_entropy`.
+        label_smoothing: the share of the target that all V get equal parts of, as in `F.cross_entropy`.
         reduction: "mean" over the labels that count, "sum", or "none".
 
     Returns:
@@ -66,10 +72,13 @@ def chunked_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise HanayoError(f"chunked_cross_entropy: reduction={reduction!r}: expected 'mean', 'sum' or 'none'")
     flat, targets = as_autocast(hidden).flatten(0, -2), labels.flatten()
-    losses: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
-        flat, weight.to(flat.dtype), None if bias is None else bias.to(flat.dtype), targets,
-        chunk, ignore_index, label_smoothing,
-    )  # fmt: skip
+    operands = [weight, bias]
+    shares = token_shares()
+    if shares is not None:
+        operands = [None if one is None else _SummedGradient.apply(one, shares) for one in operands]  # type: ignore[no-untyped-call]
+    operands = [None if one is None else one.to(flat.dtype) for one in operands]
+    rule = _Rule(chunk, ignore_index, label_smoothing, shares)
+    losses: Tensor = _TokenLosses.apply(flat, *operands, targets, rule)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses.view(labels.shape)
     return losses.sum() / (targets != ignore_index).sum() if reduction == "mean" else losses.sum()
@@ -85,31 +94,54 @@ def check_chunk(chunk: Any) -> None:
         raise HanayoError(f"chunk={chunk!r}: expected a whole number of tokens, from 1 on")
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """How losses are made: of which tokens, how many at a time."""
+
+    chunk: int
+    ignored: int
+    smoothing: float
+    shares: TokenShares | None
+
+    def own(self, num_tokens: int) -> range:
+        """This rank's tokens."""
+        if self.shares is None:
+            return range(num_tokens)
+        length = -(-num_tokens // self.shares.size)
+        return range(num_tokens)[self.shares.rank * length : (self.shares.rank + 1) * length]
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """This rank's tokens, chunk by chunk."""
+        own = self.own(num_tokens)
+        for start in range(own.start, own.stop, self.chunk):
+            yield slice(start, min(start + self.chunk, own.stop))
+
+    def gather(self, rows: Tensor) -> None:
+        """Fill [N, ...], of which each rank has written its own rows."""
+        if self.shares is not None:
+            own = self.own(len(rows))
+            length = -(-len(rows) // self.shares.size)
+            part = rows.new_zeros(length, *rows.shape[1:])
+            part[: len(own)] = rows[own.start : own.stop]
+            rows.copy_(self.shares.all_gather(part).wait().flatten(0, 1)[: len(rows)])
+
+
 class _TokenLosses(torch.autograd.Function):
     """[N, H], [V, H], [V], [N] to the loss of each token, [N]."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        chunk: int,
-        ignored: int,
-        smoothing: float,
-    ) -> Tensor:
-        ctx.chunk, ctx.ignored, ctx.smoothing = chunk, ignored, smoothing
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: _Rule) -> Tensor:
+        ctx.rule = rule
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         losses, log_sums = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
+        for rows in rule.chunks(len(hidden)):
             logits = functional.linear(hidden[rows], weight, bias).to(dtype)
-            counts = labels[rows] != ignored
+            counts = labels[rows] != rule.ignored
             own = logits.gather(1, labels[rows].where(counts, 0)[:, None])[:, 0]
             log_sums[rows] = logits.logsumexp(1)
-            wanted = own if not smoothing else own * (1 - smoothing) + logits.mean(1) * smoothing
+            wanted = own if not rule.smoothing else own * (1 - rule.smoothing) + logits.mean(1) * rule.smoothing
             losses[rows] = (log_sums[rows] - wanted).where(counts, 0.0)
+        rule.gather(losses)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
         return losses
 
@@ -117,19 +149,19 @@ class _TokenLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums = ctx.saved_tensors
+        rule: _Rule = ctx.rule
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dtype = log_sums.dtype
         dhidden = torch.empty_like(hidden) if needs_hidden else None
         dweight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         dbias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
-        for start in range(0, len(hidden), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
+        for rows in rule.chunks(len(hidden)):
             logits = functional.linear(hidden[rows], weight, bias).to(dtype)
             dlogits = logits.sub_(log_sums[rows, None]).exp_()
-            if ctx.smoothing:
-                dlogits -= ctx.smoothing / weight.shape[0]
-            counts = labels[rows] != ctx.ignored
-            own = counts.to(dtype) * (ctx.smoothing - 1)
+            if rule.smoothing:
+                dlogits -= rule.smoothing / weight.shape[0]
+            counts = labels[rows] != rule.ignored
+            own = counts.to(dtype) * (rule.smoothing - 1)
             dlogits.scatter_add_(1, labels[rows].where(counts, 0)[:, None], own[:, None])
             dlogits *= gradient[rows].where(counts, 0.0)[:, None]
             low = dlogits.to(hidden.dtype)
@@ -139,9 +171,32 @@ class _TokenLosses(torch.autograd.Function):
                 dweight += low.t().mm(hidden[rows])
             if dbias is not None:
                 dbias += dlogits.sum(0)
+        if dhidden is not None:
+            rule.gather(dhidden)
         return (
             dhidden,
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
-            None, None, None, None,
-        )  # fmt: skip
+            None,
+            None,
+        )
+
+
+class _SummedGradient(torch.autograd.Function):
+    """A weight that each rank uses for its tokens: its gradient is the sum over the ranks.
+
+    Of a parameter the ranks' gradients are averaged after the batch, as all ranks compute the same of everything else.
+    So there its own part times the number of ranks does, without communication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, shares: TokenShares) -> Tensor:
+        ctx.shares, ctx.is_parameter = shares, weight.is_leaf
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_parameter:
+            return gradient * ctx.shares.size, None
+        return ctx.shares.all_reduce(gradient.clone()).wait(), None

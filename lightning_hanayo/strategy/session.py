@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hanayo.chunked_loss import token_shares
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
@@ -82,6 +83,7 @@ from lightning_hanayo.strategy.whole_model import lbfgs, norm_functions, removed
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
 from lightning_hanayo.strategy.whole_model.replica_check import ReplicaCheck
 from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
+from lightning_hanayo.tensor3d.mesh import MeshAxis
 from lightning_hanayo.topology import Topology
 
 
@@ -266,6 +268,8 @@ class Session:
         if self.topology.replica_size > 1 or self._scatters_gradients:
             norm_functions.start(self._norms)
         raw_collectives.start(self._raw)
+        if self.cube is not None and not self.cube.shares_samples:
+            token_shares.start(self._token_shares)
         self._replica_check = self._check_of_replicas(module)
         self._nonfinite = look = self._check_of_gradients(trainer, module)
         plugin, attributes = trainer.precision_plugin, self.attributes
@@ -451,8 +455,13 @@ class Session:
             self._hangs.stop()
             self._hangs = None
 
+    def _token_shares(self) -> MeshAxis | None:
+        """The cube's ranks, while they all run a step on the same samples."""
+        return self.cube.mesh.axis("xyz") if self.cube is not None and self.guard.scope == "step" else None
+
     def _stop_whole_model(self) -> None:
         raw_collectives.stop(self._raw)
+        token_shares.stop(self._token_shares)
         if self._norms is not None:
             norm_functions.stop(self._norms)
             self._norms.close()

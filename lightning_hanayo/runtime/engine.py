@@ -9,6 +9,7 @@ import torch
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.message import Message, MessageKey
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
+from lightning_hanayo.runtime.profiling.memory_trace import MemoryWatch
 from lightning_hanayo.runtime.profiling.ranges import action_range
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Communicate, Compute, Program
@@ -41,6 +42,8 @@ class Engine:
     """the random streams of steps and blocks; None: torch's own generators are left as they are"""
     values: MadeValues = field(default_factory=MadeValues, kw_only=True)
     """notes what stages make; it is off unless somebody turns it on"""
+    memory: MemoryWatch = field(default_factory=MemoryWatch, kw_only=True)
+    """measures what actions hold, if it is a `MemoryTrace`"""
     _messages: dict[MessageKey, Message] = field(default_factory=dict, init=False)
     """made on this rank, and not yet sent or used by another stage of this rank"""
     num_steps: int = field(default=0, init=False)
@@ -65,7 +68,8 @@ class Engine:
         for step in program.steps:
             self.num_steps += 1
             if isinstance(step, Compute):
-                self._compute(step, batch)
+                with self.memory.action(step.action):
+                    self._compute(step, batch)
             elif isinstance(step, Communicate):
                 self._communicate(step)
             elif batch.reduce_gradients:
@@ -81,7 +85,8 @@ class Engine:
 
     def _communicate(self, step: Communicate) -> None:
         sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
-        self.channel.start_transfers(sends, step.receives)
+        with self.memory.transfers():
+            self.channel.start_transfers(sends, step.receives)
 
     def _copy_waiting_gradients(self) -> None:
         """Copy gradients that wait here for their stage: one may also be a parameter's (`x + p`), reduced in place."""
@@ -97,6 +102,7 @@ class Engine:
         if source is not None:
             received = self._messages.pop(source).detached() if step.is_local else self.channel.wait_receive(source)
             start = clock.mark()
+            self.memory.note_input(received)
         if action.kind is Kind.F:
             self.before_forward(action.stage)
         if self.streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
@@ -111,4 +117,5 @@ class Engine:
             self.values.note_gradients(action.stage, made.tensors)
         if step.output_key is not None and made is not None:
             self._messages[step.output_key] = made
+            self.memory.note_output(made)
         self.trace.add(action, reached, start)

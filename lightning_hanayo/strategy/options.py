@@ -68,6 +68,7 @@ class Options:
     load_anyway: Collection[str] = field(compare=False)
     nonfinite: Literal["raise", "skip", "ignore"] = field(compare=False)
     check_replicas: int | None = field(compare=False)
+    measure_memory: bool = field(compare=False)
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -190,7 +191,7 @@ class Options:
             )
 
     def _check_checkpoints(self) -> None:
-        for name in ("save_full", "save_async", "verify_checkpoints", "shard_optimizer"):
+        for name in ("save_full", "save_async", "verify_checkpoints", "shard_optimizer", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise HanayoError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.save_full and self.save_async:

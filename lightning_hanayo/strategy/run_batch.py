@@ -129,12 +129,17 @@ def _run(
         session.warn_of_statistics(trainer.lightning_module, split.num_microbatches)
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)
+
+    def measured_step(inputs: Any) -> Any:
+        with pipeline.engine.memory.user_code():
+            return step(inputs)
+
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
     running = Batch(
         microbatches.signature(batch, split.sizes.parts, kind),
         pipeline.reduces_in_batch(reduce),
-        step=lambda m: step(split.step_inputs[m]),
-        dry_run_step=lambda m: step(split.block_input(m)),
+        step=lambda m: measured_step(split.step_inputs[m]),
+        dry_run_step=lambda m: measured_step(split.block_input(m)),
         on_user_code=microbatch_steps.enter,
         on_whole_step=on_whole_step,
         in_step=in_step,

@@ -53,6 +53,8 @@ from lightning_hanayo.strategy.lightning.microbatch_log import GivenBatchSizes
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
+from lightning_hanayo.strategy.memory.report import MemoryReport
+from lightning_hanayo.strategy.memory.run_memory import RunMemory, not_measured
 from lightning_hanayo.strategy.nonfinite.check import NonFiniteCheck, RankNames
 from lightning_hanayo.strategy.nonfinite.origin import BlockNames
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
@@ -138,6 +140,7 @@ class Session:
         self._raw = raw_collectives.Run(self.collectives, topology.pipe, prod(topology.cube))
         self.cube: Cube | None = None
         self._step_values: StepValues | None = None
+        self._memory: RunMemory | None = None
         self._gathers_at_once = False
         self._is_open = True
         self._hangs: HangWatch | None = None
@@ -258,6 +261,8 @@ class Session:
         example = user_hooks.example_run(module, self.device) if self._options.balance == "time" else None
         context = self._rank_context(trainer, seed, streams, () if values is None else values.names)
         self._pipeline = build_pipeline(module, plan, prepared, context, example)
+        if self._options.measure_memory:
+            self._memory = RunMemory(self._pipeline)
         if values is not None:
             values.put_in(module, prepared.cube)
         self._loss_weight = for_model(self._options.loss_weight, module, self._options.batch_dim)
@@ -360,6 +365,29 @@ class Session:
         removed_gradients.check_alike(
             hook, had_gradients=had_gradients, has_gradients=_any_gradient(parameters), replica=self._groups.replica
         )
+
+    def measured_batch(
+        self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
+        """Inside it a training batch runs, whose memory is measured if the options say so."""
+        return nullcontext() if self._memory is None else self._memory.batch(module, self._held_by(optimizers))
+
+    def measured_step(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+        """Inside it the optimizer steps, and may run the batch before."""
+        return nullcontext() if self._memory is None else self._memory.step(progress.batch_idx(trainer))
+
+    def memory_report(self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]) -> MemoryReport:
+        """See `HanayoStrategy.memory_report`."""
+        self.check_all_ranks("memory_report")
+        if self._memory is None:
+            raise not_measured()
+        return self._memory.report(module, self._held_by(optimizers), self._groups, self.device)
+
+    def _held_by(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """The optimizers' states, and master weights."""
+        values = (value for one in optimizers for state in one.state.values() for value in state.values())
+        masters = [] if self._step_values is None else self._step_values.master_weights
+        return [*masters, *(value for value in values if isinstance(value, Tensor))]
 
     def measure_memory(self, module: "pl.LightningModule") -> None:
         """Find how much the fullest rank holds. Called by all ranks, before a training."""

@@ -50,6 +50,7 @@ from lightning_hanayo.strategy.lightning.loops.validation_times import validate_
 from lightning_hanayo.strategy.lightning.optimizers import move_optimizers, unguard_states, unwrapped
 from lightning_hanayo.strategy.lightning.parallel_strategy import MeshParallelStrategy
 from lightning_hanayo.strategy.lightning.user_hooks import defines_configure_model
+from lightning_hanayo.strategy.memory.report import MemoryReport
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
@@ -198,6 +199,7 @@ class HanayoStrategy(MeshParallelStrategy):
         load_anyway: Collection[str] = (),
         nonfinite: Literal["raise", "skip", "ignore"] = "raise",
         check_replicas: int | None = None,
+        measure_memory: bool = False,
     ) -> None:
         arguments = locals() | {"costs": costs_from(costs)}
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
@@ -402,7 +404,8 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step, trainer = self.module.training_step, self.module.trainer
-        with self._unguarded(), self.precision_plugin.train_step_context():
+        measured = self.session.measured_batch(self.module, self.optimizers)
+        with self._unguarded(), self.precision_plugin.train_step_context(), measured:
             self.checkpoints.poll()
 
             def user_step(part: Any) -> Any:
@@ -437,7 +440,7 @@ class HanayoStrategy(MeshParallelStrategy):
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         closure = self.session.guard.in_this_scope(closure)  # the user's, around Lightning's
         hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard, allowed=self.session.shards is None)
-        with self._unguarded(), hooks:  # also from a hook of the user's
+        with self._unguarded(), hooks, self.session.measured_step(self.module.trainer):  # also from a user's hook
             step = partial(self.session.votes.step, step)
             result = self.session.nonfinite.step(step, optimizer, closure)
             self.session.end_optimizer_step()
@@ -512,6 +515,27 @@ class HanayoStrategy(MeshParallelStrategy):
                 f"got a {type(module).__name__}. What it returns has all parts: gather_model().encoder."
             )
         return self.session.gather_model(self.module)
+
+    def memory_report(self) -> MemoryReport:
+        """Return what each rank holds when it holds the most, predicted and measured, in bytes by what they are for.
+
+        Called by all ranks, with `measure_memory=True`: after `fit`, or in a hook that runs on all of them. Measured is
+        every training batch but the first two of an epoch; reported is the one in which a rank held the most.
+
+        Example:
+            >>> strategy = HanayoStrategy(measure_memory=True)
+            >>> trainer = L.Trainer(devices=4, strategy=strategy, limit_train_batches=3, max_epochs=1)
+            >>> trainer.fit(module)
+            >>> report = strategy.memory_report()
+            >>> if trainer.is_global_zero:
+            ...     print(report)
+
+        Raises:
+            HanayoError: no batch was measured.
+            UnsupportedError: the steps make several passes through the stack, or this is called in a step.
+        """
+        with self._unguarded():
+            return self.session.memory_report(self.module, list(map(unwrapped, self.optimizers)))
 
     def _unguarded(self) -> AbstractContextManager[None]:
         """Entered while Lightning's code runs, or ours, which user code may have called, in a run or after it."""

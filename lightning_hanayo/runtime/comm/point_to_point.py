@@ -9,11 +9,19 @@ the messages are sent (`schedule/passes/communication.py`), so this takes no tim
 `headers.py` says how a message is put into buffers whose sizes both ranks know.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 from lightning_hanayo.runtime.comm.codec import SendBuffer
-from lightning_hanayo.runtime.comm.headers import Agreement, Headers, HeadersAhead, HeadersInBuffers, PendingSend
+from lightning_hanayo.runtime.comm.headers import (
+    MAX_SPARE_BUFFERS,
+    Agreement,
+    Headers,
+    HeadersAhead,
+    HeadersInBuffers,
+    PendingSend,
+)
 from lightning_hanayo.runtime.comm.message import Message, MessageKey
 from lightning_hanayo.runtime.comm.transport import Transport
 
@@ -97,3 +105,28 @@ class PointToPointChannel:
             work.wait()
             if isinstance(buffer, SendBuffer):
                 self._headers.recycle(buffer)
+
+
+def most_buffer_bytes(sends: Sequence[tuple[Hashable, int]], num_bytes: Mapping[Any, int], *, keeps_spare: bool) -> int:
+    """The most bytes of buffers that a channel holds if it repeats these sends batch after batch.
+
+    Args:
+        sends: of a batch, in order: which message it is, without its micro-batch, and the other rank.
+        num_bytes: of each such message.
+        keeps_spare: whether buffers are used again, as on the CPU.
+    """
+    in_flight: defaultdict[int, deque[Hashable]] = defaultdict(deque)
+    spare: Counter[Hashable] = Counter()
+    held = most = 0
+    for message, peer in [*sends, *sends, *sends]:
+        if len(in_flight[peer]) >= MAX_IN_FLIGHT:
+            sent = in_flight[peer].popleft()
+            is_kept = keeps_spare and spare[sent] < MAX_SPARE_BUFFERS
+            spare[sent] += is_kept
+            held -= 0 if is_kept else num_bytes[sent]
+        is_new = not spare[message]
+        spare[message] -= not is_new
+        held += num_bytes[message] * is_new
+        most = max(most, held)
+        in_flight[peer].append(message)
+    return most

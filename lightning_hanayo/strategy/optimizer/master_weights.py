@@ -60,6 +60,11 @@ class MasterWeights:
             parameter.data = low.copy_(parameter.data)
         self._replaced.clear()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The master weights that no parameter has now."""
+        return list(self._masters.values())
+
     def close(self) -> None:
         """The run has ended: free gradients, and keep the master weights in host memory, for checkpoints."""
         masters = {parameter: master.cpu() for parameter, master in self._masters.items()}

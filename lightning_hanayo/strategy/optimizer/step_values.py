@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_hanayo.strategy.optimizer.master_weights import MasterWeights
@@ -63,6 +63,11 @@ class StepValues:
     def sharding(self) -> OptimizerShards | None:
         """How parameters are sharded inside `in_use`, if not only over a cube."""
         return None if self._masters is None else self.shards
+
+    @property
+    def master_weights(self) -> list[Tensor]:
+        """The fp32 copies of parameters."""
+        return [] if self._masters is None else self._masters.tensors
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

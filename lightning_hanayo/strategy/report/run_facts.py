@@ -1,15 +1,14 @@
 """What loggers get to know about a run once: layout, sizes, samples, seed, and at its end the memory it took."""
 
 import os
-import resource
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_hanayo.runtime.comm.object_collectives import gather_objects
 from lightning_hanayo.strategy.lightning.inspection.model_summary import whole_on_meta
 from lightning_hanayo.strategy.lightning.inspection.start import samples_per_rank
+from lightning_hanayo.strategy.memory.process import peak_bytes
 from lightning_hanayo.strategy.strategy import HanayoStrategy
 
 
@@ -44,15 +43,8 @@ def peak_memory(strategy: HanayoStrategy) -> dict[int, int]:
     On an accelerator what torch has allocated there; on CPUs the memory of the process. Called by all ranks of the
     replica; rank 0 gets the values.
     """
-    own = _peak_bytes(strategy.root_device)
+    own = peak_bytes(strategy.root_device)
     if strategy.topology.replica_size == 1:
         return {0: own}
     peaks = gather_objects(strategy.groups.replica, own)
     return dict(zip(strategy.groups.replica_ranks, peaks, strict=False))
-
-
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    peak: int = torch.get_device_module(device).max_memory_allocated(device)
-    return peak

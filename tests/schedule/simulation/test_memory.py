@@ -60,6 +60,44 @@ def test_the_loss_stage_may_be_left_out() -> None:
     assert [rank.activations for rank in told.peaks(timeline)] == [6, 2]
 
 
+def test_what_is_not_held_all_the_time() -> None:
+    """1F1B with P = 2; forward 1, backward 2, and messages take no time.
+
+    rank 0   F0 F1      B0 B0 F2       B1 B1 .. B2 B2
+    rank 1      F0 B0 B0   F1 B1 B1    F2 B2 B2
+    """
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=3))
+
+    def peaks(**sizes: Any) -> list[RankMemory]:
+        return list(MemoryModel(0.0, **sizes).peaks(timeline))
+
+    assert [peak.messages for peak in peaks(message=5.0)] == [5, 5]
+    assert [peak.messages for peak in peaks(send_buffers=(2.0, 3.0))] == [2, 3]
+    assert [peak.suspended for peak in peaks(suspended=(1.0, 4.0))] == [2, 4]
+    assert [peak.gathered for peak in peaks(gathered=7.0)] == [7, 7]
+    spikes = {"forward_workspace": 1.0, "backward_workspace": (6.0, 0.0)}
+    assert [peak.workspace for peak in peaks(**spikes)] == [6, 1]
+    curve = MemoryModel(0.0, new_gradients=9.0).curve(timeline, 0)
+    assert [held for time, held in curve if time in (0.0, 4.0)] == [0.0, 9.0]
+    assert curve[-1] == (timeline.makespan, 0.0)
+
+
+def test_weight_gradients_wait_with_less_than_the_activations() -> None:
+    """After `I` a micro-batch holds 3 of its 8 bytes."""
+    timeline = simulate(build("zb-h1", num_ranks=1, num_microbatches=1))
+    whole, part = (MemoryModel(8.0, queue=queue).curve(timeline, 0) for queue in (None, 3.0))
+    assert whole == ((0.0, 8.0), (3.0, 0.0))
+    assert part == ((0.0, 8.0), (2.0, 3.0), (3.0, 0.0))
+
+
+def test_gradients_of_tied_weights_wait_for_the_first_stage() -> None:
+    """From the end of the last stage's backward (3B0) to the end of the first one's (0B0)."""
+    timeline = simulate(build("hanayo", num_ranks=2, num_microbatches=1))
+    curve = MemoryModel(0.0, tied=5.0).curve(timeline, 0)
+    ends = [span.end for span in timeline.spans if str(span.action) in ("3B0", "0B0")]
+    assert [(time, held) for time, held in curve if time in ends] == [(min(ends), 5.0), (max(ends), 0.0)]
+
+
 @given(schedules())
 @unhurried
 def test_bytes_follow_the_activations(schedule: Schedule) -> None:

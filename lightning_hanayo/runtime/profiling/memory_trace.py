@@ -1,0 +1,201 @@
+"""Measures what each action of a batch changes in its rank's memory, and the most bytes at one time.
+
+    held before the F of a stage  --->  most held during it  --->  held after it
+          |<------------------ most ---------->|                        |
+          |<------------------ change ---------------------------------->|
+
+What a backward makes counts as workspace until it ends: then it is a gradient, is sent on, or waits in the queue of
+weight gradients. What an operation needs inside itself isn't seen.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from typing_extensions import override
+
+from lightning_hanayo.runtime.comm.message import Message
+from lightning_hanayo.runtime.profiling.live_bytes import LiveBytes, MemoryKind, Peak
+from lightning_hanayo.schedule import Action, Kind
+
+_NOT_MEASURED = nullcontext()
+
+
+class MemoryWatch:
+    """What the engine, and the code around it, tell of a rank's memory. This one does nothing with it."""
+
+    def action(self, action: Action) -> AbstractContextManager[None]:
+        """Entered for each action."""
+        return _NOT_MEASURED
+
+    def transfers(self) -> AbstractContextManager[None]:
+        """Entered while sends and receives start."""
+        return _NOT_MEASURED
+
+    def user_code(self) -> AbstractContextManager[None]:
+        """Entered by each step of the user's, in its thread."""
+        return _NOT_MEASURED
+
+    def note_input(self, message: Message) -> None:
+        """Called with the message that an action uses."""
+
+    def note_output(self, message: Message) -> None:
+        """Called with the message that an action has made."""
+
+    def note_gathered(self) -> None:
+        """Called when parameters have become whole for a batch."""
+
+
+@dataclass(frozen=True)
+class ActionBytes:
+    """What one action does to the bytes that its rank holds."""
+
+    change: Mapping[MemoryKind, int]
+    """by kind, from before it to after it"""
+    most: int
+    """the most during it, beyond what was held before"""
+    output: int = 0
+    """of the message that it makes for another stage"""
+
+
+@dataclass(frozen=True)
+class BatchBytes:
+    """What was measured of one batch on one rank."""
+
+    actions: Mapping[Action, ActionBytes]
+    begin: Mapping[MemoryKind, int]
+    """held before its first action"""
+    end: Mapping[MemoryKind, int]
+    """held after its last action"""
+    peak: Peak
+    """from its begin to the end of the optimizer's step"""
+    step: int = 0
+    """the most during the optimizer's step, beyond what was held before it"""
+
+
+@dataclass(eq=False)
+class MemoryTrace(MemoryWatch):
+    """Measures the batches of one rank, and keeps the one that held the most."""
+
+    blocks: Sequence[nn.Module]
+    """of the stack: what they make in a forward are activations"""
+    parameters: Sequence[nn.Parameter]
+    """that this rank trains: their `.grad` are gradients"""
+    is_whole: Callable[[Tensor], bool] = lambda _: False
+    """whether a cube holds the parameter whole, while a batch runs"""
+    live: LiveBytes = field(default_factory=LiveBytes)
+    largest: BatchBytes | None = field(default=None, init=False)
+    """None: no batch was measured"""
+    _actions: dict[Action, ActionBytes] = field(default_factory=dict, init=False)
+    _begin: Mapping[MemoryKind, int] = field(default_factory=dict, init=False)
+    _end: Mapping[MemoryKind, int] = field(default_factory=dict, init=False)
+    _output: int = field(default=0, init=False)
+    """bytes of the message that the current action has made"""
+    _batch: BatchBytes | None = field(default=None, init=False)
+    """the last one, before its optimizer step"""
+    _after_batch: int = field(default=0, init=False)
+    _around_blocks: defaultdict[int, list[MemoryKind]] = field(default_factory=lambda: defaultdict(list), init=False)
+    """by thread: as what memory counted where a block was called"""
+
+    def __post_init__(self) -> None:
+        self._ids = {id(block) for block in self.blocks}
+
+    @contextmanager
+    def batch(self, weights: Iterable[Tensor], optimizer: Iterable[Tensor]) -> Iterator[None]:
+        """Inside it the rank runs a batch; these are its weights, and the optimizer's tensors."""
+        live = self.live
+        self._actions, self._batch = {}, None
+        self._around_blocks.clear()
+        live.claim_all("workspace", "other")
+        live.claim(weights, "weights")
+        live.claim(optimizer, "optimizer")
+        self._claim_gradients()
+        live.restart()
+        hooks = (
+            torch_module.register_module_forward_pre_hook(self._before_block),
+            torch_module.register_module_forward_hook(self._after_block, always_call=True),
+        )
+        try:
+            with live.counting(), live.making("other"):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._batch = BatchBytes(self._actions, self._begin, self._end, live.restart())
+        self._after_batch = live.num_bytes
+
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Inside it the optimizer steps, and before that it may run the batch."""
+        with self.live.counting(), self.live.making("workspace"):
+            yield
+        if self._batch is not None:
+            step, peak = self.live.peak, self._batch.peak
+            peak = step if step.num_bytes > peak.num_bytes else peak
+            self._batch = replace(self._batch, peak=peak, step=max(0, step.num_bytes - self._after_batch))
+
+    def keep(self) -> None:
+        """Called between two batches, unless the one before was unlike others."""
+        batch, largest = self._batch, self.largest
+        if batch is not None and (largest is None or batch.peak.num_bytes > largest.peak.num_bytes):
+            self.largest = batch
+
+    @override
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        live, is_forward = self.live, action.kind is Kind.F
+        self._output, live.kind = 0, "activations" if is_forward else "workspace"
+        before, peak = dict(live.held), live.restart()
+        self._begin = self._begin if self._actions else before
+        yield
+        self._claim_gradients()
+        live.claim_all("workspace", "queue" if action.kind is Kind.I else "gradients")
+        self._end = dict(live.held)
+        change = {kind: held - before[kind] for kind, held in self._end.items()}
+        self._actions[action] = ActionBytes(change, live.peak.num_bytes - sum(before.values()), self._output)
+        live.go_on(peak)
+
+    @override
+    def transfers(self) -> AbstractContextManager[None]:
+        return self.live.making("messages")
+
+    @override
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        with self.live.counting(), self.live.making("suspended"):
+            yield
+
+    @override
+    def note_input(self, message: Message) -> None:
+        if self.live.kind == "activations":
+            self.live.claim(message.tensors, "activations")
+
+    @override
+    def note_output(self, message: Message) -> None:
+        self._output = sum({one.untyped_storage()._cdata: one.nbytes for one in message.tensors}.values())
+        if self.live.kind == "workspace":
+            self.live.claim(message.tensors, "messages")
+
+    @override
+    def note_gathered(self) -> None:
+        self.live.claim((p.data for p in self.parameters if self.is_whole(p)), "gathered")
+
+    def _claim_gradients(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self.live.claim([parameter.grad], "gathered" if self.is_whole(parameter) else "gradients")
+
+    def _before_block(self, module: nn.Module, _: Any) -> None:
+        if id(module) in self._ids:
+            self._around_blocks[threading.get_ident()].append(self.live.kind)
+            if self.live.kind == "suspended":
+                self.live.kind = "activations"
+
+    def _after_block(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self._ids:
+            self.live.kind = self._around_blocks[threading.get_ident()].pop()

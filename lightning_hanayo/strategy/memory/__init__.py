@@ -1,0 +1,1 @@
+"""What ranks hold in memory: predicted from the schedule, and measured."""

@@ -1,0 +1,81 @@
+"""Bytes of live tensors: shared memory once, until it is freed, by what it is for, in every thread that counts."""
+
+import threading
+
+import torch
+
+from lightning_hanayo.runtime.profiling.live_bytes import LiveBytes
+
+KB = 1024
+"""bytes of 256 numbers in fp32"""
+
+
+def test_memory_counts_once_and_until_it_is_freed() -> None:
+    live = LiveBytes()
+    with live.counting():
+        x = torch.zeros(256)
+        views = [x.view(16, 16), x[:3], x.detach()]
+        y = x + 1
+        assert live.num_bytes == 2 * KB
+        del x
+        assert live.num_bytes == 2 * KB
+        del views
+        assert live.num_bytes == KB
+    del y
+    assert (live.num_bytes, live.peak.num_bytes) == (0, 2 * KB)
+
+
+def test_kinds() -> None:
+    live = LiveBytes()
+    weight = torch.zeros(256, requires_grad=True)
+    with live.counting():
+        live.claim([weight], "weights")
+        with live.making("activations"):
+            kept = (weight * 2).exp()
+        live.kind = "workspace"
+        kept.sum().backward()
+        assert weight.grad is not None
+        live.claim([weight.grad], "gradients")
+    held = {kind: held for kind, held in live.held.items() if held >= KB}
+    assert held == {"weights": KB, "activations": KB, "gradients": KB}
+    live.claim_all("activations", "queue")
+    del kept
+    assert live.held["queue"] == live.held["activations"] == 0
+
+
+def test_a_peak_within_a_peak() -> None:
+    live = LiveBytes()
+    with live.counting():
+        torch.zeros(1024)
+        before = live.restart()
+        torch.zeros(512)
+        assert live.peak.num_bytes == 2 * KB
+        live.go_on(before)
+        assert live.peak.num_bytes == 4 * KB
+
+
+def test_threads_and_resized_memory() -> None:
+    live = LiveBytes()
+    made = []
+
+    def work() -> None:
+        with live.counting():
+            made.append(torch.zeros(256))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.zeros(256)  # not counted here
+    assert live.num_bytes == KB
+    with live.counting():
+        made[0].resize_(512)
+    assert live.num_bytes == 2 * KB
+
+
+def test_the_meta_device() -> None:
+    for counts in (True, False):
+        live = LiveBytes(on_meta=counts)
+        with live.counting():
+            x = torch.zeros(256, device="meta")
+        assert live.num_bytes == KB * counts
+        del x

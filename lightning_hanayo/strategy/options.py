@@ -59,6 +59,7 @@ class Options:
     init_from: str | Path | Mapping[str, str | Path] | None
     master_weights: Literal["fp32"] | None
     shard_optimizer: bool
+    offload_optimizer: bool
     recompute: Recompute
     tied_gradients: Literal["in_order", "at_once"]
     # A model that was cut for other options of these can be used as it is.
@@ -191,7 +192,8 @@ class Options:
             )
 
     def _check_checkpoints(self) -> None:
-        for name in ("save_full", "save_async", "verify_checkpoints", "shard_optimizer", "measure_memory"):
+        flags = ("save_full", "save_async", "verify_checkpoints")
+        for name in (*flags, "shard_optimizer", "offload_optimizer", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise HanayoError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.save_full and self.save_async:

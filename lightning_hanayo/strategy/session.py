@@ -302,9 +302,12 @@ class Session:
         bits for.
         """
         has_masters = self._options.master_weights is not None
-        if not (has_masters or self.shards is not None):
+        offloads = self._options.offload_optimizer
+        if not (has_masters or offloads or self.shards is not None):
             return
-        self._step_values = StepValues(module.parameters(), optimizers, self.shards, has_masters=has_masters)
+        self._step_values = StepValues(
+            module.parameters(), optimizers, self.shards, has_masters=has_masters, in_host_memory=offloads
+        )
         averages = bool(user_hooks.averaging_callbacks(module.trainer))
         self._gathers_at_once = averages or not module.automatic_optimization
         if values is not None and has_masters:

@@ -138,6 +138,8 @@ class HanayoStrategy(MeshParallelStrategy):
         shard_optimizer: whether each data rank updates its own rows of every parameter, and has the optimizer's states
             and master weights of those alone (ZeRO-1), so that they take 1/D of the memory. Parameters are whole in
             forward and backward. For optimizers that treat each element alone, such as AdamW.
+        offload_optimizer: whether the optimizer's states, and master weights, are in host memory, where it steps: for
+            each step gradients are copied there, and parameters back.
         tied_gradients: when the gradients of a weight that embedding and head share are added: "in_order", the two of
             each micro-batch to each other first, as one process does, which keeps the head's until the embedding's is
             there; or "at_once", without keeping any, in another order, so that the last bits differ.
@@ -192,6 +194,7 @@ class HanayoStrategy(MeshParallelStrategy):
         master_weights: Literal["fp32"] | None = None,
         recompute: Literal["none", "blocks", "attention"] | int | Callable[[str, nn.Module], bool] = "none",
         shard_optimizer: bool = False,
+        offload_optimizer: bool = False,
         tied_gradients: Literal["in_order", "at_once"] = "in_order",
         save_full: bool = False,
         save_async: bool = False,
@@ -344,7 +347,7 @@ class HanayoStrategy(MeshParallelStrategy):
             self.session.share_lbfgs(self.module, self.optimizers)
         self.setup_precision_plugin()
         if fits:
-            move_optimizers(self.optimizers, self.root_device)
+            move_optimizers(self.optimizers, self._states_device)
             self.session.prepare_steps(self.module, list(map(unwrapped, self.optimizers)), self._kept)
             self._names_at_start = _names_of(self.module)
             check_saving(trainer, self.module, self.checkpoints)
@@ -644,7 +647,7 @@ class HanayoStrategy(MeshParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
             load_optimizers(self.module, self.optimizers, checkpoint, self.session.state_sharding, self.options)
-        move_optimizers(self.optimizers, self.root_device)
+        move_optimizers(self.optimizers, self._states_device)
         self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
 
     @override
@@ -667,6 +670,10 @@ class HanayoStrategy(MeshParallelStrategy):
             self.session.finish_gather()
             self.session.nonfinite.read_late()
             self.session.replica_check.after(self.module.trainer.global_step)
+
+    @property
+    def _states_device(self) -> torch.device:
+        return torch.device("cpu") if self.options.offload_optimizer else self.root_device
 
     def _master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""

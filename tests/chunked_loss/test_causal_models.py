@@ -116,7 +116,7 @@ def test_ranks_of_a_cube_share_the_tokens_of_one_sequence(
 
 
 def largest_logits(layout: Layout) -> int:
-    """The most elements of a tensor with a column for each entry of the vocabulary, but for the head's weight, transposed."""
+    """The most elements of a tensor with a column per entry of the vocabulary, but for the transposed weight."""
     largest = [0]
 
     class Watch(TorchDispatchMode):

@@ -5,6 +5,9 @@
     optimizer.step()      p.data  fp32 master   p.grad  fp32: any optimizer finds fp32 parameters, and makes fp32 states
     afterwards            p.data  bf16, rounded from the master
 
+With `in_host_memory` the optimizer steps there: all parameters have copies in host memory, low ones fp32 masters, and
+gradients are copied for the step. So states are made there.
+
 The `Parameter` objects stay, so optimizers, param groups, schedulers and checkpoints need know nothing of it.
 """
 
@@ -26,38 +29,58 @@ class MasterWeights:
     Args:
         parameters: all of the module's, other ranks' placeholders included.
         optimizers: whose parameters get master weights.
+        low: whether parameters in bf16 or fp16 get them.
+        in_host_memory: whether all get copies there.
 
     Raises:
-        HanayoError: no parameter is in bf16 or fp16.
+        HanayoError: `low`, and no parameter is in bf16 or fp16.
         UnsupportedError: an optimizer whose step can't be made to use them.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-        self._low = [parameter for parameter in parameters if parameter.dtype in _LOW]
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        *,
+        low: bool = True,
+        in_host_memory: bool = False,
+    ) -> None:
+        self._low = [parameter for parameter in parameters if low and parameter.dtype in _LOW]
+        self._in_host_memory = in_host_memory
         self._masters: dict[nn.Parameter, Tensor] = {}
-        self._replaced: dict[nn.Parameter, Tensor] = {}
-        if not self._low:
+        self._replaced: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
+        if low and not self._low:
             raise HanayoError(
                 "master_weights='fp32' is for parameters in bf16 or fp16, but the module has none. Set "
                 "Trainer(precision='bf16-true'), or leave it out: with 'bf16-mixed' the parameters are in fp32 already."
             )
         for optimizer in optimizers:
-            _widen_states(optimizer)
+            _check(optimizer, "master_weights='fp32'" if low else "offload_optimizer=True")
+            if low:
+                _widen_states(optimizer)
         for parameter in self._low:
             parameter.grad, parameter.grad_dtype = None, torch.float32
 
     def put_in(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let these parameters, of those that are trained here in bf16 or fp16, have the master weights' values."""
+        """Let these parameters have the copies' values, if they are trained, and have copies."""
+        has_masters = bool(self._low)
         for parameter in parameters:
-            if parameter.dtype in _LOW and parameter.requires_grad:  # more may be added, or no longer be frozen
-                self._replaced[parameter] = parameter.data
-                parameter.data = self._take_master(parameter)
+            is_low = has_masters and parameter.dtype in _LOW
+            if parameter.requires_grad and (is_low or self._in_host_memory):  # more may be added, or unfrozen
+                gradient = parameter.grad
+                self._replaced[parameter] = parameter.data, gradient
+                master = self._take_master(parameter, torch.float32 if is_low else parameter.dtype)
+                parameter.grad = None
+                parameter.data = master
+                parameter.grad = None if gradient is None else gradient.to(master.device)
 
     def take_out(self) -> None:
         """Round the master weights into the memory that the parameters had, which layers may know."""
-        for parameter, low in self._replaced.items():
+        for parameter, (low, gradient) in self._replaced.items():
             self._masters[parameter] = parameter.data
+            parameter.grad = None
             parameter.data = low.copy_(parameter.data)
+            parameter.grad = gradient
         self._replaced.clear()
 
     @property
@@ -76,30 +99,44 @@ class MasterWeights:
 
         Computes nothing: a device that has failed can't.
         """
-        for parameter, low in self._replaced.items():
+        for parameter, (low, _) in self._replaced.items():
+            parameter.grad = None
             parameter.data = low
         for parameter in self._low:
             parameter.grad, parameter.grad_dtype = None, parameter.dtype
         self._replaced.clear()
         self._masters.clear()
 
-    def _take_master(self, parameter: nn.Parameter) -> Tensor:
+    def _take_master(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Where a value was changed since it was rounded, such as by a hook, the new value is the master weight."""
         low, master = parameter.data, self._masters.pop(parameter, None)
-        return low.float() if master is None else torch.where(master.to(low.dtype) == low, master, low)
+        if self._in_host_memory:
+            low = low.cpu()
+        if master is None or master.dtype is low.dtype:
+            return low.to(dtype, copy=True)
+        return torch.where(master.to(low.dtype) == low, master, low)
 
 
-def _widen_states(optimizer: Optimizer) -> None:
-    """Let the states that it has made already be fp32.
+def _check(optimizer: Any, option: str) -> None:
+    """Check that its step can be made to use other values.
 
     Raises:
-        UnsupportedError: its step can't be made to use master weights.
+        UnsupportedError: it can't.
     """
     if isinstance(optimizer, LBFGS) or not isinstance(optimizer, Optimizer):
         raise UnsupportedError(
-            f"master_weights='fp32' can't be used with {type(optimizer).__name__}, which runs the closure several "
-            f"times in a step, or isn't a torch.optim.Optimizer. Use AdamW, say, or leave the option out."
+            f"{option} can't be used with {type(optimizer).__name__}, which runs the closure several times in a step, "
+            f"or isn't a torch.optim.Optimizer. Use AdamW, say, or leave the option out."
         )
+    if option.startswith("offload") and any(group.get("fused") for group in optimizer.param_groups):
+        raise UnsupportedError(
+            f"offload_optimizer=True steps {type(optimizer).__name__} in host memory, and fused=True reads flags on "
+            f"the device. Leave one of them out."
+        )
+
+
+def _widen_states(optimizer: Optimizer) -> None:
+    """Let the states that it has made already be fp32."""
     for state in optimizer.state.values():
         state.update({name: _wide(value) for name, value in state.items()})
 

@@ -1,8 +1,10 @@
 """What parameters are while an optimizer steps, and while a checkpoint is saved or read.
 
-forward, backward         whole                        bf16
-optimizer.step()          this data rank's rows        fp32       each if the run has it: shard_optimizer=True,
-a checkpoint              its rows                     fp32       master_weights="fp32"
+    forward, backward         whole                        bf16
+    optimizer.step()          this data rank's rows        fp32       each if the run has it: shard_optimizer=True,
+    a checkpoint              its rows                     fp32       master_weights="fp32"
+
+With offload_optimizer=True the optimizer's step has them in host memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +27,7 @@ class StepValues:
         optimizers: of the run.
         shards: own rows; None if optimizers aren't sharded.
         has_masters: whether parameters in bf16 or fp16 get master weights.
+        in_host_memory: whether optimizers step there.
 
     Raises:
         HanayoError: master weights, but no parameter is in bf16 or fp16.
@@ -38,12 +41,16 @@ class StepValues:
         shards: OptimizerShards | None,
         *,
         has_masters: bool,
+        in_host_memory: bool = False,
     ) -> None:
         self.shards = shards
         listed = list(parameters)
         self._held = [parameter for parameter in listed if not parameter.is_meta]
         self._optimizers = list(optimizers)
-        self._masters = MasterWeights(listed, optimizers) if has_masters else None
+        self._has_masters = has_masters
+        self._masters: MasterWeights | None = None
+        if has_masters or in_host_memory:
+            self._masters = MasterWeights(listed, optimizers, low=has_masters, in_host_memory=in_host_memory)
         self._is_in = False
         if shards is not None:
             shards.attach(optimizers)
@@ -62,7 +69,7 @@ class StepValues:
     @property
     def sharding(self) -> OptimizerShards | None:
         """How parameters are sharded inside `in_use`, if not only over a cube."""
-        return None if self._masters is None else self.shards
+        return self.shards if self._has_masters else None
 
     @property
     def master_weights(self) -> list[Tensor]:
@@ -74,7 +81,7 @@ class StepValues:
         """Inside it, parameters have the master weights' values, own rows of them, and what is written is kept."""
         if self.shards is not None:
             self.shards.finish()
-        if self._is_in or self._masters is None:  # a hook in the optimizer's step saves a checkpoint
+        if self._is_in or not self._has_masters:  # a hook in the optimizer's step saves a checkpoint
             yield
             return
         self._put_in(self._held, self._trained(self._optimizers))

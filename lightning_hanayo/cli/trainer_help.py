@@ -28,6 +28,7 @@ GROUPS = {
         "num_microbatches",
     ),
     "The model": ("blocks", "balance", "init_from", "master_weights", "tied_gradients"),
+    "Memory": ("recompute", "shard_optimizer", "offload_optimizer", "measure_memory"),
     "Batches and losses": ("loss_weight", "batch_dim", "split_batch", "whole"),
     "The schedule": ("schedule", "costs", "activation_budget"),
     "In a cube": ("cube_outside", "cube_memory", "cube_pieces", "cube_tokens", "cube_exclude"),

@@ -97,7 +97,7 @@ def build_pipeline(
     """
     layout, cube = plan.layout, prepared.cube
     table = layout.table(layout.num_microbatches)
-    stage_blocks = _known_cut(prepared, layout)
+    stage_blocks = [range(len(plan.stack))] if layout.num_stages == 1 else _known_cut(prepared, layout)
     if stage_blocks is None:
         loads = _loads(model, plan, context, example)
         stage_blocks = cut(loads, table.stage_ranks[: layout.num_stages], outside_stage=_outside_stage(layout))
@@ -272,14 +272,12 @@ def _known_cut(prepared: PreparedModel, layout: Layout) -> list[range] | None:
 def _loads(model: nn.Module, plan: ModelPlan, context: RankContext, example: Callable[[], object] | None) -> list[Load]:
     """What the pipeline ranks are to share evenly, the same on all of them: time, and parameters."""
     stack, options = plan.stack, context.options
-    sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks] or [1.0]
+    sizes = [float(sum(p.numel() for p in block.parameters())) for block in stack.blocks]
     parameters = Load(sizes, num_parameters_outside(model, stack))
     if options.balance == "parameters":
         return [Load(sizes, num_parameters_outside(model, stack, computing=True)), parameters]
     if options.balance != "time":
         return [Load([float(cost) for cost in options.balance])]
-    if plan.layout.num_stages == 1:
-        return [parameters]
     times, outside = _measured_times(model, stack, example, context.device)
     return [Load(times, outside), parameters]
 

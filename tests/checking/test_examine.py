@@ -110,6 +110,12 @@ class Manual(models.MLP):
 EXACT: dict[str, tuple[Callable[[], LightningModule], list[Any], Layout, dict[str, Any]]] = {
     "a pipeline": (models.MLP, VECTORS, WAVE, {}),
     "data ranks that accumulate and clip": (models.MLP, VECTORS * 2, DATA, {"accumulate": 2, "clip": 0.1}),
+    "a sharded optimizer, whose gradients are gathered for the check": (
+        models.MLP,
+        VECTORS * 2,
+        DATA,
+        {"clip": 0.1, "accumulate": 2, "shard_optimizer": True, "recompute": "blocks"},
+    ),
     "a cube": (models.SharesOutside, VECTORS, CUBE, {}),
     "both": (models.MLP, VECTORS, BOTH, {}),
     "dropout in a pipeline": (Dropping, VECTORS, DATA, {}),
@@ -123,6 +129,7 @@ EXACT: dict[str, tuple[Callable[[], LightningModule], list[Any], Layout, dict[st
     "configure_model on the meta device": (ConfiguredLater, VECTORS, WAVE, {}),
 }
 DEFAULT = [
+    "a sharded optimizer, whose gradients are gathered for the check",
     "data ranks that accumulate and clip",
     "both",
     "dropout in two passes",

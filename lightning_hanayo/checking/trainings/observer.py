@@ -35,8 +35,7 @@ class Observer(Callback):
         """Before clipping, and before the module's own hook."""
         for name, parameter in pl_module.named_parameters():
             if parameter.requires_grad and not parameter.is_meta:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                self._keep(trainer.global_step, "gradient", name, _whole(trainer, gradient, parameter))
+                self._keep(trainer.global_step, "gradient", name, _whole_gradient(trainer, parameter))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -49,6 +48,8 @@ class Observer(Callback):
         if self._logs:
             self._keep_logs(trainer, step, f"batch {batch_idx}")
         if place == self._accumulate - 1:
+            if (session := _session(trainer)) is not None:
+                session.finish_gather()
             for name, parameter in pl_module.named_parameters():
                 if not parameter.is_meta:
                     self._keep(step, "weight", name, _whole(trainer, parameter, parameter))
@@ -69,9 +70,24 @@ class Observer(Callback):
         self.values[Key(step, kind, name)] = value.detach().cpu().clone()
 
 
+def _session(trainer: pl.Trainer) -> Any:
+    return getattr(trainer.strategy, "session", None)
+
+
+def _whole_gradient(trainer: pl.Trainer, parameter: nn.Parameter) -> Tensor:
+    """A parameter's gradient; gathered from the data ranks, too, if each has the sums of its own rows alone."""
+    if parameter.grad is None:
+        return _whole(trainer, torch.zeros_like(parameter), parameter)
+    shards = None if (session := _session(trainer)) is None else session.shards
+    if shards is None or not shards.scatters or parameter not in shards:
+        return _whole(trainer, parameter.grad, parameter)
+    whole: Tensor = shards.unshard(shards.own_rows(parameter, parameter.grad), parameter)
+    return whole
+
+
 def _whole(trainer: pl.Trainer, value: Tensor, parameter: nn.Parameter) -> Tensor:
     """The value of a parameter, or its gradient, gathered from the ranks of its cube if there is one."""
-    session = getattr(trainer.strategy, "session", None)
+    session = _session(trainer)
     if session is None or session.cube is None:
         return value
     whole: Tensor = session.cube.unshard(value, parameter)

@@ -47,18 +47,56 @@ def chunk_loss(model: nn.Module, chunk: int = CHUNK) -> nn.Module:
         UnsupportedError: the model has no linear head, or a loss of its own.
     """
     check_chunk(chunk)
-    find: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
-    head: Any = None if find is None else find()
-    loss: Any = getattr(model, "loss_function", None)
-    if type(head) is not nn.Linear or getattr(loss, "__name__", "") != _LOSS or "forward" in vars(head):
+    head, loss = _head_and_loss(model)
+    if not _is_causal(head, loss) or "forward" in vars(head):
         raise UnsupportedError(
             f"chunk_loss: {type(model).__name__} has the head {type(head).__name__} and the loss "
             f"{getattr(loss, '__name__', type(loss).__name__)}; expected a causal model of transformers with an "
             f"nn.Linear head and {_LOSS}. Call lightning_hanayo.chunked_cross_entropy in your step instead."
         )
-    object.__setattr__(head, "forward", MethodType(forward, head))
-    model.loss_function = ChunkedLoss(loss, chunk)  # type: ignore[assignment]
+    _chunk_loss(head, model, loss, chunk, object.__setattr__)
     return model
+
+
+def has_causal_models(module: nn.Module) -> bool:
+    """Whether `chunk_losses` knows a model in the module, or `chunk_loss` has changed one."""
+    return any(_is_causal(*_head_and_loss(part)) for part in module.modules())
+
+
+def chunk_losses(module: nn.Module, set_attribute: Callable[[Any, str, Any], None], chunk: int = CHUNK) -> None:
+    """Let all causal models of transformers in a module compute their losses without whole logits.
+
+    Args:
+        module: whose other models stay as they are, and those that `chunk_loss` has changed.
+        set_attribute: sets an attribute of an instance, and may take it back later.
+        chunk: for how many tokens logits are made at a time.
+    """
+    for part in module.modules():
+        head, loss = _head_and_loss(part)
+        if _is_causal(head, loss) and "forward" not in vars(head):
+            _chunk_loss(head, part, loss, chunk, set_attribute)
+
+
+def _head_and_loss(model: nn.Module) -> tuple[Any, Any]:
+    """The head of a model of transformers, and its loss function; None for what it hasn't.
+
+    A wrapper may pass on both of the model inside it, and isn't such a model.
+    """
+    if not hasattr(type(model), "get_output_embeddings"):
+        return None, None
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return head, None if head is None else getattr(model, "loss_function", None)
+
+
+def _is_causal(head: Any, loss: Any) -> bool:
+    return type(head) is nn.Linear and getattr(loss, "__name__", "") == _LOSS
+
+
+def _chunk_loss(
+    head: nn.Linear, model: nn.Module, loss: Any, chunk: int, set_attribute: Callable[[Any, str, Any], None]
+) -> None:
+    set_attribute(head, "forward", MethodType(forward, head))
+    set_attribute(model, "loss_function", ChunkedLoss(loss, chunk))
 
 
 def forward(head: nn.Linear, input: Tensor) -> Tensor:

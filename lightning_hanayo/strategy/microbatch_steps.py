@@ -60,6 +60,8 @@ class MicrobatchSteps:
 
     def note_loss(self, microbatch: int, loss: Any, stop: Any) -> None:
         """Called with each loss before its backward; `stop`: where the code after the stack begins in its graph."""
+        if self._session.token_losses is not None:
+            self._session.token_losses.check()
         self._session.loss_watch.note(self._sizes, microbatch, loss, stop)
         self._session.values.note_loss(microbatch, loss)
 

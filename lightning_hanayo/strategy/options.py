@@ -44,7 +44,7 @@ class Options:
     blocks: str | None
     loss_weight: LossWeight
     activation_budget: float | None
-    cube_outside: Literal["share", "replicate"]
+    cube_outside: Literal["share", "replicate", "tokens"]
     schedule: str
     balance: Literal["parameters", "time"] | Sequence[float]
     costs: CostModel | None
@@ -73,7 +73,7 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_sizes()
-        self._choice("cube_outside", ("share", "replicate"))
+        self._choice("cube_outside", ("share", "replicate", "tokens"))
         if not callable(self.loss_weight):
             self._choice("loss_weight", ("samples", "tokens", "shifted_tokens", "sum"))
         budget = self.activation_budget

@@ -126,7 +126,7 @@ def _run(
     split = pipeline.split(batch, source)
     if trains:
         session.samples.note(pipeline.splitter.num_samples(batch, source))
-        session.warn_of_statistics(trainer.lightning_module, split.num_microbatches)
+        session.begin_training(trainer.lightning_module, split)
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)
 

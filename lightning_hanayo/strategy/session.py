@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hanayo.chunked_loss import token_shares
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.parameter_guard import ParameterGuard
@@ -30,6 +29,7 @@ from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.values import MadeValues
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import guarded_hooks
+from lightning_hanayo.strategy.batch_split import SplitBatch
 from lightning_hanayo.strategy.callbacks import finetuning
 from lightning_hanayo.strategy.callbacks.averages import Averages
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
@@ -53,6 +53,7 @@ from lightning_hanayo.strategy.lightning.microbatch_log import GivenBatchSizes
 from lightning_hanayo.strategy.losses.loss_watch import LossWatch
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting, PieceWeights, for_model
 from lightning_hanayo.strategy.losses.step_samples import SampleCount
+from lightning_hanayo.strategy.losses.token_losses import TokenLosses, suggest_tokens
 from lightning_hanayo.strategy.memory.report import MemoryReport
 from lightning_hanayo.strategy.memory.run_memory import RunMemory, not_measured
 from lightning_hanayo.strategy.nonfinite.check import NonFiniteCheck, RankNames
@@ -85,7 +86,6 @@ from lightning_hanayo.strategy.whole_model import lbfgs, norm_functions, removed
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
 from lightning_hanayo.strategy.whole_model.replica_check import ReplicaCheck
 from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
-from lightning_hanayo.tensor3d.mesh import MeshAxis
 from lightning_hanayo.topology import Topology
 
 
@@ -126,6 +126,8 @@ class Session:
         self._nonfinite: NonFiniteCheck | None = None
         self._replica_check: ReplicaCheck | None = None
         self._loss_watch: LossWatch | None = None
+        self.token_losses: TokenLosses | None = None
+        """of a cube whose ranks have the same samples"""
         self._has_trained = False
         self._number: int | None = None
         """what torch's generator would have drawn when the run began, if its random numbers depend on that"""
@@ -195,11 +197,13 @@ class Session:
         """Gives the other pipeline ranks what the steps have left."""
         return available(self._hand_over, "values are handed over once the Trainer has set up the model")
 
-    def warn_of_statistics(self, module: "pl.LightningModule", num_microbatches: int) -> None:
-        """Name BatchNorm in the first training batch: hooks at the start of a run may have set it to eval mode."""
+    def begin_training(self, module: "pl.LightningModule", split: SplitBatch) -> None:
+        """Say in the first training batch what may be wrong: hooks at the start of a run may have changed modes."""
         if not self._has_trained:
             self._has_trained = True
-            warn_of_batch_statistics(module, num_microbatches)
+            warn_of_batch_statistics(module, split.num_microbatches)
+            if self.cube is not None and self.cube.shares_samples:
+                suggest_tokens(module, split.pieces, self.cube.mesh.num_ranks)
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
         """Say, once for each, which lists and attributes hold values of micro-batches, if a hook may read them."""
@@ -274,7 +278,9 @@ class Session:
             norm_functions.start(self._norms)
         raw_collectives.start(self._raw)
         if self.cube is not None and not self.cube.shares_samples:
-            token_shares.start(self._token_shares)
+            ranks, is_required = self.cube.mesh.axis("xyz"), self._options.cube_outside == "tokens"
+            self.token_losses = TokenLosses(module, ranks, self.guard, is_required=is_required)
+            self.token_losses.start(self.attributes.set)
         self._replica_check = self._check_of_replicas(module)
         self._nonfinite = look = self._check_of_gradients(trainer, module)
         plugin, attributes = trainer.precision_plugin, self.attributes
@@ -486,13 +492,10 @@ class Session:
             self._hangs.stop()
             self._hangs = None
 
-    def _token_shares(self) -> MeshAxis | None:
-        """The cube's ranks, while they all run a step on the same samples."""
-        return self.cube.mesh.axis("xyz") if self.cube is not None and self.guard.scope == "step" else None
-
     def _stop_whole_model(self) -> None:
         raw_collectives.stop(self._raw)
-        token_shares.stop(self._token_shares)
+        if self.token_losses is not None:
+            self.token_losses.stop()
         if self._norms is not None:
             norm_functions.stop(self._norms)
             self._norms.close()

@@ -101,7 +101,9 @@ class HanayoStrategy(MeshParallelStrategy):
             that is a sum over samples. If the losses were means of something else, a warning says of what.
         activation_budget: the most activations that a rank may hold, in multiples of one micro-batch's (M_a); None: P.
         cube_outside: what each rank of a cube gets of a micro-batch outside the stack: "share", its own part of the
-            samples, or "replicate", all of them.
+            samples; "replicate", all of them; or "tokens", all of them, too, but its own part of the tokens in head and
+            loss, for long sequences. The last is for causal models of transformers, and for steps that compute their
+            loss with `chunked_cross_entropy`; others are rejected in the first training batch.
         schedule: the name of a schedule, the path of a CSV action table, or "auto": the wave that is fastest in
             simulation.
         balance: what blocks cost when the stack is cut: "parameters", "time" (measured on `example_input_array`), or
@@ -179,7 +181,7 @@ class HanayoStrategy(MeshParallelStrategy):
         blocks: str | None = None,
         loss_weight: Literal["samples", "tokens", "shifted_tokens", "sum"] | Callable[[Any], float] = "samples",
         activation_budget: float | None = None,
-        cube_outside: Literal["share", "replicate"] = "share",
+        cube_outside: Literal["share", "replicate", "tokens"] = "share",
         schedule: str = "auto",
         *,
         balance: Literal["parameters", "time"] | Sequence[float] = "parameters",

@@ -106,17 +106,26 @@ class GPT(L.LightningModule):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [batch, context, vocabulary] of the token that follows each of `input_ids` [batch, context]."""
+        return F.linear(self.hidden(input_ids), self.token.weight)
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """What the head makes logits of, [batch, context, width]."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.token(input_ids) + self.position(positions))
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.token.weight)
+        hidden: Tensor = self.norm(x)
+        return hidden
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The mean cross-entropy per token."""
-        loss = cross_entropy(self(batch["input_ids"]), batch["labels"])
+        loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """What training minimises: the mean cross-entropy per token."""
+        return cross_entropy(self(batch["input_ids"]), batch["labels"])
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Logs the loss and the perplexity, each over the whole validation set."""

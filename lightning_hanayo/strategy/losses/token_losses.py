@@ -1,0 +1,86 @@
+"""Lets the ranks of a cube share the tokens of a step's loss, where all of them have the same samples.
+
+cube_outside    head and loss of a causal model of transformers     chunked_cross_entropy in the step
+"share"         whole, of this rank's samples                       the same, chunk by chunk
+"replicate"     whole, of all samples                               of this rank's tokens
+"tokens"        of this rank's tokens, chunk by chunk               of this rank's tokens
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_hanayo.chunked_loss import causal_models, token_shares
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partition.parameter_guard import ParameterGuard
+from lightning_hanayo.tensor3d.mesh import MeshAxis
+
+
+class TokenLosses:
+    """The losses of one run in a cube.
+
+    Args:
+        model: the user's module.
+        ranks: of the cube.
+        guard: knows when a step runs.
+        is_required: whether each step's loss has to be shared by tokens: `cube_outside="tokens"`.
+    """
+
+    def __init__(self, model: nn.Module, ranks: MeshAxis, guard: ParameterGuard, *, is_required: bool) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._guard = guard
+        self._is_required = is_required
+        self._is_checked = not is_required
+
+    def start(self, set_attribute: Callable[[Any, str, Any], None]) -> None:
+        """From now on losses in steps are shared; if required, also those of models that don't do it themselves.
+
+        `set_attribute` sets an attribute of an instance for the time of the run.
+        """
+        if self._is_required:
+            causal_models.chunk_losses(self._model, set_attribute)
+        token_shares.start(self._shares)
+
+    def stop(self) -> None:
+        """The run has ended."""
+        token_shares.stop(self._shares)
+
+    def check(self) -> None:
+        """Called before a loss's backward, on all ranks of the cube alike.
+
+        Raises:
+            UnsupportedError: losses have to be shared, and none has been yet.
+        """
+        if not self._is_checked:
+            raise UnsupportedError(
+                f"cube_outside='tokens': {type(self._model).__name__}.training_step has computed its loss from whole "
+                f"logits, on each rank of the cube. Compute it with lightning_hanayo.chunked_cross_entropy(hidden, "
+                f"weight, labels), or by a causal model of transformers that gets the labels and has an nn.Linear "
+                f"head; or set cube_outside='share', or 'replicate'."
+            )
+
+    def _shares(self) -> MeshAxis | None:
+        if self._guard.scope != "step":
+            return None
+        self._is_checked = True
+        return self._ranks
+
+
+def suggest_tokens(model: nn.Module, pieces: Sequence[Any], num_ranks: int) -> None:
+    """Say so if the cube's ranks share samples of which there are too few, and could share tokens.
+
+    Args:
+        model: the user's module.
+        pieces: of a batch, for all ranks of one micro-batch after another; None for a rank without a sample.
+        num_ranks: of the cube.
+    """
+    num_shares = sum(piece is not None for piece in pieces[:num_ranks])
+    if num_shares < num_ranks and causal_models.has_causal_models(model):
+        rank_zero_info(
+            f"A micro-batch has samples for {num_shares} of the {num_ranks} ranks of a cube, and each rank computes "
+            f"all logits of a sample. For long sequences set HanayoStrategy(cube_outside='tokens'): then each rank "
+            f"computes those of 1/{num_ranks} of the tokens."
+        )

@@ -1,0 +1,301 @@
+"""In a cube whose ranks all have one long sequence, each computes the loss of its part of the tokens."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning import LightningModule
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_hanayo import chunk_loss, chunked_cross_entropy
+from lightning_hanayo.chunked_loss import token_shares
+from lightning_hanayo.chunked_loss.causal_models import ChunkedLoss, Logits
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partition.parameter_guard import ParameterGuard
+from lightning_hanayo.strategy.losses import token_losses
+from lightning_hanayo.strategy.losses.token_losses import TokenLosses
+from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.tensor3d.mesh import Mesh, Pending
+from tests.harness import models
+from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
+from tests.harness.training import (
+    Layout,
+    Training,
+    assert_close,
+    make_loader,
+    make_strategy,
+    make_trainer,
+    run,
+)
+
+
+def llama() -> LightningModule:
+    """With as many heads of keys as a cube divides."""
+    return models.llama(2, 2)
+
+
+def untied() -> LightningModule:
+    """GPT-2 with a head of its own."""
+    module: Any = models.gpt2()
+    module.model.lm_head.weight = torch.nn.Parameter(module.model.lm_head.weight.detach().clone())
+    return module
+
+
+def chunked() -> LightningModule:
+    """The user has called `chunk_loss`."""
+    module: Any = models.gpt2()
+    chunk_loss(module.model, 3)
+    return module
+
+
+def recipe() -> LightningModule:
+    """A step that calls `chunked_cross_entropy`."""
+    from recipes.gpt.chunked import ChunkedGPT
+
+    return ChunkedGPT(models.VOCABULARY, 16, models.NUM_BLOCKS, models.WIDTH, num_heads=2)
+
+
+MODELS = [models.gpt2, llama, untied, chunked, recipe]
+LAYOUTS = [
+    Layout(1, 1, data, cube=cube, outside="tokens")
+    for data, cube in [(1, (2, 1, 1)), (1, (1, 2, 1)), (2, (1, 1, 2)), (1, (2, 2, 1)), (1, (2, 1, 2))]
+]
+LAYOUTS += [Layout(2, 1, 1, cube=cube, outside="tokens") for cube in [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]]
+LAYOUTS += [Layout(1, 1, 1, cube=(2, 1, 1), outside="replicate")]
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    covered(
+        [case for case in product(MODELS, LAYOUTS) if case[1].outside == "tokens" or case[0] in (chunked, recipe)],
+        by=[(models.gpt2, LAYOUTS[6]), (llama, LAYOUTS[3]), (recipe, LAYOUTS[2]), (chunked, LAYOUTS[9])],
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_trains_as_one_process_does(pool: Pool, make: Callable[[], LightningModule], layout: Layout) -> None:
+    """Each micro-batch has one sequence, of 7 tokens, which no number of ranks divides; some labels are masked."""
+    sizes = (4 * layout.data,) * 2
+    batches = partial(models.texts, sizes, lengths=(7,))
+    ours = run(pool, Training(make, batches, torch.float64, loss_weight="tokens", steps=2), layout)
+    alone = run(pool, Training(partial(exact, make), batches, torch.float64, steps=2), Layout())
+    is_fp64 = make is not llama  # transformers computes its norms in fp32, and Adam enlarges small gradients
+    assert_close(ours.gradients, alone.gradients, 1e-12 if is_fp64 else 1e-7)
+    assert_close(ours.weights, alone.weights, 1e-12 if is_fp64 else 1e-5)
+    if layout.data == 1:  # the mean over data ranks isn't one over tokens
+        assert ours.losses == pytest.approx(alone.losses, rel=1e-6)  # logged in fp32
+
+
+def exact(make: Callable[[], LightningModule]) -> LightningModule:
+    """With the loss of transformers in fp64, where its own is computed in fp32."""
+    module: Any = make()
+    if hasattr(module, "model"):
+        vars(module.model.lm_head).pop("forward", None)
+        module.model.loss_function = causal_loss
+    return module
+
+
+def causal_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("loss_weight", ["tokens", "shifted_tokens", "samples"])
+def test_weighs_micro_batches_as_without_a_cube(pool: Pool, loss_weight: Any) -> None:
+    """The recipe's model counts all labels, GPT-2 all but the first of each sequence, which is masked here."""
+    make = models.gpt2 if loss_weight != "samples" else recipe
+    batches = models.windows if loss_weight == "samples" else models.texts
+    training = Training(make, partial(batches, (3,)), torch.float64, loss_weight=loss_weight, steps=1)
+    ours = run(pool, training, Layout(cube=(1, 2, 1), outside="tokens", num_microbatches=2))
+    alone = run(pool, replace(training, model=partial(exact, make), loss_weight="samples"), Layout())
+    assert_close(ours.gradients, alone.gradients, 1e-12)
+
+
+def fit(make: Callable[[], LightningModule], layout: Layout, batches: list[Any]) -> tuple[LightningModule, list[str]]:
+    """Train one step on this rank. Returns the module and what was said."""
+    warnings.filterwarnings("ignore", message=".*no `val_dataloader`")  # the recipe's model has a validation_step
+    module, said = models.build(make), list[str]()
+    trainer = make_trainer(layout, strategy=make_strategy(layout, loss_weight="tokens"), max_steps=1)
+    with patch.object(token_losses, "rank_zero_info", said.append):
+        trainer.fit(module, make_loader(batches))
+    return module, said
+
+
+def largest_logits(make: Callable[[], LightningModule], layout: Layout) -> int:
+    """The most elements of a tensor with a column for each entry of the vocabulary, but for the head's weight.
+
+    A step's forward has a thread of its own, with modes of its own.
+    """
+    in_step, elsewhere = (Watch(models.VOCABULARY, {(models.WIDTH, models.VOCABULARY)}) for _ in range(2))
+
+    def watched() -> LightningModule:
+        module = make()
+
+        class Watched(type(module)):  # type: ignore[misc]
+            def training_step(self, *args: Any) -> Any:
+                with in_step:
+                    return super().training_step(*args)
+
+        module.__class__ = Watched
+        return module
+
+    with elsewhere:
+        fit(watched, layout, models.texts((1,), lengths=(16,)))
+    assert in_step.largest
+    return max(in_step.largest, elsewhere.largest)
+
+
+class Watch(TorchDispatchMode):
+    """Notes the largest tensor whose last dimension is the vocabulary."""
+
+    def __init__(self, vocabulary: int, weights: set[tuple[int, ...]], *, on_meta: bool = False) -> None:
+        super().__init__()
+        self.vocabulary, self.weights, self.on_meta = vocabulary, weights, on_meta
+        self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        of_vocabulary = (
+            tensor
+            for tensor in tree_leaves(made)
+            if isinstance(tensor, Tensor) and tensor.shape[-1:] == (self.vocabulary,)
+        )
+        for tensor in of_vocabulary:
+            if tensor.is_meta == self.on_meta and tuple(tensor.shape) not in self.weights:
+                self.largest = max(self.largest, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize(
+    ("make", "cube", "outside", "tokens"),
+    covered(
+        [
+            (llama, (2, 1, 2), "share", 16),
+            (llama, (2, 1, 2), "tokens", 4),
+            (recipe, (1, 2, 1), "tokens", 8),
+            (models.gpt2, (1, 1, 2), "tokens", 8),
+        ],
+        by=[(llama, (2, 1, 2), "tokens", 4)],
+    ),
+)
+def test_a_rank_makes_logits_of_its_tokens_alone(
+    pool: Pool, make: Callable[[], LightningModule], cube: tuple[int, int, int], outside: str, tokens: int
+) -> None:
+    layout = Layout(cube=cube, outside=outside, num_microbatches=1)
+    made = pool.run(layout.world_size, largest_logits, make, layout)
+    assert made == [tokens * models.VOCABULARY] * layout.world_size
+
+
+@dataclass
+class OfEight:
+    """One of the 8 ranks of a cube, alone."""
+
+    rank: int
+    size: int = 8
+
+    def all_gather(self, tensor: Tensor) -> Pending[Tensor]:
+        return Pending.done(tensor.expand(self.size, *tensor.shape))
+
+    def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
+        return Pending.done(tensor)
+
+
+@pytest.mark.parametrize("chunk", [1024, 32 * 1024])
+def test_logits_of_a_long_sequence_and_a_large_vocabulary(chunk: int) -> None:
+    """One sequence of 32k tokens, 128k entries, on a cube (2, 2, 2): by shapes."""
+    length, vocabulary, width, ranks = 32 * 1024, 128 * 1024, 64, OfEight(rank=7)
+    hidden, weight = (torch.empty(size, width, device="meta", requires_grad=True) for size in (length, vocabulary))
+    watch = Watch(vocabulary, {(width, vocabulary)}, on_meta=True)
+    token_shares.start(shares := lambda: ranks)
+    try:
+        with watch:
+            chunked_cross_entropy(
+                hidden, weight, torch.empty(length, dtype=torch.long, device="meta"), chunk=chunk
+            ).backward()
+    finally:
+        token_shares.stop(shares)
+    whole = length * vocabulary * 4
+    assert whole == 16 * 2**30
+    assert watch.largest * 4 == min(whole // ranks.size, chunk * vocabulary * 4)
+
+
+def test_a_loss_from_whole_logits_is_refused() -> None:
+    losses, attributes = one_rank(models.gpt2, is_required=True), TemporaryAttributes()
+    losses.start(attributes.set)
+    try:
+        with pytest.raises(UnsupportedError, match="HuggingFace.training_step has computed its loss from whole logits"):
+            losses.check()
+        losses._guard.scope = "hook"
+        assert token_shares.token_shares() is None
+        losses._guard.scope = "step"
+        assert token_shares.token_shares() is losses._ranks
+        losses.check()
+    finally:
+        losses.stop()
+        attributes.restore()
+
+
+def one_rank(make: Callable[[], LightningModule], *, is_required: bool) -> TokenLosses:
+    guard = ParameterGuard(torch.device("cpu"))
+    return TokenLosses(models.build(make), Mesh.single().axis("xyz"), guard, is_required=is_required)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_a_loss_from_whole_logits_is_refused_in_the_first_step(pool: Pool, pipe: int) -> None:
+    layout = Layout(pipe, cube=(2, 1, 1), outside="tokens")
+    with pytest.raises(RunFailed, match=r"GPT\.training_step has computed its loss from whole logits"):
+        pool.run(layout.world_size, fit, models.gpt, layout, models.texts((4,)))
+
+
+def says(outside: str, size: int) -> tuple[list[str], bool, bool]:
+    """What is said; whether the head is the user's after the run; whether logits are those of the user's model."""
+    layout = Layout(cube=(1, 2, 1), outside=outside)
+    module, said = fit(models.gpt2, layout, models.texts((size,)))
+    model: Any = module.model
+    return said, "forward" in vars(model.lm_head), isinstance(model.loss_function, ChunkedLoss)
+
+
+@pytest.mark.parametrize(("outside", "size", "num_messages"), [("share", 4, 1), ("share", 8, 0), ("tokens", 4, 0)])
+def test_too_few_samples_to_share_suggest_tokens(pool: Pool, outside: str, size: int, num_messages: int) -> None:
+    """Four micro-batches. A run leaves head and loss of the model as they were."""
+    for said, *changed in pool.run(2, says, outside, size):
+        assert len(said) == num_messages and all("cube_outside='tokens'" in text for text in said)
+        assert not any(changed)
+
+
+class ReadsLogits(models.HuggingFace):
+    """Logs the likeliest tokens."""
+
+    def loss(self, batch: models.Batch) -> Tensor:
+        outputs = self.model(**batch)
+        assert isinstance(outputs.logits, Logits) and not outputs.logits.is_made
+        self.log("likeliest", outputs.logits.argmax(-1).float().mean(), on_step=True)
+        loss: Tensor = outputs.loss
+        return loss
+
+
+def reads_logits() -> LightningModule:
+    module: Any = models.gpt2()
+    return ReadsLogits(module.model)
+
+
+def logged(make: Callable[[], LightningModule], layout: Layout) -> float:
+    module, _ = fit(make, layout, models.windows((4,)))
+    return float(module.trainer.callback_metrics["likeliest"])
+
+
+def test_logits_have_all_values_for_who_reads_them(pool: Pool) -> None:
+    ours = pool.run(2, logged, reads_logits, Layout(cube=(2, 1, 1), outside="tokens"))
+    outputs = models.build(models.gpt2).model(**models.windows((4,))[0])
+    expected = outputs.logits.argmax(-1).float().mean().item()
+    assert ours == pytest.approx([expected] * 2)

@@ -90,8 +90,16 @@ class GradientSync:
         """Drop what is under way, after a failure."""
         self.stages.forget()
         self.full_parameters.forget()
+        if self.outside_all_reduce is not None:
+            self.outside_all_reduce.forget()
         if self.outside is not None:
             self.outside.discard()
+
+    def drop_transfers(self) -> None:
+        """After a failure, when the groups have been left: free what was under way."""
+        for one in (self.stages, self.outside_all_reduce, self.shards):
+            if one is not None:
+                one.drop_transfers()
 
     def _reduce_outside(self) -> None:
         if self.outside_all_reduce is not None:

@@ -479,6 +479,11 @@ class Session:
             relay.forget()
             relay.transport.close()
 
+    def drop_transfers(self) -> None:
+        """After `abandon`, when the process groups have been left: free what was under way."""
+        if self._pipeline is not None:
+            self._pipeline.gradients.drop_transfers()
+
     def guard_module(self) -> None:
         """The last act of a run: user code may use of the module what is whole on this rank, and no more."""
         after_run.guard(self.guard.end() or self._released)

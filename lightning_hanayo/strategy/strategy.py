@@ -717,6 +717,8 @@ class HanayoStrategy(MeshParallelStrategy):
         if self.lightning_module is not None:
             self._prepared_module.lose(self.module)
         self.disconnect_processes()
+        if self._session is not None:
+            self._session.drop_transfers()
         self.end_launched_processes()
 
     @override

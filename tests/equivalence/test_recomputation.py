@@ -22,6 +22,7 @@ from tests.harness.training import (
     Outcome,
     OutcomeCallback,
     assert_bit_equal,
+    data_rank,
     make_loader,
     make_strategy,
     make_trainer,
@@ -77,13 +78,16 @@ def train(layout: Layout, model: Callable[[], LightningModule], recompute: Recom
         callbacks=[callback],
         precision=precision,
     )
-    batches = models.texts((8, 8), lengths=(16,)) if is_text else models.vectors((8, 8))
-    trainer.fit(models.build(model), make_loader(batches))
+    batches = models.padded((8, 8), lengths=(16,)) if is_text else models.vectors((8, 8))
+    own = slice(data_rank(layout), None, layout.data)
+    shares = [{name: value[own] for name, value in batch.items()} for batch in batches]
+    trainer.fit(models.build(model), make_loader(shares))
     return callback.outcome
 
 
 LAYOUTS = [
     Layout(2, 1, 1),
+    Layout(data=2),
     Layout(2, 2, 1, "hanayo-zb"),
     Layout(2, 1, 1, "1f1b"),
     Layout(cube=(2, 1, 1)),
@@ -97,10 +101,11 @@ PAIRS = [
     *((layout, "attention", TRAININGS[1]) for layout in LAYOUTS),
 ]
 COVER = [
-    (LAYOUTS[1], "blocks", TRAININGS[0]),
-    (LAYOUTS[2], "attention", TRAININGS[1]),
-    (LAYOUTS[4], "blocks", TRAININGS[1]),
-    (LAYOUTS[3], every_second, TRAININGS[0]),
+    (LAYOUTS[1], "blocks", TRAININGS[1]),
+    (LAYOUTS[2], "blocks", TRAININGS[0]),
+    (LAYOUTS[3], "attention", TRAININGS[1]),
+    (LAYOUTS[5], "blocks", TRAININGS[1]),
+    (LAYOUTS[4], every_second, TRAININGS[0]),
 ]
 
 
@@ -153,6 +158,24 @@ class Counts(models.Block):
         return super().forward(x)
 
 
+class Collects(models.Block):
+    def forward(self, x: Tensor, seen: list[int]) -> Tensor:
+        seen.append(len(seen))
+        return super().forward(x)
+
+
+class Collecting(models.MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Collects() for _ in range(models.NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, seen = self.embedding(x), []
+        for block in self.blocks:
+            x = block(x, seen)
+        return self.head(x)
+
+
 class Counting(models.MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -171,6 +194,7 @@ def refused(model: type[LightningModule], recompute: Recompute) -> str:
     ("model", "recompute", "message"),
     [
         (Counting, "blocks", "its forward changes the buffer calls"),
+        (Collecting, "blocks", "its forward changes a list or dictionary that it gets"),
         (Dropping, "attention", "has no module inside whose class is named after attention"),
     ],
 )

@@ -126,9 +126,16 @@ class GradientAllReduce:
         self._under_way.clear()
 
     def forget(self) -> None:
-        """Drop all that is under way, after a failure."""
-        self._under_way.clear()
+        """After a failure: drop the groups. What is under way stays until they are left.
+
+        gloo sends messages of several operations through one connection. If a buffer went while its message arrives, an
+        all-reduce behind it would never end, and with it the process group.
+        """
         self._groups.clear()
+
+    def drop_transfers(self) -> None:
+        """After a failure, when the groups have been left: free what was under way."""
+        self._under_way.clear()
 
 
 def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, scatter: Scatter | None) -> _Bucket:

@@ -5,20 +5,24 @@
     W                      nothing runs again
 
 It is torch's non-reentrant checkpoint around the module's `forward`, on the instance: names, parameters, class and repr
-stay as they are. Random numbers are those of the first run, whose generators' states are kept.
+stay as they are. Random numbers are those of the first run, whose generators' states are kept. A key/value cache among
+the arguments, which the first run fills, is for the second one as it was before.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.comm.objects import is_cache
 
 _ORIGINAL = "_forward_that_is_recomputed"
 WAY_OUT = "Leave the block out: recompute=lambda name, block: ..., which says whether a block is recomputed."
@@ -46,27 +50,61 @@ def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of the module's forward. A function of this module, so that pickle finds it by name.
 
     Raises:
-        UnsupportedError: it changes a buffer, which would be changed twice.
+        UnsupportedError: it changes a buffer, or a list or dictionary among its arguments, which would change twice.
     """
     original = vars(module)[_ORIGINAL] or MethodType(type(module).forward, module)
     if not torch.is_grad_enabled():
         return original(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
         return checkpoint(original, *args, use_reentrant=False, **kwargs)
-    before = _versions(module)
-    made = checkpoint(_call, original, args, kwargs, use_reentrant=False)
-    for name, version in _versions(module).items():
-        if before.get(name) != version:
-            raise UnsupportedError(
-                f"recompute runs a {type(module).__name__} again in the backward, but its forward changes the buffer "
-                f"{name}, which would change twice. {WAY_OUT}"
-            )
+    before, sizes = _versions(module), _sizes((args, kwargs))
+    made = checkpoint(_Runs(original, args, kwargs), use_reentrant=False)
+    changed = [f"the buffer {name}" for name, version in _versions(module).items() if before.get(name) != version]
+    changed += ["a list or dictionary that it gets"] if _sizes((args, kwargs)) != sizes else []
+    if changed:
+        raise UnsupportedError(
+            f"recompute runs a {type(module).__name__} again in the backward, but its forward changes {changed[0]}, "
+            f"which would change twice. {WAY_OUT}"
+        )
     return made
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls with arguments whose names may be those of `checkpoint`."""
-    return function(*args, **kwargs)
+class _Runs:
+    """A call that is made first with its arguments, and then with caches as they were before."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._function = function
+        self._first: Any = (args, kwargs)
+        self._again = tree_map(_as_now, (args, kwargs), is_leaf=is_cache)
+
+    def __call__(self) -> Any:
+        (args, kwargs), self._first = self._first or tree_map(_as_now, self._again, is_leaf=is_cache), None
+        return self._function(*args, **kwargs)
+
+
+def _as_now(value: Any) -> Any:
+    """A copy of a cache, which keeps what it holds now; anything else itself."""
+    if not is_cache(value):
+        return value
+    copied = copy.copy(value)
+    for name, part in vars(value).items():
+        if isinstance(part, list):
+            vars(copied)[name] = [copy.copy(layer) for layer in part]
+        elif isinstance(part, dict):
+            vars(copied)[name] = dict(part)
+        else:
+            vars(copied)[name] = _as_now(part)
+    return copied
+
+
+def _sizes(tree: Any) -> list[int]:
+    """Of all lists and dictionaries in it, outside caches."""
+    if isinstance(tree, (list, tuple)):
+        inside = [size for one in tree for size in _sizes(one)]
+        return inside if isinstance(tree, tuple) else [len(tree), *inside]
+    if isinstance(tree, dict):
+        return [len(tree), *(size for one in tree.values() for size in _sizes(one))]
+    return []
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:

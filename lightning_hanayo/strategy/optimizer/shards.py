@@ -171,13 +171,19 @@ class OptimizerShards:
                 pending.wait()
 
     def abandon(self) -> None:
-        """The run has failed: whole parameters, and no groups. After a step that failed own rows may be updated."""
+        """The run has failed: whole parameters, and no groups. After a step that failed own rows may be updated.
+
+        What is under way stays until `drop_transfers`, as in `GradientAllReduce.forget`.
+        """
         for parameter, (whole, _) in self._replaced.items():
             parameter.grad = None
             parameter.data = whole
         self._replaced.clear()
-        self._under_way.clear()
         self._axis.disconnect("the run has failed. Build the model anew, and load a checkpoint.")
+
+    def drop_transfers(self) -> None:
+        """After a failure, when the groups have been left: free what was under way."""
+        self._under_way.clear()
 
     def _cut_states(self, optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():

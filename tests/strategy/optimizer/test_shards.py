@@ -254,3 +254,44 @@ def test_parameters_arrive_behind_forwards_of_earlier_stages(pool: Pool) -> None
     for events in pool.run(4, traced)[1::2]:
         second_step = events[events.index("gathered 1") :]
         assert second_step.index("F1") < second_step.index("gathered 2") < second_step.index("F2")
+
+
+class Stops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.number:
+            raise RuntimeError("the last backward fails")
+        return gradient, None
+
+
+class FailsLate(Adam):
+    """Fails in the backward of its first stage, of the last micro-batch, when other stages' gradients are under way."""
+
+    num_steps = 0
+
+    def training_step(self, batch: models.Batch, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return super().training_step({**batch, "x": batch["x"].requires_grad_()}, batch_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Stops.apply(x, self.num_steps == 2))  # type: ignore[no-untyped-call]
+
+
+def fails() -> str:
+    layout = Layout(2, 2, 2, "hanayo-zb", num_microbatches=2)
+    trainer = make_trainer(layout, strategy=make_strategy(layout, shard_optimizer=True), max_steps=1)
+    with pytest.raises((RuntimeError, PeerFailed)) as error:
+        trainer.fit(models.build(FailsLate), make_loader(batches(1, torch.float32)))
+    return repr(error.value)
+
+
+def test_a_failure_while_gradients_are_under_way_ends_the_run(pool: Pool) -> None:
+    """Ranks 0 and 2 fail alike, and leave the groups in which they have transfers with each other."""
+    errors = pool.run(4, fails)
+    assert any("the last backward fails" in error for error in errors[::2])
+    assert all("PeerFailed" in error for error in errors[1::2])

@@ -142,6 +142,8 @@ class Logits(Tensor):
                 return func(*args, **(kwargs or {}))
         if name == "device":
             return args[0].hidden.device
+        if name == "contiguous" and len(args) == 1 and not kwargs:  # what some models call before the loss
+            return args[0]
         args, kwargs = tree_map(_made, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -103,53 +103,57 @@ class _Rule:
     smoothing: float
     shares: TokenShares | None
 
-    def own(self, num_tokens: int) -> range:
+    def own(self, num_tokens: int) -> slice:
         """This rank's tokens."""
         if self.shares is None:
-            return range(num_tokens)
+            return slice(0, num_tokens)
         length = -(-num_tokens // self.shares.size)
-        return range(num_tokens)[self.shares.rank * length : (self.shares.rank + 1) * length]
+        start, stop = (min(rank * length, num_tokens) for rank in (self.shares.rank, self.shares.rank + 1))
+        return slice(start, stop)
 
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """This rank's tokens, chunk by chunk."""
-        own = self.own(num_tokens)
-        for start in range(own.start, own.stop, self.chunk):
-            yield slice(start, min(start + self.chunk, own.stop))
+    def chunks(self, num_own: int) -> Iterator[slice]:
+        """The parts of this rank's tokens whose logits exist at a time."""
+        for start in range(0, num_own, self.chunk):
+            yield slice(start, min(start + self.chunk, num_own))
 
-    def gather(self, rows: Tensor) -> None:
-        """Fill [N, ...], of which each rank has written its own rows."""
-        if self.shares is not None:
-            own = self.own(len(rows))
-            length = -(-len(rows) // self.shares.size)
-            part = rows.new_zeros(length, *rows.shape[1:])
-            part[: len(own)] = rows[own.start : own.stop]
-            rows.copy_(self.shares.all_gather(part).wait().flatten(0, 1)[: len(rows)])
+    def all_gather(self, own: Tensor, num_tokens: int) -> Tensor:
+        """This rank's rows to those of all tokens, [num_tokens, ...]."""
+        if self.shares is None:
+            return own
+        part = own.new_zeros(-(-num_tokens // self.shares.size), *own.shape[1:])
+        part[: len(own)] = own
+        rows: Tensor = self.shares.all_gather(part).wait().flatten(0, 1)
+        return rows[:num_tokens]
 
 
 class _TokenLosses(torch.autograd.Function):
-    """[N, H], [V, H], [V], [N] to the loss of each token, [N]."""
+    """[N, H], [V, H], [V], [N] to the loss of each token, [N]. Of `hidden` a rank keeps the rows of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: _Rule) -> Tensor:
-        ctx.rule = rule
+        ctx.rule, ctx.num_tokens = rule, len(hidden)
+        own = rule.own(len(hidden))
+        hidden, labels = hidden[own] if rule.shares is None else hidden[own].clone(), labels[own]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         losses, log_sums = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
         for rows in rule.chunks(len(hidden)):
             logits = functional.linear(hidden[rows], weight, bias).to(dtype)
             counts = labels[rows] != rule.ignored
-            own = logits.gather(1, labels[rows].where(counts, 0)[:, None])[:, 0]
+            of_label = logits.gather(1, labels[rows].where(counts, 0)[:, None])[:, 0]
             log_sums[rows] = logits.logsumexp(1)
-            wanted = own if not rule.smoothing else own * (1 - rule.smoothing) + logits.mean(1) * rule.smoothing
+            wanted = (
+                of_label if not rule.smoothing else of_label * (1 - rule.smoothing) + logits.mean(1) * rule.smoothing
+            )
             losses[rows] = (log_sums[rows] - wanted).where(counts, 0.0)
-        rule.gather(losses)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
-        return losses
+        return rule.all_gather(losses, ctx.num_tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sums = ctx.saved_tensors
         rule: _Rule = ctx.rule
+        gradient = gradient[rule.own(ctx.num_tokens)]
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dtype = log_sums.dtype
         dhidden = torch.empty_like(hidden) if needs_hidden else None
@@ -161,8 +165,8 @@ class _TokenLosses(torch.autograd.Function):
             if rule.smoothing:
                 dlogits -= rule.smoothing / weight.shape[0]
             counts = labels[rows] != rule.ignored
-            own = counts.to(dtype) * (rule.smoothing - 1)
-            dlogits.scatter_add_(1, labels[rows].where(counts, 0)[:, None], own[:, None])
+            of_label = counts.to(dtype) * (rule.smoothing - 1)
+            dlogits.scatter_add_(1, labels[rows].where(counts, 0)[:, None], of_label[:, None])
             dlogits *= gradient[rows].where(counts, 0.0)[:, None]
             low = dlogits.to(hidden.dtype)
             if dhidden is not None:
@@ -171,10 +175,8 @@ class _TokenLosses(torch.autograd.Function):
                 dweight += low.t().mm(hidden[rows])
             if dbias is not None:
                 dbias += dlogits.sum(0)
-        if dhidden is not None:
-            rule.gather(dhidden)
         return (
-            dhidden,
+            None if dhidden is None else rule.all_gather(dhidden, ctx.num_tokens),
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
             None,

@@ -35,6 +35,7 @@ def test_loss_gradients_and_logits_are_the_models_own(make: Callable[[], Lightni
     assert isinstance(found.logits, Logits) and not found.logits.is_made
     assert found.logits.shape == expected.logits.shape and found.logits.dtype is torch.float32
     assert found.logits.device == expected.logits.device
+    assert found.logits.contiguous() is found.logits and not found.logits.is_made
     torch.testing.assert_close(found.loss, expected.loss)
     expected.loss.backward()
     found.loss.backward()

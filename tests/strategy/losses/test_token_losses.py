@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning import LightningModule
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear, normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -65,7 +65,49 @@ def recipe() -> LightningModule:
     return ChunkedGPT(models.VOCABULARY, 16, models.NUM_BLOCKS, models.WIDTH, num_heads=2)
 
 
-MODELS = [models.gpt2, llama, untied, chunked, recipe]
+def frozen() -> LightningModule:
+    """Neither embedding nor head is trained."""
+    module: Any = models.gpt2()
+    module.model.lm_head.weight.requires_grad_(False)
+    return module
+
+
+def generic() -> LightningModule:
+    """Its blocks aren't registered. The head has a bias."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    config = PhiConfig(
+        vocab_size=models.VOCABULARY, hidden_size=models.WIDTH, intermediate_size=32, num_attention_heads=2,
+        num_hidden_layers=models.NUM_BLOCKS, max_position_embeddings=32, bos_token_id=0, eos_token_id=0,
+        pad_token_id=None,
+    )  # fmt: skip
+    return models.HuggingFace(PhiForCausalLM(config))
+
+
+class ComputedHead(models.HuggingFace):
+    """The head's weight isn't a parameter, but is computed from the embedding's; its bias is one."""
+
+    is_chunked = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.bias = torch.nn.Parameter(torch.linspace(-1, 1, models.VOCABULARY))
+
+    def loss(self, batch: models.Batch) -> Tensor:
+        body: Any = self.model.transformer
+        hidden = body(batch["input_ids"]).last_hidden_state[:, :-1]
+        weight, labels = normalize(body.wte.weight), batch["labels"][:, 1:]
+        if self.is_chunked:
+            return chunked_cross_entropy(hidden, weight, labels, self.bias, chunk=2, label_smoothing=0.1)
+        return cross_entropy(linear(hidden, weight, self.bias).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def computed() -> LightningModule:
+    module: Any = models.gpt2()
+    return ComputedHead(module.model)
+
+
+MODELS = [models.gpt2, llama, untied, frozen, generic, chunked, computed, recipe]
 LAYOUTS = [
     Layout(1, 1, data, cube=cube, outside="tokens")
     for data, cube in [(1, (2, 1, 1)), (1, (1, 2, 1)), (2, (1, 1, 2)), (1, (2, 2, 1)), (1, (2, 1, 2))]
@@ -77,7 +119,11 @@ LAYOUTS += [Layout(1, 1, 1, cube=(2, 1, 1), outside="replicate")]
 @pytest.mark.parametrize(
     ("make", "layout"),
     covered(
-        [case for case in product(MODELS, LAYOUTS) if case[1].outside == "tokens" or case[0] in (chunked, recipe)],
+        [
+            case
+            for case in product(MODELS, LAYOUTS)
+            if case[1].outside == "tokens" or case[0] in (chunked, computed, recipe)
+        ],
         by=[(models.gpt2, LAYOUTS[6]), (llama, LAYOUTS[3]), (recipe, LAYOUTS[2]), (chunked, LAYOUTS[9])],
     ),
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -101,6 +147,7 @@ def exact(make: Callable[[], LightningModule]) -> LightningModule:
     if hasattr(module, "model"):
         vars(module.model.lm_head).pop("forward", None)
         module.model.loss_function = causal_loss
+        module.is_chunked = False
     return module
 
 

@@ -266,7 +266,7 @@ class Session:
         context = self._rank_context(trainer, seed, streams, () if values is None else values.names)
         self._pipeline = build_pipeline(module, plan, prepared, context, example)
         if self._options.measure_memory:
-            self._memory = RunMemory(self._pipeline)
+            self._memory = RunMemory(self._pipeline, self.device)
         if values is not None:
             values.put_in(module, prepared.cube)
         self._loss_weight = for_model(self._options.loss_weight, module, self._options.batch_dim)
@@ -390,7 +390,7 @@ class Session:
         self.check_all_ranks("memory_report")
         if self._memory is None:
             raise not_measured()
-        return self._memory.report(module, self._held_by(optimizers), self._groups, self.device)
+        return self._memory.report(module, self._held_by(optimizers), self._groups)
 
     def _held_by(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """The optimizers' states, and master weights."""

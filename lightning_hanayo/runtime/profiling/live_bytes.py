@@ -56,7 +56,12 @@ class _Memory:
 
 
 class LiveBytes:
-    """Counts in the threads that are inside `counting`. With `on_meta` also tensors on the meta device.
+    """Counts in the threads that are inside `counting`.
+
+    Args:
+        device: the type of the device whose memory counts, such as "cuda"; also "meta".
+        resized: whether memory may be resized outside operations, as FSDP2 frees parameters; that is looked at before
+            a peak is taken for one.
 
     Example:
         >>> live = LiveBytes()
@@ -66,10 +71,11 @@ class LiveBytes:
         4000
     """
 
-    def __init__(self, *, on_meta: bool = False) -> None:
+    def __init__(self, device: str = "cpu", *, resized: bool = False) -> None:
         self.kind: MemoryKind = "other"
         """what is made from now on"""
-        self._on_meta = on_meta
+        self._device = device
+        self._resized = resized
         self._held: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
         self.peak = Peak(0, dict(self._held))
         """since `restart`"""
@@ -149,13 +155,21 @@ class LiveBytes:
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._find(tensor)
-        total = self.num_bytes
-        if total > self.peak.num_bytes:
+        if self.num_bytes > self.peak.num_bytes and self._resized:
+            self._look_at_sizes()
+        if (total := self.num_bytes) > self.peak.num_bytes:
             self.peak = Peak(total, dict(self._held))
+
+    def _look_at_sizes(self) -> None:
+        for memory in self._memories.values():
+            storage = None if memory.reference is None else memory.reference()
+            if storage is not None:
+                self._held[memory.kind] += storage.nbytes() - memory.num_bytes
+                memory.num_bytes = storage.nbytes()
 
     def _find(self, tensor: Tensor) -> _Memory | None:
         """The memory of a tensor, counted from now on if it is new. None: it isn't counted."""
-        if tensor.layout is not torch.strided or (tensor.is_meta and not self._on_meta):
+        if tensor.layout is not torch.strided or tensor.device.type != self._device:
             return None
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()

@@ -58,6 +58,9 @@ class MemoryReport:
 
     ranks: tuple[RankReport, ...]
     """of the world"""
+    model: MemoryModel
+    """of the first pipeline: `report.model.peaks(simulate(schedule))` tells what another order of the same stages, or
+    another number of micro-batches of the same size, would take; without `other` and the optimizer's step"""
 
     def __str__(self) -> str:
         kinds = [kind for kind in MEMORY_KINDS if any(one.predicted[kind] or one.measured[kind] for one in self.ranks)]
@@ -73,8 +76,10 @@ class MemoryReport:
         )
 
 
-def predict(ranks: Sequence[RankBytes], schedule: Schedule, *, keeps_spare: bool) -> list[dict[MemoryKind, int]]:
-    """The bytes that each rank of a pipeline holds when it holds the most, by kind.
+def predict(
+    ranks: Sequence[RankBytes], schedule: Schedule, *, keeps_spare: bool
+) -> tuple[list[dict[MemoryKind, int]], MemoryModel]:
+    """The bytes that each rank of a pipeline holds when it holds the most, by kind; and the model that tells them.
 
     Args:
         ranks: of the pipeline, in order.
@@ -84,7 +89,7 @@ def predict(ranks: Sequence[RankBytes], schedule: Schedule, *, keeps_spare: bool
     by_stage = {stage: own for rank in ranks for stage, own in rank.stages.items()}
     stages = [by_stage[stage] for stage in range(schedule.num_stages)]
     gradients = {stage: own for rank in ranks for stage, own in rank.gradients.items()}
-    buffers = _send_buffers(schedule, [one.message for one in stages], keeps_spare=keeps_spare)
+    buffers = send_buffers(schedule, [one.message for one in stages], keeps_spare=keeps_spare)
     first = [schedule.stages_of(rank)[0] for rank in range(schedule.num_ranks)]
 
     def of_stages(name: str) -> tuple[float, ...]:
@@ -108,7 +113,7 @@ def predict(ranks: Sequence[RankBytes], schedule: Schedule, *, keeps_spare: bool
         gathered=of_ranks(rank.gathered for rank in ranks),
         suspended=of_stages("suspended"),
         tied=float(stages[0].tied),
-        queue=of_stages("queue"),
+        queue=of_stages("queue") if any(one.queue for one in stages) else None,
         message=of_stages("message"),
         send_buffers=of_ranks(buffers),
         forward_workspace=of_stages("forward_workspace"),
@@ -117,7 +122,7 @@ def predict(ranks: Sequence[RankBytes], schedule: Schedule, *, keeps_spare: bool
     )
     times = (1.0,) * len(stages)  # a loss stage takes time, too
     peaks = model.peaks(simulate(schedule, CostModel(times, times, times)))
-    return [_at_peak(*one) for one in zip(ranks, peaks, buffers, strict=True)]
+    return [_at_peak(*one) for one in zip(ranks, peaks, buffers, strict=True)], model
 
 
 def _at_peak(rank: RankBytes, batch: RankMemory, buffers: int) -> dict[MemoryKind, int]:
@@ -128,8 +133,8 @@ def _at_peak(rank: RankBytes, batch: RankMemory, buffers: int) -> dict[MemoryKin
     return {kind: int(held[kind]) for kind in MEMORY_KINDS}
 
 
-def _send_buffers(schedule: Schedule, messages: Sequence[int], *, keeps_spare: bool) -> list[int]:
-    """The bytes of each rank's send buffers."""
+def send_buffers(schedule: Schedule, messages: Sequence[int], *, keeps_spare: bool) -> list[int]:
+    """The bytes of each rank's send buffers, if stages have outputs of these bytes."""
     sizes = {(stage, Kind.SEND_F): size for stage, size in enumerate(messages)}
     sizes |= {(stage + 1, Kind.SEND_B): size for stage, size in enumerate(messages)}  # the gradient of that output
     held = []

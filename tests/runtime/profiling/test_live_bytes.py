@@ -72,10 +72,20 @@ def test_threads_and_resized_memory() -> None:
     assert live.num_bytes == 2 * KB
 
 
-def test_the_meta_device() -> None:
-    for counts in (True, False):
-        live = LiveBytes(on_meta=counts)
+def test_one_device_counts() -> None:
+    for device in ("cpu", "meta"):
+        live = LiveBytes(device)
         with live.counting():
             x = torch.zeros(256, device="meta")
-        assert live.num_bytes == KB * counts
+        assert live.num_bytes == KB * (device == "meta")
         del x
+
+
+def test_memory_that_is_resized_outside_operations() -> None:
+    live = LiveBytes(resized=True)
+    with live.counting():
+        first = torch.zeros(256)
+        first.untyped_storage().resize_(0)
+        second = torch.zeros(512)
+        assert live.peak.num_bytes == 2 * KB
+    del first, second

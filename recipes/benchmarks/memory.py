@@ -55,7 +55,7 @@ cube, and what head and loss take, is counted on the meta device with flash atte
 Megatron-LM's ways are those of arXiv 2205.05198, section 4.2. Memory of the allocator and of libraries comes on top.
 Ours are the best for each P, of all cubes and D, with `hanayo` and W = 1 or 2. In a cube rank 0 has embedding and head
 whole while a batch runs, and with one sequence in a micro-batch all its logits; TP = 8 divides them, which is most of
-the difference. `chunk_loss` and `cube_outside="replicate"` divide the logits, too; they aren't in the table."""
+the difference. `chunk_loss` and `cube_outside="tokens"` divide the logits, too; they aren't in the table."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -74,6 +74,8 @@ class BatchBytes:
     """held after its last action"""
     peak: Peak
     """from its begin to the end of the optimizer's step"""
+    repeats: bool = False
+    """whether actions ran several times, in several passes through the stack; then the last ones are in `actions`"""
     step: int = 0
     """the most during the optimizer's step, beyond what was held before it"""
 
@@ -94,6 +96,7 @@ class MemoryTrace(MemoryWatch):
     _actions: dict[Action, ActionBytes] = field(default_factory=dict, init=False)
     _begin: Mapping[MemoryKind, int] = field(default_factory=dict, init=False)
     _end: Mapping[MemoryKind, int] = field(default_factory=dict, init=False)
+    _repeats: bool = field(default=False, init=False)
     _output: int = field(default=0, init=False)
     """bytes of the message that the current action has made"""
     _batch: BatchBytes | None = field(default=None, init=False)
@@ -109,7 +112,7 @@ class MemoryTrace(MemoryWatch):
     def batch(self, weights: Iterable[Tensor], optimizer: Iterable[Tensor]) -> Iterator[None]:
         """Inside it the rank runs a batch; these are its weights, and the optimizer's tensors."""
         live = self.live
-        self._actions, self._batch = {}, None
+        self._actions, self._batch, self._repeats = {}, None, False
         self._around_blocks.clear()
         live.claim_all("workspace", "other")
         live.claim(weights, "weights")
@@ -126,7 +129,7 @@ class MemoryTrace(MemoryWatch):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._batch = BatchBytes(self._actions, self._begin, self._end, live.restart())
+        self._batch = BatchBytes(self._actions, self._begin, self._end, live.restart(), self._repeats)
         self._after_batch = live.num_bytes
 
     @contextmanager
@@ -152,6 +155,7 @@ class MemoryTrace(MemoryWatch):
         self._output, live.kind = 0, "activations" if is_forward else "workspace"
         before, peak = dict(live.held), live.restart()
         self._begin = self._begin if self._actions else before
+        self._repeats |= action in self._actions
         yield
         self._claim_gradients()
         live.claim_all("workspace", "queue" if action.kind is Kind.I else "gradients")

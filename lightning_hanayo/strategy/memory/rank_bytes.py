@@ -29,18 +29,10 @@ class StageBytes:
 
     @staticmethod
     def of(actions: Mapping[Action, ActionBytes], stage: int, microbatch: int) -> "StageBytes":
-        """Of a measured micro-batch: the last one, so that its backwards find the gradients of earlier ones.
-
-        Raises:
-            UnsupportedError: it has no forward and backward.
-        """
+        """Of a measured micro-batch: the last one, so that its backwards find the gradients of earlier ones."""
         forward, whole, backward, weight = (actions.get(Action(stage, kind, microbatch)) for kind in _KINDS)
         backward = whole or backward
-        if forward is None or backward is None:
-            raise UnsupportedError(
-                f"memory_report knows steps with one pass through the stack, forward and backward, and stage {stage} "
-                f"hasn't made one in the measured batch"
-            )
+        assert forward is not None and backward is not None, "a batch has a forward and a backward of each micro-batch"
         is_new = microbatch == 0  # the only micro-batch: its backward has made the gradients
         made = backward.change["gradients"] + backward.change["gathered"] if is_new else 0
         kept = sum(forward.change.values()) - forward.output
@@ -86,7 +78,17 @@ class RankBytes:
     def of(
         model: nn.Module, pipeline: Pipeline, batch: BatchBytes, *, optimizer: Iterable[Tensor], process: int
     ) -> "RankBytes":
-        """Of a measured batch; `optimizer` are the tensors that this rank's optimizers hold."""
+        """Of a measured batch; `optimizer` are the tensors that this rank's optimizers hold.
+
+        Raises:
+            UnsupportedError: its steps made several passes through the stack.
+        """
+        if batch.repeats:
+            raise UnsupportedError(
+                "memory_report predicts steps with one pass through the stack, and these make several. Concatenate "
+                "their inputs along the batch and make one pass, or measure with another tool, such as "
+                "torch.cuda.max_memory_allocated()."
+            )
         outside = pipeline.gradients.outside
         shapes = {} if outside is None else {p: outside.shards[p].shape for p in outside.parameters}
         last: dict[int, int] = {}

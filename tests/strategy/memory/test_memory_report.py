@@ -1,14 +1,16 @@
 """The predicted peak of each rank is within 5 % of the measured one, on real processes."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.schedule import build, simulate
 from lightning_hanayo.strategy.memory.report import MemoryReport
 from recipes.gpt.module import GPT
+from tests.habits.passes import ChosenAndRejected
 from tests.harness import models
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
@@ -71,6 +73,19 @@ def nothing_measured(layout: Layout) -> None:
     trainer.fit(models.build(models.MLP), make_loader(models.vectors((8,))))
     with pytest.raises(HanayoError, match="nothing was measured"):
         trainer.strategy.memory_report()  # type: ignore[attr-defined]
+
+
+def several_passes(layout: Layout) -> None:
+    warnings.filterwarnings("ignore", message="the step makes")
+    strategy = make_strategy(layout, measure_memory=True)
+    trainer = make_trainer(layout, max_steps=3, strategy=strategy)
+    trainer.fit(models.build(ChosenAndRejected), make_loader(models.vectors((8, 8, 8))))
+    with pytest.raises(UnsupportedError, match="memory_report predicts steps with one pass"):
+        strategy.memory_report()
+
+
+def test_several_passes_are_refused(pool: Pool) -> None:
+    pool.run(2, several_passes, Layout(2))
 
 
 def test_nothing_was_measured(pool: Pool) -> None:

@@ -381,16 +381,20 @@ class Session:
         """Inside it a training batch runs, whose memory is measured if the options say so."""
         return nullcontext() if self._memory is None else self._memory.batch(module, self._held_by(optimizers))
 
-    def measured_step(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+    def measured_step(
+        self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]
+    ) -> AbstractContextManager[None]:
         """Inside it the optimizer steps, and may run the batch before."""
-        return nullcontext() if self._memory is None else self._memory.step(progress.batch_idx(trainer))
+        if self._memory is None:
+            return nullcontext()
+        return self._memory.step(module, lambda: self._held_by(optimizers), progress.batch_idx(module.trainer))
 
-    def memory_report(self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]) -> MemoryReport:
+    def memory_report(self) -> MemoryReport:
         """See `HanayoStrategy.memory_report`."""
         self.check_all_ranks("memory_report")
         if self._memory is None:
             raise not_measured()
-        return self._memory.report(module, self._held_by(optimizers), self._groups)
+        return self._memory.report(self._groups)
 
     def _held_by(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """The optimizers' states, and master weights."""

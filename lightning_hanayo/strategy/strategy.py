@@ -447,7 +447,11 @@ class HanayoStrategy(MeshParallelStrategy):
         step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
         closure = self.session.guard.in_this_scope(closure)  # the user's, around Lightning's
         hooks = guarded_step_hooks(unwrapped(optimizer), self.session.guard, allowed=self.session.shards is None)
-        with self._unguarded(), hooks, self.session.measured_step(self.module.trainer):  # also from a user's hook
+        with (
+            self._unguarded(),
+            hooks,
+            self.session.measured_step(self.module, self.optimizers),
+        ):  # also from a user's hook
             step = partial(self.session.votes.step, step)
             result = self.session.nonfinite.step(step, optimizer, closure)
             self.session.end_optimizer_step()
@@ -542,7 +546,7 @@ class HanayoStrategy(MeshParallelStrategy):
             UnsupportedError: the steps make several passes through the stack, or this is called in a step.
         """
         with self._unguarded():
-            return self.session.memory_report(self.module, list(map(unwrapped, self.optimizers)))
+            return self.session.memory_report()
 
     def _unguarded(self) -> AbstractContextManager[None]:
         """Entered while Lightning's code runs, or ours, which user code may have called, in a run or after it."""

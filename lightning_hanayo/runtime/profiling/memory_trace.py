@@ -142,11 +142,13 @@ class MemoryTrace(MemoryWatch):
             peak = step if step.num_bytes > peak.num_bytes else peak
             self._batch = replace(self._batch, peak=peak, step=max(0, step.num_bytes - self._after_batch))
 
-    def keep(self) -> None:
-        """Called between two batches, unless the one before was unlike others."""
+    def keep(self) -> bool:
+        """Called between two batches, unless the one before was unlike others. Returns whether it is the largest."""
         batch, largest = self._batch, self.largest
-        if batch is not None and (largest is None or batch.peak.num_bytes > largest.peak.num_bytes):
-            self.largest = batch
+        if batch is None or (largest is not None and batch.peak.num_bytes <= largest.peak.num_bytes):
+            return False
+        self.largest = batch
+        return True
 
     @override
     @contextmanager

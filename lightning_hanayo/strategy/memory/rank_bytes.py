@@ -6,7 +6,6 @@ from math import prod
 
 from torch import Tensor, nn
 
-from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.profiling.live_bytes import MemoryKind
 from lightning_hanayo.runtime.profiling.memory_trace import ActionBytes, BatchBytes
 from lightning_hanayo.schedule import Action, Kind
@@ -71,31 +70,24 @@ class RankBytes:
     """the most during an optimizer's step, beyond what was there before it"""
     measured: Mapping[MemoryKind, int]
     """by kind, when there was the most"""
-    process: int
-    """the most that the process has held so far, or the accelerator's allocator"""
 
     @staticmethod
     def of(
-        model: nn.Module, pipeline: Pipeline, batch: BatchBytes, *, optimizer: Iterable[Tensor], process: int
+        pipeline: Pipeline,
+        model: nn.Module,
+        batch: BatchBytes,
+        *,
+        weights: Iterable[Tensor],
+        optimizer: Iterable[Tensor],
     ) -> "RankBytes":
-        """Of a measured batch; `optimizer` are the tensors that this rank's optimizers hold.
-
-        Raises:
-            UnsupportedError: its steps made several passes through the stack.
-        """
-        if batch.repeats:
-            raise UnsupportedError(
-                "memory_report predicts steps with one pass through the stack, and these make several. Concatenate "
-                "their inputs along the batch and make one pass, or measure with another tool, such as "
-                "torch.cuda.max_memory_allocated()."
-            )
+        """Of a measured batch; `weights` and `optimizer` are this rank's tensors on its device, after the step."""
         outside = pipeline.gradients.outside
         shapes = {} if outside is None else {p: outside.shards[p].shape for p in outside.parameters}
         last: dict[int, int] = {}
         for action in batch.actions:
             last[action.stage] = max(last.get(action.stage, 0), action.microbatch or 0)
         return RankBytes(
-            weights=_num_bytes(one for one in (*model.parameters(), *model.buffers()) if not one.is_meta),
+            weights=_num_bytes(weights),
             gradients={
                 stage: sum(_gradient_bytes(p, p.shape) for p in own if p.requires_grad and p not in shapes)
                 for stage, own in ((stage, pipeline.ownership.stage_parameters(model, stage)) for stage in last)
@@ -108,7 +100,6 @@ class RankBytes:
             other=batch.end["other"] + batch.end["suspended"],
             step=batch.step,
             measured=dict(batch.peak.by_kind),
-            process=process,
         )
 
 

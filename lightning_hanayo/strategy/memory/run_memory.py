@@ -1,12 +1,12 @@
 """Measures the memory of one run on this rank, and makes the report of all ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
 from lightning_hanayo.runtime.profiling.live_bytes import LiveBytes
 from lightning_hanayo.runtime.profiling.memory_trace import MemoryTrace
@@ -30,43 +30,66 @@ class RunMemory:
         self._pipeline = pipeline
         is_whole = (lambda _: False) if outside is None else outside.is_whole
         self._device = device
+        self._own: RankBytes | None = None
+        """of the batch that held the most"""
+        self._repeats = False
         self._trace = MemoryTrace(blocks, parameters, is_whole, LiveBytes(device.type))
 
     @contextmanager
-    def batch(self, model: nn.Module, optimizer: Sequence[Tensor]) -> Iterator[None]:
+    def batch(self, model: nn.Module, optimizer: Iterable[Tensor]) -> Iterator[None]:
         """Inside it a training batch runs; `optimizer` are the tensors that optimizers hold."""
         engine = self._pipeline.engine
-        weights = [one for one in (*model.parameters(), *model.buffers()) if not one.is_meta]
         engine.memory, unmeasured = self._trace, engine.memory
         try:
-            with self._trace.batch(weights, optimizer):
+            with self._trace.batch(_tensors(model), optimizer):
                 yield
         finally:
             engine.memory = unmeasured
 
     @contextmanager
-    def step(self, batch_idx: int) -> Iterator[None]:
+    def step(self, model: nn.Module, optimizer: Callable[[], Iterable[Tensor]], batch_idx: int) -> Iterator[None]:
         """Inside it the optimizer steps, after the batch of that index in its epoch, which it may run."""
         with self._trace.optimizer_step():
             yield
-        if batch_idx >= FIRST:
-            self._trace.keep()
+        if batch_idx >= FIRST and self._trace.keep() and self._trace.largest is not None:
+            batch = self._trace.largest
+            self._repeats = batch.repeats
+            if not batch.repeats:
+                weights, states = self._on_device(_tensors(model)), self._on_device(optimizer())
+                self._own = RankBytes.of(self._pipeline, model, batch, weights=weights, optimizer=states)
 
-    def report(self, model: nn.Module, optimizer: Sequence[Tensor], groups: ProcessGroups) -> MemoryReport:
-        """Return the report of all ranks, which call this."""
-        if self._trace.largest is None:
+    def report(self, groups: ProcessGroups) -> MemoryReport:
+        """Return the report of all ranks, which call this.
+
+        Raises:
+            HanayoError: nothing was measured.
+            UnsupportedError: steps made several passes through the stack.
+        """
+        if self._repeats:
+            raise UnsupportedError(
+                "memory_report predicts steps with one pass through the stack, and these make several. Concatenate "
+                "their inputs along the batch and make one pass, or measure with another tool, such as "
+                "torch.cuda.max_memory_allocated()."
+            )
+        if self._own is None:
             raise not_measured()
-        process, kind = peak_bytes(self._device), self._device.type
-        held = [tensor for tensor in optimizer if tensor.device.type == kind]
-        own = RankBytes.of(model, self._pipeline, self._trace.largest, optimizer=held, process=process)
-        layout = self._pipeline.layout
-        ranks = all_gather_objects(groups.control, own)
-        predicted, memory = predict(ranks, layout.table(layout.num_microbatches), keeps_spare=kind == "cpu")
-        reports = [(RankReport(predicted[self._pipeline.rank], own.measured, process), memory)]
+        layout, process = self._pipeline.layout, peak_bytes(self._device)
+        ranks = all_gather_objects(groups.control, self._own)
+        table, keeps_spare = layout.table(layout.num_microbatches), self._device.type == "cpu"
+        predicted, memory = predict(ranks, table, keeps_spare=keeps_spare)
+        reports = [(RankReport(predicted[self._pipeline.rank], self._own.measured, process), memory)]
         for group in (groups.replica, groups.data_control):
             if group is not None:
                 reports = [one for some in all_gather_objects(group, reports) for one in some]
         return MemoryReport(tuple(report for report, _ in reports), reports[0][1])
+
+    def _on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [tensor for tensor in tensors if tensor.device.type == self._device.type]
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers that this rank has."""
+    return (one for one in (*model.parameters(), *model.buffers()) if not one.is_meta)
 
 
 def not_measured() -> HanayoError:

@@ -23,13 +23,16 @@ LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     (CUBE, {"cube_memory": "shards"}),
     (Layout(2, schedule="1f1b", num_microbatches=8), {"recompute": "blocks"}),
     (Layout(data=2), {"shard_optimizer": True}),
+    (Layout(2), {"precision": "bf16-true", "master_weights": "fp32"}),
 ]
 
 
 def report_of(layout: Layout, options: dict[str, Any], steps: int = 3, samples: int = SAMPLES) -> MemoryReport:
     """One rank's part of a run."""
-    strategy = make_strategy(layout, measure_memory=True, **options)
-    trainer = make_trainer(layout, max_steps=steps, val_check_interval=steps, strategy=strategy)
+    of_trainer = {"precision": options.get("precision", "32-true"), "val_check_interval": steps}
+    of_strategy = {name: value for name, value in options.items() if name != "precision"}
+    strategy = make_strategy(layout, measure_memory=True, **of_strategy)
+    trainer = make_trainer(layout, max_steps=steps, strategy=strategy, **of_trainer)
     torch.manual_seed(1)
     tokens = torch.randint(WORDS, (steps, samples, CONTEXT + 1))
     batches = [{"input_ids": one[:, :-1], "labels": one[:, 1:]} for one in tokens]

@@ -35,6 +35,7 @@ CHECKED: Sequence[tuple[Mapping[str, Any], int]] = (
     ({"pipeline_parallel_size": 4, "num_waves": 1, "schedule": "hanayo"}, 2),
     ({"pipeline_parallel_size": 2, "num_waves": 1, "schedule": "hanayo", "cube": (1, 2, 1)}, 2),
     ({"pipeline_parallel_size": 1, "cube": (1, 2, 2)}, 4),
+    ({"pipeline_parallel_size": 1, "cube": (1, 2, 2), "cube_outside": "tokens"}, 1),
     ({"pipeline_parallel_size": 2, "num_waves": 1, "schedule": "hanayo", "data_parallel_size": 2,
       "shard_optimizer": True}, 2),
 )  # fmt: skip
@@ -51,11 +52,11 @@ ABOUT_PEERS = f"""\
 On paper: Llama-7B on {NUM_RANKS} ranks, a step of {SEQUENCES} sequences of 4,096 tokens, nothing recomputed; bytes of
 the rank that holds the most. State is parameters in bf16, and gradients, master weights and Adam in fp32: 2 + 4 + 12
 bytes per parameter (FSDP2's peak is at the loss, before it makes gradients). What a block keeps of a sequence, in each
-cube, and what head and loss take, is counted on the meta device with flash attention; the loss is over whole logits.
+cube, and what head and loss take, is counted on the meta device with flash attention; the loss is over whole logits,
+but with `cube_outside="tokens"`, which shares them.
 Megatron-LM's ways are those of arXiv 2205.05198, section 4.2. Memory of the allocator and of libraries comes on top.
-Ours are the best for each P, of all cubes and D, with `hanayo` and W = 1 or 2. In a cube rank 0 has embedding and head
-whole while a batch runs, and with one sequence in a micro-batch all its logits; TP = 8 divides them, which is most of
-the difference. `chunk_loss` and `cube_outside="tokens"` divide the logits, too; they aren't in the table."""
+Ours are the best for each P, of all cubes and D, with `hanayo` and W = 1 or 2, with and without shared tokens. In a
+cube each rank has embedding and head whole while a batch runs, where TP = 8 has an eighth."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

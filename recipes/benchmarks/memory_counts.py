@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lightning_hanayo import chunked_cross_entropy
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.runtime.profiling.live_bytes import LiveBytes
 from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
@@ -63,6 +64,24 @@ def outside(model: Llama, samples: int, dtype: torch.dtype) -> Part:
 
     shape = samples, model.length, model.hidden
     return _count(forward, shape, dtype, [*norm.parameters(), *head.parameters(), labels])
+
+
+@cache
+def shared_outside(model: Llama, samples: int, num_ranks: int, dtype: torch.dtype) -> Part:
+    """The same where so many ranks share the tokens: each has the norm of all, and head and loss of its own."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    with torch.device("meta"):
+        norm, weight = LlamaRMSNorm(model.hidden).to(dtype), torch.empty(model.vocabulary, model.hidden, dtype=dtype)
+        labels = torch.empty((samples, model.length // num_ranks), dtype=torch.long)
+    head = torch.nn.Parameter(weight)
+
+    def forward(inputs: Tensor) -> Tensor:
+        own = norm(inputs)[:, : model.length // num_ranks].contiguous()
+        return chunked_cross_entropy(own, head, labels)
+
+    shape = samples, model.length, model.hidden
+    return _count(forward, shape, dtype, [*norm.parameters(), head, labels])
 
 
 def _count(

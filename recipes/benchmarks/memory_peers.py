@@ -55,6 +55,10 @@ class Task:
         """What the last norm, head and loss take."""
         return memory_counts.outside(self.model, samples, self.dtype)
 
+    def shared_outside(self, samples: int, num_ranks: int) -> memory_counts.Part:
+        """The same where ranks share the tokens of the loss."""
+        return memory_counts.shared_outside(self.model, samples, num_ranks, self.dtype)
+
     def states(self, parameters: float) -> float:
         """What parameters take with gradients and optimizer."""
         return parameters * sum(self.state)
@@ -124,7 +128,9 @@ def ours(task: Task, options: Mapping[str, Any], samples: int) -> Held:
     head = model.outside_parameters / 2  # the embedding computes nothing
     loads = [Load([model.block_parameters] * model.num_blocks, outside) for outside in (head, 2 * head)]
     count = [len(one) for one in cut(loads, table.stage_ranks[: layout.num_stages])] + [0] * table.loss_stage
-    block, outside = task.block(mesh, samples), task.outside(-(-samples // size))
+    shares_tokens = options.get("cube_outside") == "tokens"
+    outside = task.shared_outside(samples, size) if shares_tokens else task.outside(-(-samples // size))
+    block = task.block(mesh, samples)
     is_last = [stage == len(count) - 1 for stage in range(len(count))]
     is_first = [stage == 0 for stage in range(len(count))]
     parameters = [number * model.block_parameters / size for number in count]
@@ -158,17 +164,21 @@ def ours(task: Task, options: Mapping[str, Any], samples: int) -> Held:
 
 
 def best(task: Task, num_ranks: int) -> list[Held]:
-    """Our layouts that hold the least, one for each number of pipeline ranks."""
-    found: dict[int, Held] = {}
+    """Our layouts that hold the least: for each number of pipeline ranks, and with shared tokens if that is less."""
+    found: dict[tuple[int, bool], Held] = {}
     for options, samples in _candidates(num_ranks, task.sequences):
         try:
             held = ours(task, options, samples)
         except HanayoError:  # fewer blocks than stages
             continue
-        pipe = options["pipeline_parallel_size"]
-        if pipe not in found or held.total < found[pipe].total:
-            found[pipe] = held
-    return list(found.values())
+        kind = options["pipeline_parallel_size"], "cube_outside" in options
+        if kind not in found or held.total < found[kind].total:
+            found[kind] = held
+    return [
+        held
+        for (pipe, shares_tokens), held in found.items()
+        if not shares_tokens or (pipe, False) not in found or held.total < found[pipe, False].total
+    ]
 
 
 def _candidates(num_ranks: int, sequences: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -183,7 +193,12 @@ def _candidates(num_ranks: int, sequences: int) -> Iterator[tuple[dict[str, Any]
             options |= {"data_parallel_size": data, "shard_optimizer": True} if data > 1 else {}
             for samples in (mesh[0], prod(mesh)):
                 if sequences % (data * samples) == 0:
-                    yield from (({**options, "num_waves": waves}, samples) for waves in ((1, 2) if pipe > 1 else (1,)))
+                    outside: list[dict[str, Any]] = [{}, *([{"cube_outside": "tokens"}] if prod(mesh) > 1 else [])]
+                    yield from (
+                        ({**options, "num_waves": waves, **one}, samples)
+                        for waves in ((1, 2) if pipe > 1 else (1,))
+                        for one in outside
+                    )
 
 
 def _sum(one: list[float], other: list[float]) -> tuple[float, ...]:

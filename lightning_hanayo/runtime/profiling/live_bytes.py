@@ -109,11 +109,11 @@ class LiveBytes:
         if before.num_bytes > self.peak.num_bytes:
             self.peak = before
 
-    def claim(self, tensors: Iterable[Tensor], kind: MemoryKind, *, only: MemoryKind | None = None) -> None:
-        """Count the memory of these tensors as `kind` from now on; `only` what counted as that kind so far."""
+    def claim(self, tensors: Iterable[Tensor], kind: MemoryKind) -> None:
+        """Count the memory of these tensors as `kind` from now on."""
         for tensor in tensors:
             memory = self._find(tensor)
-            if memory is not None and only in (None, memory.kind):
+            if memory is not None:
                 self._held[memory.kind] -= memory.num_bytes
                 memory.kind = kind
                 self._held[kind] += memory.num_bytes

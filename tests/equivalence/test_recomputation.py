@@ -109,7 +109,12 @@ COVER = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "how", "training"), covered(PAIRS, by=COVER), ids=str)
+def shown(value: Any) -> str:
+    """A name that is the same in all processes of a test run."""
+    return "-".join(map(shown, value)) if isinstance(value, tuple) else getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("layout", "how", "training"), covered(PAIRS, by=COVER), ids=shown)
 def test_bit_equal(pool: Pool, layout: Layout, how: Recompute, training: Any) -> None:
     model, precision = training
     kept = pool.run(layout.world_size, train, layout, model, "none", precision)

@@ -104,8 +104,8 @@ COVER = [
     (LAYOUTS[1], "blocks", TRAININGS[1]),
     (LAYOUTS[2], "blocks", TRAININGS[0]),
     (LAYOUTS[3], "attention", TRAININGS[1]),
-    (LAYOUTS[5], "blocks", TRAININGS[1]),
-    (LAYOUTS[4], every_second, TRAININGS[0]),
+    (LAYOUTS[4], "blocks", TRAININGS[1]),
+    (LAYOUTS[0], every_second, TRAININGS[0]),
 ]
 
 

@@ -100,7 +100,10 @@ WAYS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("layout", "how"),
-    covered(product(TWO, WAYS), by=[(TWO[0], WAYS[0]), (TWO[1], WAYS[2]), (TWO[1], WAYS[3]), (TWO[2], WAYS[1])]),
+    covered(
+        product(TWO, WAYS),
+        by=[(TWO[0], WAYS[0]), (TWO[1], WAYS[2]), (TWO[1], WAYS[3]), (TWO[2], WAYS[0]), (TWO[0], WAYS[1])],
+    ),
     ids=str,
 )
 def test_two_data_ranks_are_bit_equal(pool: Pool, layout: Layout, how: dict[str, Any]) -> None:
@@ -116,7 +119,7 @@ CLIPPED: list[dict[str, Any]] = [{"clip": 0.1}, {"clip": 0.1, "accumulate": 2, "
 
 
 @pytest.mark.parametrize(
-    ("layout", "how"), covered(product(THREE, CLIPPED), by=[(THREE[0], CLIPPED[0]), (THREE[3], CLIPPED[0])]), ids=str
+    ("layout", "how"), covered(product(THREE, CLIPPED), by=[(THREE[0], CLIPPED[0]), (THREE[2], CLIPPED[0])]), ids=str
 )
 def test_other_orders_of_sums_are_equal(pool: Pool, layout: Layout, how: dict[str, Any]) -> None:
     """Three ranks are added in another order, and a norm over other parts. 16, 32 and 5 rows are uneven parts."""
@@ -158,7 +161,7 @@ KINDS = [(False, False), (True, False), (False, True), (True, True)]
 
 @pytest.mark.parametrize(
     ("runs", "kind"),
-    covered(product(OTHERS, KINDS), by=[(OTHERS[1], KINDS[0]), (OTHERS[3], KINDS[1]), (OTHERS[2], KINDS[2])]),
+    covered(product(OTHERS, KINDS), by=[(OTHERS[1], KINDS[0]), (OTHERS[3], KINDS[1])]),
     ids=str,
 )
 def test_any_layout_reads_its_checkpoints(pool: Pool, tmp_path: Any, runs: Any, kind: Any) -> None:

@@ -1,0 +1,189 @@
+"""Machine: the rates by which the planner turns counted work into seconds; measured ones are in a JSON file.
+
+{"name": "node07", "source": "hanayo doctor --measure, 2026-11-23", "ranks_per_node": 8, "memory": 8.0e10,
+ "matmul": {"bfloat16": [[1024, 3.1e14], [4096, 6.2e14]], ...}, "memory_bandwidth": 2.9e12,
+ "within_node": {"latency": 1.2e-05, "bandwidth": 3.6e11}, "between_nodes": {...}, "is_asynchronous": true, ...}
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import log
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from lightning_hanayo.errors import HanayoError, nearest, writing
+from lightning_hanayo.schedule.number_checks import is_number, is_size
+
+MAX_BYTES = 1 << 20
+"""of a file"""
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""of which a machine may have rates"""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank's messages and collectives take: `latency` seconds each, and 1 / `bandwidth` seconds per byte that
+    the rank receives."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, num_bytes: float, messages: float = 1) -> float:
+        """To receive so many bytes in so many messages, one after the other."""
+        return messages * self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one device, of the links between devices, and of the host. Seconds, bytes, and operations per second.
+
+    Example:
+        >>> round(machine("h100").matmul_rate("bfloat16", 4096) / 1e12)
+        692
+    """
+
+    name: str
+    ranks_per_node: int
+    memory: float
+    """bytes of a device"""
+    matmul: Mapping[str, tuple[tuple[float, float], ...]]
+    """by dtype: the operations per second of a product of two n x n matrices, for some n in ascending order"""
+    memory_bandwidth: float
+    """bytes that a device reads and writes per second"""
+    within_node: Link
+    between_nodes: Link
+    is_asynchronous: bool = False
+    """whether the host goes on while the device works, as with GPUs: then the slower of both counts, else their sum"""
+    host_call: float = 0.0
+    """of the host, for an operation that it starts"""
+    host_action: float = 0.0
+    """of the host, for a forward or backward of a stage besides: engine, messages"""
+    source: str = ""
+    """where the figures are from"""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """what else was measured; the planner doesn't use it"""
+
+    def __post_init__(self) -> None:
+        positive = ("memory", "memory_bandwidth")
+        rates = [(name, rate) for name, table in self.matmul.items() for _, rate in table]
+        numbers = [(name, getattr(self, name)) for name in positive] + rates
+        numbers += [(f"{name}.bandwidth", getattr(self, name).bandwidth) for name in ("within_node", "between_nodes")]
+        for name, value in numbers:
+            if not is_number(value) or not value:
+                raise HanayoError(f"machine {self.name!r}: {name} is {value!r}; expected a number above 0")
+        for name in ("host_call", "host_action"):
+            if not is_number(getattr(self, name)):
+                raise HanayoError(f"machine {self.name!r}: {name} is {getattr(self, name)!r}; expected seconds")
+        if not is_size(self.ranks_per_node):
+            raise HanayoError(f"machine {self.name!r}: ranks_per_node is {self.ranks_per_node!r}; expected 1 or more")
+        if not any(self.matmul.values()) or not set(self.matmul) <= set(DTYPES):
+            raise HanayoError(f"machine {self.name!r}: matmul has {sorted(self.matmul)}; expected some of {DTYPES}")
+
+    def matmul_rate(self, dtype: str, size: float) -> float:
+        """Operations per second of products like that of two `size` x `size` matrices: the cube root of m k n.
+
+        Between two measured sizes the rate is interpolated over log(size), outside of them that of the nearest. A dtype
+        that wasn't measured has the rate of the next wider one that was, or of the next narrower one.
+        """
+        table = self.matmul.get(dtype) or next(table for table in map(self.matmul.get, DTYPES) if table)
+        place = bisect_left([n for n, _ in table], size)
+        if place in (0, len(table)):
+            return table[min(place, len(table) - 1)][1]
+        (low, slow), (high, fast) = table[place - 1 : place + 1]
+        return slow + (fast - slow) * log(size / low) / log(high / low)
+
+    def link(self, first: int, stride: int, size: int) -> Link:
+        """The link that limits a group of ranks first, first + stride, ...: within a node if all are on one."""
+        last = first + stride * (size - 1)
+        return self.within_node if first // self.ranks_per_node == last // self.ranks_per_node else self.between_nodes
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON.
+
+        Raises:
+            HanayoError: the file can't be written.
+        """
+        with writing(path):
+            Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Machine":
+        """Read a file that `save` wrote.
+
+        Raises:
+            HanayoError: there is no such file, or it holds something else.
+        """
+        try:
+            if Path(path).stat().st_size > MAX_BYTES:
+                raise HanayoError(f"it has more than {MAX_BYTES >> 20} MiB")
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            for name in data:
+                if name not in (known := [one.name for one in fields(cls)]):
+                    raise HanayoError(f"{name!r} is unknown; {nearest(str(name), known)}")
+            tables = {
+                dtype: tuple((float(n), float(rate)) for n, rate in rows) for dtype, rows in data["matmul"].items()
+            }
+            links = {name: Link(**data[name]) for name in ("within_node", "between_nodes")}
+            return cls(**data | links | {"matmul": {dtype: tuple(rows) for dtype, rows in tables.items()}})
+        except OSError as error:
+            raise HanayoError(f"{fspath(path)} can't be read: {error.strerror or error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            reason = "it is no text" if isinstance(error, UnicodeDecodeError) else error
+            raise HanayoError(
+                f"{fspath(path)} is no machine: {reason}; expected the machine.json that hanayo doctor --measure writes"
+            ) from None
+
+
+def _data_sheet(
+    name: str, *, flops: float, memory: float, bandwidth: float, nvlink: float, network: float, source: str
+) -> Machine:
+    """A GPU by its data sheet, and the shares of its peaks that are assumed."""
+    return Machine(
+        name,
+        ranks_per_node=8,
+        memory=memory,
+        matmul={"bfloat16": ((1.0, 0.7 * flops),), "float32": ((1.0, 0.35 * flops),)},  # TF32 has half of the peak
+        memory_bandwidth=0.8 * bandwidth,
+        within_node=Link(15e-6, 0.8 * nvlink),
+        between_nodes=Link(15e-6, 0.8 * network),
+        is_asynchronous=True,
+        host_call=10e-6,
+        host_action=280e-6,
+        source=f"{source}; assumed: 0.7 of its peak for products, 0.8 for memory and links, 15 us per message, and the "
+        "host's times; nothing was measured",
+    )
+
+
+KNOWN = {
+    one.name: one
+    for one in (
+        _data_sheet("h100", flops=989e12, memory=80e9, bandwidth=3.35e12, nvlink=450e9, network=50e9,
+                    source="NVIDIA H100 SXM5 data sheet, bf16 without sparsity; DGX H100, 400 Gbit/s per GPU"),
+        _data_sheet("h200", flops=989e12, memory=141e9, bandwidth=4.8e12, nvlink=450e9, network=50e9,
+                    source="NVIDIA H200 SXM data sheet, bf16 without sparsity; DGX H200, 400 Gbit/s per GPU"),
+        _data_sheet("a100", flops=312e12, memory=80e9, bandwidth=2.039e12, nvlink=300e9, network=25e9,
+                    source="NVIDIA A100 80GB SXM data sheet, bf16 without sparsity; DGX A100, 200 Gbit/s per GPU"),
+    )
+}  # fmt: skip
+"""machines by their data sheets"""
+
+
+def machine(name: str) -> Machine:
+    """One of the machines that are known by their data sheets: "h100", "h200", "a100".
+
+    Raises:
+        HanayoError: it is another one.
+    """
+    if name not in KNOWN:
+        raise HanayoError(
+            f"device {name!r} is unknown; {nearest(name, KNOWN)}. For others measure: hanayo doctor --measure"
+        )
+    return KNOWN[name]
+
+
+def with_nodes(machine: Machine, ranks_per_node: int) -> Machine:
+    """The machine with other nodes."""
+    return replace(machine, ranks_per_node=ranks_per_node)

@@ -33,15 +33,19 @@ class Loop:
         self._files = selectors.DefaultSelector()
         self._wanted: deque[Callable[[], object]] = deque()
         self._timers: list[Timer] = []
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
-        self._files.register(self._woken, selectors.EVENT_READ, lambda _: self._woken.recv(4096))
+        self._wake: socket.socket | None = None
+        self._woken: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="hanayo-monitor")
         self._runs = True
 
     def start(self) -> None:
         """Start the thread."""
+        wake, woken = socket.socketpair()
+        for end in (wake, woken):
+            end.setblocking(False)
+        wake.send(b".")  # for what was wanted before
+        self._files.register(woken, selectors.EVENT_READ, lambda _: woken.recv(4096))
+        self._wake, self._woken = wake, woken
         self._thread.start()
 
     @property
@@ -53,7 +57,8 @@ class Loop:
         """Let the loop call the function soon. From any thread; returns at once."""
         self._wanted.append(function)
         with suppress(OSError):  # full: it is awake anyway; closed: nobody will call it
-            self._wake.send(b".")
+            if self._wake is not None:
+                self._wake.send(b".")
 
     def every(self, seconds: float, function: Callable[[], object]) -> None:
         """Call the function again and again."""
@@ -117,7 +122,8 @@ class Loop:
     def close_files(self) -> None:
         """Close what the loop itself has opened."""
         for file in (self._files, self._wake, self._woken):
-            file.close()
+            if file is not None:
+                file.close()
 
     def _run(self) -> None:
         last = time.monotonic()

@@ -1,0 +1,123 @@
+"""Candidate: one complete layout of a run, and the list of all that fit a model and a number of devices."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from lightning_hanayo.divisibility import MeshSizes, meshes
+from lightning_hanayo.planner.model_facts import ModelFacts
+from lightning_hanayo.schedule.build import WAVES
+from lightning_hanayo.topology import Topology
+
+MICROBATCHES_PER_RANK = 8
+"""micro-batches of a batch, for each pipeline rank: with more the bubble hardly shrinks, and tables get long"""
+MOST_MICROBATCHES = 64
+WHOLE, SPLIT, ONE_RANK = "hanayo", "hanayo-zb", "1f1b"
+"""the schedules of a candidate: a wave with the backward in one piece, or in two; on one pipeline rank there is none"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout. The samples of an optimizer step are data * samples * num_microbatches * accumulate.
+
+    Example:
+        >>> Candidate(data=2, pipe=4, num_waves=2, samples=1, num_microbatches=16).batch_size
+        16
+    """
+
+    data: int = 1
+    pipe: int = 1
+    mesh: MeshSizes = (1, 1, 1)
+    num_waves: int = 1
+    samples: int = 1
+    """of a micro-batch of one data rank, which the ranks of a cube share"""
+    num_microbatches: int = 1
+    accumulate: int = 1
+    """batches in an optimizer step"""
+    schedule: str = SPLIT
+    recompute: bool = False
+    """whether blocks run again in the backward"""
+    shard_optimizer: bool = False
+
+    @property
+    def cube_size(self) -> int:
+        """Ranks of a cube."""
+        return prod(self.mesh)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """V: two for each wave, or one stage on one pipeline rank."""
+        return 2 * self.num_waves if self.pipe > 1 else 1
+
+    @property
+    def topology(self) -> Topology:
+        """How its ranks lie."""
+        return Topology(self.data, self.pipe, self.mesh)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of one data rank: what its DataLoader gives."""
+        return self.samples * self.num_microbatches
+
+    @property
+    def samples_per_step(self) -> int:
+        """Of all data ranks."""
+        return self.data * self.batch_size * self.accumulate
+
+    def __str__(self) -> str:
+        waves = f" x W={self.num_waves}" if self.pipe > 1 else ""
+        cube = f", cube {'x'.join(map(str, self.mesh))}" if self.cube_size > 1 else ""
+        return f"P={self.pipe}{waves}, D={self.data}{cube}, B={self.num_microbatches} of {self.samples}"
+
+
+def candidates(facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str]) -> Iterator[Candidate]:
+    """All layouts that divide. `refused` counts the others, by reason.
+
+    Of the ways to cut a data rank's samples into micro-batches it takes, for each size of a micro-batch that doubles
+    from the smallest on, the most micro-batches per batch that are worth it; the rest are batches of their own.
+    """
+    for cube_size in _divisors(num_devices):
+        for mesh in meshes(cube_size):
+            wrong = [one for one in facts.required if not one.holds(mesh)]
+            for pipe in _divisors(num_devices // cube_size):
+                data = num_devices // (cube_size * pipe)
+                if wrong:
+                    refused[f"{wrong[0].what} don't divide over the cube"] += 1
+                elif global_batch % (data * mesh[0]):
+                    refused[f"{global_batch} samples don't divide over data ranks and x"] += 1
+                else:
+                    yield from _of_topology(facts, data, pipe, mesh, global_batch // data, refused)
+
+
+def _of_topology(
+    facts: ModelFacts, data: int, pipe: int, mesh: MeshSizes, samples: int, refused: Counter[str]
+) -> Iterator[Candidate]:
+    sharding = (False, True) if data > 1 else (False,)
+    for num_waves in WAVES if pipe > 1 else (1,):
+        if pipe > 1 and 2 * pipe * num_waves > len(facts.blocks):
+            refused[f"more stages than the {len(facts.blocks)} blocks"] += 1
+            continue
+        for size, count, accumulate in _cuts(samples, mesh[0], pipe):
+            if pipe > 1 and count < pipe:
+                refused["fewer micro-batches than pipeline ranks"] += 1
+                continue
+            for recompute in (False, True):
+                schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
+                for sharded in sharding:
+                    yield Candidate(data, pipe, mesh, num_waves, size, count, accumulate, schedule, recompute, sharded)
+
+
+def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]:
+    """The samples of a micro-batch, micro-batches of a batch, and batches."""
+    size = least
+    while samples % size == 0:
+        all_of_them = samples // size
+        most = min(MICROBATCHES_PER_RANK * pipe, MOST_MICROBATCHES)
+        count = max(number for number in _divisors(all_of_them) if number <= most)
+        yield size, count, all_of_them // count
+        size *= 2
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]

@@ -1,0 +1,175 @@
+"""ModelFacts: what the planner knows of a model, counted without values: its blocks' products, parameters and bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+
+from lightning_hanayo.divisibility import Divisibility, MeshSizes
+from lightning_hanayo.planner.communication_volume import Keep, LinearLayer, Storage, Volume
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer of a block, or several that read one input, for one sample.
+
+    Args:
+        layer: its sizes, with the tokens of one sample.
+        is_generic: whether its block isn't registered, so that the layer is parallelized by itself: either activations
+            are exchanged around it, or the weight is gathered whole, whichever communicates less.
+    """
+
+    layer: LinearLayer
+    is_generic: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Of the forward."""
+        m, k, n = self.layer.tokens, self.layer.in_features, self.layer.out_features
+        return 2.0 * m * k * n
+
+    @property
+    def parameters(self) -> int:
+        """Of the weight."""
+        return self.layer.in_features * self.layer.out_features
+
+    def of(self, samples: int) -> LinearLayer:
+        """The layer for a micro-batch of so many samples."""
+        return replace(self.layer, tokens=samples * self.layer.tokens)
+
+    def gathers_whole(self, samples: int, mesh: MeshSizes) -> bool:
+        """Whether its weight is gathered whole over all ranks, and no activation is sent."""
+        whole = _whole_weight(self.parameters, mesh).total
+        return self.is_generic and whole <= self.of(samples).generic_volume(mesh).total
+
+    def volume(self, samples: int, mesh: MeshSizes, keep: Keep = "gathered") -> Volume:
+        """What a rank receives for a micro-batch of so many samples."""
+        layer = self.of(samples)
+        if not self.is_generic:
+            return layer.volume(mesh, keep)
+        if self.gathers_whole(samples, mesh):
+            return _whole_weight(self.parameters, mesh, again=keep == "shards")
+        return layer.generic_volume(mesh, keep)
+
+    def storage(self, samples: int, mesh: MeshSizes, keep: Keep = "gathered") -> Storage:
+        """What a rank stores from the forward to the backward."""
+        x, y, z = mesh
+        if not self.gathers_whole(samples, mesh):
+            return self.of(samples).storage(mesh, keep)
+        num_ranks = x * y * z
+        kept = self.parameters if keep == "gathered" and num_ranks > 1 else 0.0
+        return Storage(self.parameters / num_ranks, samples * self.layer.sizes[0] / num_ranks, kept)
+
+
+def _whole_weight(parameters: int, mesh: MeshSizes, *, again: bool = False) -> Volume:
+    x, y, z = mesh
+    others = parameters * (1 - 1 / (x * y * z))
+    return Volume(gather_w=others, scatter_dw=others, regather_w=others * again)
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """One block of the stack, for one sample."""
+
+    products: tuple[Product, ...]
+    """in the order of its forward"""
+    parameters: int
+    """all of them"""
+    attention_flops: float = 0.0
+    """of the forward's products that aren't linear layers"""
+    traffic: float = 0.0
+    """bytes that all other operations of the forward read and write"""
+    calls: float = 0.0
+    """operations that the host starts in the forward"""
+    saved: float = 0.0
+    """bytes that the forward keeps for the backward, besides parameters"""
+
+    @cached_property
+    def flops(self) -> float:
+        """Of the forward."""
+        return self.attention_flops + sum(one.flops for one in self.products)
+
+    @cached_property
+    def sharded_parameters(self) -> int:
+        """Those of the linear layers, of which each rank of a cube stores its part."""
+        return sum(one.parameters for one in self.products)
+
+    def parameters_of_a_rank(self, mesh: MeshSizes) -> float:
+        """Elements that a rank of a cube stores."""
+        x, y, z = mesh
+        return self.parameters - self.sharded_parameters * (1 - 1 / (x * y * z))
+
+    def saved_by_a_rank(self, samples: int, mesh: MeshSizes, element: int, keep: Keep = "gathered") -> float:
+        """Bytes that a rank of a cube keeps for the backward of a micro-batch; `element` bytes per number."""
+        x, y, z = mesh
+        inputs = element * samples * sum(one.layer.sizes[0] for one in self.products)
+        others = max(0.0, samples * self.saved - inputs) / (x * y * z)
+        stored = [one.storage(samples, mesh, keep) for one in self.products]
+        return others + element * sum(one.saved_inputs + one.saved_weights for one in stored)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model, for one sample of its training data."""
+
+    stack: str
+    """the name of the stack of blocks"""
+    blocks: tuple[BlockFacts, ...]
+    message: float
+    """bytes that go from one block to the next"""
+    outside_parameters: int = 0
+    """of embedding, head, and whatever else isn't in the stack"""
+    outside_flops: float = 0.0
+    """of their forward"""
+    outside_traffic: float = 0.0
+    outside_calls: float = 0.0
+    outside_saved: float = 0.0
+    """bytes that they keep for the backward, such as logits"""
+    required: tuple[Divisibility, ...] = ()
+    """what must divide over a cube"""
+    tokens: int = 1
+    """of a sample, for figures per token"""
+    dtype: str = "float32"
+    """in which products are computed"""
+    element: int = 4
+    """bytes of a number in it"""
+    parameter_bytes: float = 4.0
+    """of each parameter"""
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    """of the optimizer's states, and of master weights, for each parameter"""
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return self.outside_parameters + sum(block.parameters for block in self.blocks)
+
+    @property
+    def flops(self) -> float:
+        """Of a forward and a backward of one sample."""
+        return 3 * (self.outside_flops + sum(block.flops for block in self.blocks))
+
+    @cached_property
+    def mean_block(self) -> BlockFacts:
+        """The block, if all are equal; else the first, with the mean of all figures."""
+        first = self.blocks[0]
+        if all(block == first for block in self.blocks):
+            return first
+
+        def mean(name: str) -> float:
+            return fmean(getattr(block, name) for block in self.blocks)
+
+        shared = fmean(block.flops for block in self.blocks) / first.flops if first.flops else 1.0
+        return replace(
+            first,
+            parameters=round(mean("parameters")),
+            attention_flops=mean("attention_flops") * shared,
+            traffic=mean("traffic"),
+            calls=mean("calls"),
+            saved=mean("saved"),
+        )
+
+
+def products_of(layers: Sequence[LinearLayer], *, is_generic: bool = False) -> tuple[Product, ...]:
+    """The products of these layers."""
+    return tuple(Product(layer, is_generic) for layer in layers)

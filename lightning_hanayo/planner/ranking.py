@@ -1,0 +1,174 @@
+"""Plan: all layouts of a model on so many devices, ranked by the time of a step among those that fit into memory."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.candidates import Candidate, candidates
+from lightning_hanayo.planner.machine import Machine
+from lightning_hanayo.planner.model_facts import ModelFacts
+from lightning_hanayo.planner.step_time import Estimate, StepModel
+
+USABLE = 0.9
+"""of a device's memory, unless the user says how much: the rest is for the allocator, libraries and fragments"""
+_MOST_DEVICES = 64
+"""times as many devices are tried for a model that doesn't fit"""
+_NAMES = {
+    "weights": "parameters",
+    "gradients": "gradients",
+    "optimizer": "the optimizer's states",
+    "activations": "activations of the micro-batches under way",
+    "gathered": "parameters outside the stack, which a cube holds whole during a batch",
+    "suspended": "what head and loss keep",
+    "messages": "messages",
+    "workspace": "what one block takes while it runs",
+}
+
+
+class Point(NamedTuple):
+    """A layout that fits, for the picture."""
+
+    seconds: float
+    num_bytes: float
+    is_on_frontier: bool
+    """whether no layout is both faster and smaller"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ranked layouts of one model."""
+
+    facts: ModelFacts
+    machine: Machine
+    num_devices: int
+    global_batch: int
+    memory: float
+    """bytes that a rank may need"""
+    best: tuple[Estimate, ...]
+    """simulated, the fastest first"""
+    points: tuple[Point, ...]
+    """of all that fit, in closed form, the fastest first"""
+    num_considered: int
+    refused: Counter[str]
+    """how many others there were, by what excludes them"""
+
+    @property
+    def first(self) -> Estimate:
+        """The fastest."""
+        return self.best[0]
+
+    def flops_share(self, estimate: Estimate) -> float:
+        """The part of the devices' fastest rate that the model's own products use."""
+        flops = self.facts.flops * self.global_batch
+        peak = self.machine.matmul_rate(self.facts.dtype, float("inf"))
+        return flops / (estimate.seconds * self.num_devices * peak)
+
+
+def make_plan(
+    facts: ModelFacts,
+    machine: Machine,
+    *,
+    num_devices: int,
+    global_batch: int,
+    memory: float | None = None,
+    top: int = 10,
+    model: StepModel | None = None,
+    accept: Callable[[Candidate], bool] = lambda _: True,
+) -> Plan:
+    """Rank all layouts in closed form, simulate the `top` fastest that fit, and rank these by their simulated steps.
+
+    Args:
+        facts: the model.
+        machine: the rates of devices, links and host.
+        num_devices: of all nodes; a node has `machine.ranks_per_node`.
+        global_batch: samples of an optimizer step.
+        memory: bytes that a rank may need; None: 0.9 of the device's.
+        top: how many to simulate, each another topology, number of waves or size of micro-batches.
+        model: estimates steps; None: one without measured times.
+        accept: which layouts to consider.
+
+    Raises:
+        HanayoError: no layout divides, or none fits into memory; the message names the nearest miss.
+    """
+    limit = USABLE * machine.memory if memory is None else memory
+    model = model or StepModel(facts, machine)
+    refused: Counter[str] = Counter()
+    found = [one for one in candidates(facts, num_devices, global_batch, refused) if accept(one)]
+    if not found:
+        raise HanayoError(_nothing_divides(facts, num_devices, global_batch, refused))
+    estimates = sorted(map(model.closed_form, found), key=_order)
+    fitting = [one for one in estimates if one.memory.total <= limit]
+    refused["needs more memory than a device has"] += len(estimates) - len(fitting)
+    if not fitting:
+        raise HanayoError(_nearest_miss(model, estimates, num_devices, global_batch, limit, accept))
+    simulated: list[Estimate] = []
+    for one in _distinct(fitting):
+        if len(simulated) == top:
+            break
+        again = model.simulated(one.candidate)
+        if again.memory.total <= limit:
+            simulated.append(again)
+    best = tuple(sorted(simulated, key=_order)) or (replace(fitting[0]),)
+    return Plan(facts, machine, num_devices, global_batch, limit, best, _points(fitting), len(found), refused)
+
+
+def _order(estimate: Estimate) -> tuple[float, float, int]:
+    """Faster first; of equally fast ones the smaller, and then the one with fewer waves."""
+    return round(estimate.seconds, 9), round(estimate.memory.total), estimate.candidate.num_waves
+
+
+def _distinct(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """The fastest of those that differ in recomputation and sharding alone."""
+    found: dict[tuple[object, ...], Estimate] = {}
+    for one in estimates:
+        own = one.candidate
+        found.setdefault((own.data, own.pipe, own.mesh, own.num_waves, own.samples), one)
+    return list(found.values())
+
+
+def _points(estimates: Sequence[Estimate]) -> tuple[Point, ...]:
+    points, least = [], float("inf")
+    for one in estimates:
+        points.append(Point(one.seconds, one.memory.total, one.memory.total < least))
+        least = min(least, one.memory.total)
+    return tuple(points)
+
+
+def _nothing_divides(facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str]) -> str:
+    reasons = ", ".join(f"{reason} ({count})" for reason, count in refused.most_common(3))
+    return (
+        f"no layout of {facts.stack} ({len(facts.blocks)} blocks) on {num_devices} devices divides {global_batch} "
+        f"samples per step: {reasons or 'none was accepted'}. Try another number of devices, or a --global-batch that "
+        f"is a multiple of it"
+    )
+
+
+def _nearest_miss(
+    model: StepModel,
+    estimates: Sequence[Estimate],
+    num_devices: int,
+    global_batch: int,
+    limit: float,
+    accept: Callable[[Candidate], bool],
+) -> str:
+    """The layout that needs the least memory: what takes most of it, and what would help."""
+    least = min(estimates, key=lambda one: one.memory.total)
+    parts = {name: getattr(least.memory, name) for name in _NAMES}
+    largest = max(parts, key=lambda name: parts[name])
+    missing = least.memory.total - limit
+    more = num_devices
+    way_out = f"more than {_MOST_DEVICES} times as many devices, or a smaller model"
+    while more < _MOST_DEVICES * num_devices:
+        more *= 2
+        found = map(model.closed_form, filter(accept, candidates(model.facts, more, global_batch, Counter())))
+        if any(one.memory.total <= limit for one in found):
+            way_out = f"{more} devices of this size, or {least.memory.total / 1e9:.1f} GB on each of these"
+            break
+    return (
+        f"no layout of {model.facts.parameters / 1e9:.2f} billion parameters fits into {limit / 1e9:.1f} GB on "
+        f"{num_devices} devices. The nearest, {least.candidate}, needs {least.memory.total / 1e9:.1f} GB, "
+        f"{missing / 1e9:.1f} GB too much; most of it, {parts[largest] / 1e9:.1f} GB, for {_NAMES[largest]}. It would "
+        f"fit with {way_out}"
+    )

@@ -1,0 +1,355 @@
+"""The time and the memory of an optimizer step of a candidate: in closed form, to rank all of them; and simulated.
+
+closed form     A (B work + (P-1) (fill + messages)) + exposed reduction + optimizer      work: of the slowest rank
+simulated       the schedule's own table, with the times of its stages, and the bytes of MemoryModel
+
+Both take the times of blocks from `block_time`, and the schedules' rules from `schedule`. The closed forms of a batch:
+hanayo-zb   B (F+I+W) + (P-1) (F / 2W + (1+2W) T_C)                   (tests/planner/test_step_time.py)
+hanayo      B (F+T_B) + (P-1) T_B / W + (4W (P-1) + 2 (P-2)) T_C      (docs/reproduction.md)
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import ceil
+
+from lightning_hanayo.partition.cut import Load, cut
+from lightning_hanayo.planner.block_time import BlockTime, PartTimes, time_block
+from lightning_hanayo.planner.candidates import SPLIT, Candidate
+from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.planner.machine import Link, Machine
+from lightning_hanayo.planner.model_facts import ModelFacts
+from lightning_hanayo.schedule import CostModel, MemoryModel, RankMemory, simulate
+from lightning_hanayo.schedule.action import COMPUTE
+
+_BACKWARD_ACTIONS = 2
+"""actions of a backward that is split: each costs the host what a forward does"""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the planner says of a candidate."""
+
+    candidate: Candidate
+    seconds: float
+    """of an optimizer step"""
+    bubble: float
+    """the part of a batch in which ranks wait"""
+    memory: RankMemory
+    """bytes of the rank that needs the most"""
+    exposed: float = 0.0
+    """seconds of the step that wait for sums and gathers over data ranks"""
+    optimizer: float = 0.0
+    """seconds of the optimizer's step"""
+    is_simulated: bool = False
+
+
+class StepModel:
+    """Estimates the steps of one model on one machine.
+
+    Args:
+        facts: the model.
+        machine: the rates.
+        measured: times of the stack in a run with one sample in a micro-batch on ranks without a cube, in place of
+            those that are counted; None: counted ones.
+    """
+
+    def __init__(self, facts: ModelFacts, machine: Machine, measured: PartTimes | None = None) -> None:
+        self.facts = facts
+        self.machine = machine
+        self._measured = measured
+        self._block_time = cache(self._time_block)
+        self._rank_blocks = cache(_blocks_of_slowest)
+        self._saved = cache(lambda mesh, samples: facts.mean_block.saved_by_a_rank(samples, mesh, facts.element))
+        self._stages = cache(self._cut)
+
+    def closed_form(self, candidate: Candidate) -> Estimate:
+        """The estimate without a simulation."""
+        work = self._work(candidate)
+        stages, pipe, count = candidate.stages_per_rank, candidate.pipe, candidate.num_microbatches
+        batch = count * work.slowest
+        waves, hop = candidate.num_waves, self._message(candidate)
+        if pipe > 1 and candidate.schedule == SPLIT:
+            batch += (pipe - 1) * (work.forward / stages + (1 + 2 * waves) * hop)
+        elif pipe > 1:
+            batch += (pipe - 1) * work.backward / waves + (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * hop
+        reduction = self._reduction(candidate)
+        exposed = max(reduction / stages, reduction - _window(candidate, work)) + self._gather(candidate) / stages
+        busy = count * work.mean
+        return self._estimate(candidate, batch, 1 - busy / batch, self._memory_of_ranks(candidate), exposed)
+
+    def simulated(self, candidate: Candidate) -> Estimate:
+        """The estimate from the table that a run has for equal stages; for others it has one that is no slower."""
+        layout, stages = self._layout(candidate), candidate.stages_per_rank
+        reduction = self._reduction(candidate) / stages
+        costs = replace(self._costs(candidate), gradient_reduce=(reduction,) * layout.num_stages)
+        timeline = simulate(layout.table(candidate.num_microbatches), costs)
+        batch = max(span.end for span in timeline.spans if span.action.kind in COMPUTE) - timeline.begin
+        exposed = timeline.makespan - batch + self._gather(candidate) / stages
+        bubble = 1 - sum(timeline.busy) / (batch * candidate.pipe)
+        memory = max(self._memory_model(candidate).peaks(timeline), key=lambda one: one.total)
+        return replace(self._estimate(candidate, batch, bubble, memory, exposed), is_simulated=True)
+
+    def _estimate(
+        self, candidate: Candidate, batch: float, bubble: float, memory: RankMemory, exposed: float
+    ) -> Estimate:
+        optimizer = self._optimizer(candidate)
+        exposed += self._outside_gather(candidate) * candidate.accumulate
+        seconds = candidate.accumulate * batch + exposed + optimizer
+        return Estimate(candidate, seconds, bubble, memory, exposed, optimizer)
+
+    # a micro-batch's work
+
+    def _time_block(self, mesh: tuple[int, int, int], samples: int) -> BlockTime:
+        facts = self.facts
+        if self._measured is not None and mesh == (1, 1, 1):
+            each = self._measured * (samples / len(facts.blocks))
+            return BlockTime(each, each)
+        return time_block(facts.mean_block, mesh, samples, self.machine, dtype=facts.dtype, element=facts.element)
+
+    def _stage(self, candidate: Candidate, num_blocks: float) -> PartTimes:
+        """Seconds of a stage with so many blocks, and of its actions on the host."""
+        time = self._block_time(candidate.mesh, candidate.samples).stage(num_blocks)
+        if candidate.recompute:
+            time += PartTimes(backward=time.forward, backward_input=time.forward)
+        host = self.machine.host_action
+        if self.machine.is_asynchronous:
+            return PartTimes(
+                max(time.forward, host), max(time.backward, host), max(time.backward_input, host), time.backward_weight
+            )
+        return time + PartTimes(host, host, host / _BACKWARD_ACTIONS, host / _BACKWARD_ACTIONS)
+
+    def _outside(self, candidate: Candidate) -> float:
+        """Seconds of the forward of embedding, head and loss: each rank of a cube has its part of the samples."""
+        facts, machine = self.facts, self.machine
+        samples = max(1.0, candidate.samples / candidate.cube_size)
+        flops = samples * facts.outside_flops
+        device = flops / machine.matmul_rate(facts.dtype, (flops / 2) ** (1 / 3) if flops else 1.0)
+        device += samples * facts.outside_traffic / machine.memory_bandwidth
+        return max(device, machine.host_call * facts.outside_calls) if machine.is_asynchronous else device
+
+    def _work(self, candidate: Candidate) -> "_Work":
+        """Seconds of one micro-batch on the ranks."""
+        stages, pipe, total = candidate.stages_per_rank, candidate.pipe, len(self.facts.blocks)
+        split, outside = candidate.schedule == SPLIT, self._outside(candidate)
+        mean = self._stage(candidate, total / (pipe * stages)) * stages
+        whole = _sum(mean, split)
+        per_block = whole * pipe / total
+        own, others = self._rank_blocks(total, pipe, stages, round(3 * outside / per_block, 2) if per_block else 0.0)
+        slowest = max(
+            _sum(self._stage(candidate, own / stages) * stages, split) + 3 * outside,
+            _sum(self._stage(candidate, others / stages) * stages, split) if pipe > 1 else 0.0,
+        )
+        share = outside / pipe
+        backward = (mean.backward_input + mean.backward_weight if split else mean.backward) + 2 * share
+        return _Work(slowest, whole + 3 * share, mean.forward + share, backward, mean.backward_weight)
+
+    # messages
+
+    def _message(self, candidate: Candidate) -> float:
+        """Seconds of a message to the next pipeline rank: the mean over the hops."""
+        hops = candidate.pipe - 1
+        if not hops:
+            return 0.0
+        within, between, per_node = self._hops(candidate)
+        between_nodes = ceil(candidate.pipe / per_node) - 1
+        return ((hops - between_nodes) * within + between_nodes * between) / hops
+
+    def _hops(self, candidate: Candidate) -> tuple[float, float, int]:
+        """Seconds within a node and between nodes, and the pipeline ranks of a node."""
+        num_bytes = self.facts.message * candidate.samples / candidate.cube_size
+        links = self.machine.within_node, self.machine.between_nodes
+        per_node = max(1, self.machine.ranks_per_node // candidate.cube_size)
+        within, between = (link.seconds(num_bytes) for link in links)
+        return within, between, per_node
+
+    def _data_link(self, candidate: Candidate) -> Link:
+        return self.machine.link(0, candidate.pipe * candidate.cube_size, candidate.data)
+
+    def _reduction(self, candidate: Candidate) -> float:
+        """Seconds in which the slowest rank's gradients are summed over the data ranks."""
+        if candidate.data == 1:
+            return 0.0
+        others = 1 - 1 / candidate.data
+        passes = 1 if candidate.shard_optimizer else 2
+        num_bytes = passes * others * self.facts.gradient_bytes * self._parameters(candidate)
+        return self._data_link(candidate).seconds(num_bytes, messages=candidate.stages_per_rank)
+
+    def _gather(self, candidate: Candidate) -> float:
+        """Seconds in which updated parameters are gathered, where each data rank updates its own rows."""
+        if not candidate.shard_optimizer:
+            return 0.0
+        num_bytes = (1 - 1 / candidate.data) * self.facts.parameter_bytes * self._parameters(candidate)
+        return self._data_link(candidate).seconds(num_bytes, messages=candidate.stages_per_rank)
+
+    def _outside_gather(self, candidate: Candidate) -> float:
+        """Seconds in which a cube gathers the parameters outside the stack for a batch, and sums their gradients."""
+        if candidate.cube_size == 1:
+            return 0.0
+        facts, others = self.facts, 1 - 1 / candidate.cube_size
+        link = self.machine.link(0, 1, candidate.cube_size)
+        num_bytes = others * facts.outside_parameters * (facts.parameter_bytes + facts.gradient_bytes)
+        return link.seconds(num_bytes, messages=2)
+
+    def _optimizer(self, candidate: Candidate) -> float:
+        """Seconds in which it reads and writes values, gradients and states."""
+        facts = self.facts
+        each = 2 * facts.parameter_bytes + facts.gradient_bytes + 2 * facts.optimizer_bytes
+        own = self._parameters(candidate) / (candidate.data if candidate.shard_optimizer else 1)
+        return each * own / self.machine.memory_bandwidth
+
+    # bytes
+
+    def _parameters(self, candidate: Candidate) -> float:
+        """Elements of the rank that stores the most."""
+        block = self.facts.mean_block.parameters_of_a_rank(candidate.mesh)
+        own, others = self._blocks(candidate)
+        return max(own * block + self.facts.outside_parameters / candidate.cube_size, others * block)
+
+    def _blocks(self, candidate: Candidate) -> tuple[int, int]:
+        """Blocks of pipeline rank 0, and the most of the others."""
+        total, outside = len(self.facts.blocks), self._outside(candidate)
+        each = self._block_time(candidate.mesh, candidate.samples).further
+        per_block = each.forward + each.backward
+        return self._rank_blocks(
+            total, candidate.pipe, candidate.stages_per_rank, round(3 * outside / per_block, 2) if per_block else 0.0
+        )
+
+    def _memory_of_ranks(self, candidate: Candidate) -> RankMemory:
+        own, others = self._blocks(candidate)
+        peak = min(candidate.num_microbatches, candidate.pipe)
+        first = self._rank_memory(candidate, own, peak, has_outside=True)
+        return max(first, self._rank_memory(candidate, others, peak, has_outside=False), key=lambda one: one.total)
+
+    def _rank_memory(self, candidate: Candidate, blocks: float, peak: float, *, has_outside: bool) -> RankMemory:
+        facts, part = self.facts, self._stage_bytes(candidate)
+        own = blocks * facts.mean_block.parameters_of_a_rank(candidate.mesh)
+        own += has_outside * facts.outside_parameters / candidate.cube_size
+        return RankMemory(
+            weights=own * facts.parameter_bytes,
+            gradients=own * facts.gradient_bytes,
+            optimizer=own * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
+            activations=peak * blocks * part.activation,
+            gathered=has_outside * part.gathered,
+            suspended=has_outside * part.suspended,
+            messages=2 * candidate.stages_per_rank * part.message * (candidate.pipe > 1),
+            workspace=part.workspace,
+        )
+
+    def _stage_bytes(self, candidate: Candidate) -> "_Bytes":
+        """What is held of one micro-batch, or all the time besides parameters."""
+        facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
+        saved = self._saved(candidate.mesh, samples)
+        message = facts.message * samples / ranks
+        outside = facts.outside_parameters * (facts.parameter_bytes + facts.gradient_bytes)
+        return _Bytes(
+            activation=message if candidate.recompute else saved,
+            workspace=saved if candidate.recompute else 2 * message,
+            message=message,
+            suspended=facts.outside_saved * max(1.0, samples / ranks),
+            gathered=outside if ranks > 1 else 0.0,
+        )
+
+    # simulation
+
+    def _layout(self, candidate: Candidate) -> Layout:
+        return Layout(candidate.schedule, candidate.pipe, candidate.num_waves, candidate.num_microbatches)
+
+    def _cut(self, candidate: Candidate) -> list[range]:
+        layout, facts = self._layout(candidate), self.facts
+        if candidate.pipe == 1:
+            return [range(len(facts.blocks))]
+        each = self._block_time(candidate.mesh, candidate.samples).further
+        per_block = each.forward + each.backward
+        time = Load([per_block * self._size(block) for block in range(len(facts.blocks))], 3 * self._outside(candidate))
+        held = Load([block.parameters for block in facts.blocks], facts.outside_parameters)
+        return cut([time, held], layout.table(candidate.num_microbatches).stage_ranks)
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        mean = self.facts.mean_block.flops
+        return [block.flops / mean if mean else 1.0 for block in self.facts.blocks]
+
+    def _size(self, block: int) -> float:
+        """A block's work, in that of the mean block."""
+        return self._sizes[block]
+
+    def _costs(self, candidate: Candidate) -> CostModel:
+        """Seconds of each stage."""
+        outside = self._outside(candidate)
+        stages = self._stages(candidate)
+        times = [self._stage(candidate, sum(self._size(block) for block in blocks)) for blocks in stages]
+        times[-1] += PartTimes(outside, 2 * outside, 2 * outside, 0.0)
+        split = candidate.schedule == SPLIT
+        within, between, per_node = self._hops(candidate)
+        by_node = candidate.pipe > per_node
+        return CostModel(
+            forward=tuple(one.forward for one in times),
+            backward_input=tuple(one.backward_input if split else one.backward for one in times),
+            backward_weight=tuple(one.backward_weight if split else 0.0 for one in times),
+            message=within if candidate.pipe > 1 else 0.0,
+            message_between_nodes=between if by_node else None,
+            ranks_per_node=per_node if by_node else None,
+        )
+
+    def _memory_model(self, candidate: Candidate) -> MemoryModel:
+        facts, part = self.facts, self._stage_bytes(candidate)
+        stages = self._stages(candidate)
+        block = facts.mean_block.parameters_of_a_rank(candidate.mesh)
+        held = [len(blocks) * block for blocks in stages]
+        held[0] += facts.outside_parameters / candidate.cube_size
+        first, last = [1.0] + [0.0] * (len(stages) - 1), [0.0] * (len(stages) - 1) + [1.0]
+        shard = candidate.data if candidate.shard_optimizer else 1
+        has_messages = candidate.pipe > 1
+        return MemoryModel(
+            activation=tuple(len(blocks) * part.activation for blocks in stages),
+            weights=tuple(one * facts.parameter_bytes for one in held),
+            gradients=tuple(one * facts.gradient_bytes for one in held),
+            optimizer=tuple(one * facts.optimizer_bytes / shard for one in held),
+            gathered=tuple(one * part.gathered for one in first),
+            suspended=tuple(one * part.suspended for one in last),
+            message=part.message if has_messages else 0.0,
+            forward_workspace=part.workspace,
+            backward_workspace=part.workspace,
+            weight_workspace=part.workspace,
+        )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of one micro-batch: of the slowest rank, of the mean one, and the parts of the mean one."""
+
+    slowest: float
+    mean: float
+    forward: float
+    backward: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    activation: float
+    """of one block"""
+    workspace: float
+    message: float
+    suspended: float
+    gathered: float
+
+
+def _sum(time: PartTimes, split: bool) -> float:
+    return time.forward + (time.backward_input + time.backward_weight if split else time.backward)
+
+
+def _window(candidate: Candidate, work: _Work) -> float:
+    """Seconds in which a rank still computes when the first of its stages has all its gradients."""
+    pipe, stages = candidate.pipe, candidate.stages_per_rank
+    if candidate.schedule != SPLIT:
+        return work.backward * pipe * (stages - 1) / stages
+    return work.weight * pipe * (1.0 if candidate.num_waves > 1 else (stages - 1) / stages)
+
+
+def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: float) -> tuple[int, int]:
+    """Blocks of rank 0, and the most of the others, so that the slowest is fastest; `outside` is in blocks."""
+    if pipe == 1:
+        return total, 0
+    choices = [(own, ceil((total - own) / (pipe - 1))) for own in range(stages, total // pipe + 1)]
+    return min(choices, key=lambda one: (max(one[0] + outside, one[1]), -one[0]))

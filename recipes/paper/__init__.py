@@ -1,11 +1,14 @@
-"""Reproduces the Hanayo paper (SC'23, doi 10.1145/3581784.3607073) by simulation, and fills the pages that show it.
+"""Reproduces two papers by simulation, and fills the pages that show it.
 
-`python -m recipes.paper` rewrites the tables of `docs/reproduction.md` and `docs/concepts/schedules.md`, and their
-figures. It needs no torch and no GPU. It takes several minutes, nearly all of them for searching orders under small
-budgets, with messages and with slow stages. Each module answers one question:
+Hanayo (SC'23, doi 10.1145/3581784.3607073) and 3-D tensor parallelism (arXiv 2105.14450). `python -m recipes.paper`
+rewrites the tables of `docs/reproduction.md` and `docs/concepts/schedules.md`, and their figures. It needs no GPU, and
+torch only for the 3-D paper. It takes several minutes, nearly all of them for searching orders under small budgets,
+with messages and with slow stages. Each module answers one question:
 
-    bubbles     Fig 1's bubble ratios            waves     the best number of waves
-    clusters    the 8-GPU throughputs            scaling   several pipelines in parallel
-    variance    memory over the ranks            peers     the least idle time in equal memory
-    uneven      the same with messages and slow stages
+    bubbles     Fig 1's bubble ratios            waves           the best number of waves
+    clusters    the 8-GPU throughputs            search          the best layout of 32 devices
+    ranks       what every rank holds            scaling         several pipelines in parallel
+    variance    memory over the ranks            peers           the least idle time in equal memory
+    uneven      it with messages, slow stages    cube_scaling    1-D, 2-D and 3-D on 1 to 64 ranks
+    cube_steps  the model of these steps         cube_share      the 3-D paper's two ratios on 64 GPUs
 """

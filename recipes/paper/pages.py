@@ -5,13 +5,29 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from recipes.paper import bubbles, catalogue, clusters, peers, scaling, uneven, variance, waves
+from recipes.paper import (
+    bubbles,
+    catalogue,
+    clusters,
+    cube_scaling,
+    cube_share,
+    peers,
+    ranks,
+    scaling,
+    search,
+    uneven,
+    variance,
+    waves,
+)
 from recipes.paper.contender import OURS, SPLIT, WHOLE
 from recipes.paper.page import fill
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 Maker = Callable[[], str]
+
+CUBE_RULES = {"strong": "strong", "batch": "weak, longer batch", "width": "weak, wider model"}
+"""name of the block -> rule"""
 
 
 @dataclass(frozen=True)
@@ -36,9 +52,16 @@ DOCUMENTS = (
             "fits": clusters.fits_table,
             "ratios": clusters.ratios_table,
             "waves": waves.table,
+            "choices": search.choices_table,
+            "search": search.table,
             "scaling": scaling.table,
+            "ranks": ranks.table,
             "variance": variance.table,
             **{f"equal-memory-{size}": partial(peers.equal_memory_table, size) for size in peers.SIZES},
+            **{f"cube-{name}": partial(cube_scaling.table, rule) for name, rule in CUBE_RULES.items()},
+            "cube-measured": cube_scaling.measured_table,
+            "cube-share": cube_share.table,
+            "cube-shapes": cube_share.shapes_table,
         },
         slow={
             **{f"uneven-{size}": partial(uneven.table, size) for size in uneven.SIZES},
@@ -59,8 +82,12 @@ def draw_all(folder: Path) -> None:
         ("bubbles", bubbles.draw),
         ("clusters", clusters.draw),
         ("waves", waves.draw),
+        ("search", search.draw),
+        ("ranks", ranks.draw),
         ("uneven", uneven.draw),
         ("memory", peers.draw),
+        ("cube-scaling", cube_scaling.draw),
+        ("cube-share", cube_share.draw),
     ):
         draw(folder / f"paper-{name}.png")
     catalogue.draw(folder)

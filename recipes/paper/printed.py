@@ -41,3 +41,6 @@ STRONG = {1: 100.0, 2: 188.4, 4: 337.5}
 
 VARIANCE = {"GPipe": 1.33, "DAPPLE": 16.85, "Chimera": 2.86, "Hanayo": 1.44}
 """variance of the peak memory over ranks [P]"""
+
+CUBE = {"1-D": 2.32, "2-D": 1.57}
+"""the 3-D paper (arXiv 2105.14450): steps of 1-D and 2-D on 64 V100 over those of its cube [P]"""

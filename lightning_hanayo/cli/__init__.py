@@ -19,6 +19,7 @@ COMMANDS = {
     "test": (_TRAINER, "evaluate a model on its test data"),
     "predict": (_TRAINER, "compute a model's predictions"),
     "check": ("lightning_hanayo.cli.check", "check that the training is the same as in one process"),
+    "plan": ("lightning_hanayo.cli.plan", "find the fastest layout of a model on so many devices"),
     "doctor": ("lightning_hanayo.cli.doctor", "look at versions, devices, network, disk and links between ranks"),
     "schedule": ("lightning_hanayo.cli.schedule", "show, compare, check and export pipeline schedules"),
     "ckpt": ("lightning_hanayo.cli.ckpt", "list, check, compare, convert and remove checkpoints"),

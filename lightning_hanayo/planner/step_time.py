@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil
 
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partition.cut import Load, cut
 from lightning_hanayo.planner.block_time import BlockTime, PartTimes, time_block
 from lightning_hanayo.planner.candidates import SPLIT, Candidate
 from lightning_hanayo.planner.layout import Layout
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
+from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import CostModel, MemoryModel, RankMemory, simulate
 from lightning_hanayo.schedule.action import COMPUTE
 
@@ -43,20 +45,48 @@ class Estimate:
     is_simulated: bool = False
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Times of a run without a cube, for one sample."""
+
+    block: PartTimes
+    outside: float
+    """the forward of what isn't in the stack"""
+
+    @classmethod
+    def of(cls, profile: Profile, samples: float) -> "Measured":
+        """Of a run's profile, whose micro-batches had so many samples. The last stage has head and loss, too.
+
+        Raises:
+            HanayoError: the profile hasn't the times of each stage.
+        """
+        costs, blocks = profile.costs, profile.blocks
+        values = (costs.forward, costs.backward_input, costs.backward_weight)
+        times = [one for one in values if isinstance(one, tuple) and len(one) == len(blocks)]
+        if len(times) != len(values) or not all(blocks):
+            raise HanayoError("the profile has no time of each stage, or a stage without blocks; measure once more")
+        inner = max(1, len(blocks) - 1)
+        each = [sum(one[:inner]) / (samples * sum(blocks[:inner])) for one in times]
+        last = sum(one[-1] for one in times) / samples - blocks[-1] * sum(each)
+        return cls(PartTimes(each[0], each[1] + each[2], each[1], each[2]), max(0.0, last) / 3)
+
+
 class StepModel:
     """Estimates the steps of one model on one machine.
 
     Args:
         facts: the model.
         machine: the rates.
-        measured: times of the stack in a run with one sample in a micro-batch on ranks without a cube, in place of
-            those that are counted; None: counted ones.
+        measured: what blocks took in a run, in place of what is counted; in a cube counted times are scaled by it.
     """
 
-    def __init__(self, facts: ModelFacts, machine: Machine, measured: PartTimes | None = None) -> None:
+    def __init__(self, facts: ModelFacts, machine: Machine, measured: Measured | None = None) -> None:
         self.facts = facts
         self.machine = machine
         self._measured = measured
+        if measured is not None:
+            counted = time_block(facts.mean_block, (1, 1, 1), 1, machine, dtype=facts.dtype, element=facts.element)
+            self.machine = _scaled(machine, _sum(counted.alone, False) / _sum(measured.block, False))
         self._block_time = cache(self._time_block)
         self._rank_blocks = cache(_blocks_of_slowest)
         self._saved = cache(lambda mesh, samples: facts.mean_block.saved_by_a_rank(samples, mesh, facts.element))
@@ -102,7 +132,7 @@ class StepModel:
     def _time_block(self, mesh: tuple[int, int, int], samples: int) -> BlockTime:
         facts = self.facts
         if self._measured is not None and mesh == (1, 1, 1):
-            each = self._measured * (samples / len(facts.blocks))
+            each = self._measured.block * samples
             return BlockTime(each, each)
         return time_block(facts.mean_block, mesh, samples, self.machine, dtype=facts.dtype, element=facts.element)
 
@@ -122,6 +152,8 @@ class StepModel:
         """Seconds of the forward of embedding, head and loss: each rank of a cube has its part of the samples."""
         facts, machine = self.facts, self.machine
         samples = max(1.0, candidate.samples / candidate.cube_size)
+        if self._measured is not None:
+            return samples * self._measured.outside
         flops = samples * facts.outside_flops
         device = flops / machine.matmul_rate(facts.dtype, (flops / 2) ** (1 / 3) if flops else 1.0)
         device += samples * facts.outside_traffic / machine.memory_bandwidth
@@ -333,6 +365,12 @@ class _Bytes:
     message: float
     suspended: float
     gathered: float
+
+
+def _scaled(machine: Machine, speed: float) -> Machine:
+    """The machine with devices that are so many times as fast."""
+    rates = {dtype: tuple((size, speed * rate) for size, rate in table) for dtype, table in machine.matmul.items()}
+    return replace(machine, matmul=rates, memory_bandwidth=speed * machine.memory_bandwidth)
 
 
 def _sum(time: PartTimes, split: bool) -> float:

@@ -17,7 +17,7 @@ from typing import Literal
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.divisibility import MeshSizes
+from lightning_hanayo.divisibility import Divisibility, MeshSizes
 from lightning_hanayo.linear_modules import as_autocast, is_linear
 from lightning_hanayo.tensor3d.collectives import all_to_all, padded, split_dim
 from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners, reason_ineligible
@@ -55,6 +55,14 @@ class GenericBlock:
                 self._reasons[path] = str(reason)
             elif any(parameter is not None for parameter in module._parameters.values()):
                 self._reasons[path] = "a subclass" if isinstance(module, nn.Linear) else "no linear layer"
+
+    def products(self) -> Iterator[tuple[tuple[str, ...], bool]]:
+        """Yields the linear layers that are converted, by their paths in the block; none is row-parallel."""
+        yield from (((path,), False) for path in self._communicated)
+
+    def divisibility(self) -> Iterator[Divisibility]:
+        """What must divide over the mesh: nothing, since what doesn't is padded."""
+        yield from ()
 
     def report_rows(self) -> Iterator[ReportRow]:
         """What becomes of each module with parameters, and of dropouts."""

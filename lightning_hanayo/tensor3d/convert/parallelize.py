@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from lightning_hanayo.divisibility import MeshSizes, check_divisibility
+from lightning_hanayo.divisibility import Divisibility, MeshSizes, check_divisibility
 from lightning_hanayo.tensor3d.convert.changes import ModuleChanges
 from lightning_hanayo.tensor3d.convert.eligibility import ParameterOwners
 from lightning_hanayo.tensor3d.convert.generic_block import GenericBlock
@@ -37,6 +37,14 @@ class ParallelizePlan:
         self.streams = () if registered is None else registered.spec.streams
         """the names of the block forward's arguments that carry residual streams"""
         self.batch_dim, self.sequence_dim = (0, 1) if registered is None or registered.batch_first else (1, 0)
+
+    def products(self, block: nn.Module) -> list[tuple[tuple[str, ...], bool]]:
+        """Returns the linear layers of a block that are one product each, by their paths, and whether row-parallel."""
+        return list(self._blocks[block].products())
+
+    def divisibility(self) -> list[Divisibility]:
+        """Returns what must divide over the mesh."""
+        return [one for block in self._blocks.values() for one in block.divisibility()]
 
     def install(self, blocks: Sequence[nn.Module], context: StageContext) -> None:
         """Parallelize `blocks`, those of one stage, in place. Parameter objects, names and attributes stay."""

@@ -91,6 +91,13 @@ class RegisteredBlock:
             for what, size, axes in spec.sizes(module):
                 yield Divisibility(self._named(path), what, size, axes)
 
+    def products(self) -> Iterator[tuple[tuple[str, ...], bool]]:
+        """Yields the linear layers that are one product each, by their paths in the block, and whether row-parallel."""
+        for group in self.spec.projections:
+            paths = tuple(joined(group.path, path) for path in group.column_parallel)
+            yield from [(paths, False)] if group.input is not None else [((path,), False) for path in paths]
+        yield from (((path,), True) for path in self.spec.row_parallel)
+
     def report_rows(self) -> Iterator[ReportRow]:
         """What becomes of each layer, in the block's order."""
         outcomes = dict.fromkeys(self._column_parallel(), "3-D, column-parallel")

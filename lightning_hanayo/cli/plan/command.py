@@ -1,0 +1,128 @@
+"""Builds what `hanayo fit` would train, without values where it can, and plans its layout instead of training it."""
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_hanayo.checking.inputs import take_batches
+from lightning_hanayo.cli.plan.show import Shown, show
+from lightning_hanayo.cli.trainer import WaveCLI, run_cli
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.machine import Machine, machine, with_nodes
+from lightning_hanayo.planner.plan_file import overlay, save_plan
+from lightning_hanayo.planner.profile import Profile
+from lightning_hanayo.planner.ranking import Plan, make_plan
+from lightning_hanayo.planner.step_time import Measured, StepModel
+from lightning_hanayo.plotting.layouts import Dot, save_layouts
+from lightning_hanayo.plotting.terminal_status import showing
+from lightning_hanayo.runtime.batches.plan import BatchRule
+from lightning_hanayo.strategy import HanayoStrategy
+from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.planning.read_model import read_model
+
+
+def run_plan(options: argparse.Namespace, rest: list[str]) -> int:
+    """Plan what the options of `hanayo fit` in `rest` describe, and return the exit code."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # which accelerators there are; tips
+    if options.devices % options.nodes:
+        raise HanayoError(f"--devices {options.devices}: they don't divide over --nodes {options.nodes}")
+    rates = with_nodes(_machine(options), options.devices // options.nodes)
+    run_cli(lambda: PlanCLI(options, rates, ["fit", *rest]))
+    return 0
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    return machine(options.device) if options.device is not None else Machine.load(options.machine)
+
+
+class PlanCLI(WaveCLI):
+    """Builds what `fit` would train, on one CPU and without loggers, and plans its layout instead."""
+
+    def __init__(self, options: argparse.Namespace, rates: Machine, args: list[str]) -> None:
+        self._options = options
+        self._machine = rates
+        self._precision = "32-true"
+        self._accumulate = 1
+        self._strategy: Any = None
+        super().__init__(args)
+
+    def instantiate_classes(self) -> None:
+        """Build model and data, the model without values: it may be too large for this machine."""
+        try:
+            with torch.device("meta"):
+                super().instantiate_classes()
+        except (NotImplementedError, RuntimeError):  # its __init__ computes with values
+            super().instantiate_classes()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build a Trainer for one process: the layout is not yet known."""
+        config = self.config_init[self.subcommand]["trainer"]
+        self._precision = str(config["precision"] or "32-true")
+        self._accumulate = config["accumulate_grad_batches"]
+        self._strategy = config["strategy"]
+        alone = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
+        return super().instantiate_trainer(**kwargs | alone | {"logger": False, "plugins": None})
+
+    def fit(self, model: Any, datamodule: Any = None, **_: Any) -> None:
+        """Takes the place of `Trainer.fit`."""
+        options = self._options
+        with showing("planning") as say:
+            say("reading the data")
+            batch = take_batches(model, datamodule, 1, torch.float32).batches[0]
+            num_samples = WholeSplitter(BatchRule()).num_samples(batch)
+            if not num_samples:
+                raise HanayoError("the samples of a training batch can't be counted; a plan needs batches of tensors")
+            say("counting what the model computes")
+            own = self._strategy.options if isinstance(self._strategy, HanayoStrategy) else None
+            facts = read_model(
+                model,
+                batch,
+                num_samples,
+                precision=self._precision,
+                master_weights=own is not None and own.master_weights is not None,
+                blocks=None if own is None else own.blocks,
+            )
+            say("comparing layouts")
+            step_model = StepModel(facts, self._machine, self._measured(num_samples))
+            plan = make_plan(
+                facts,
+                self._machine,
+                num_devices=options.devices,
+                global_batch=options.global_batch or self._global_batch(num_samples),
+                memory=options.memory,
+                top=options.top,
+                model=step_model,
+            )
+        show(plan, self._write(plan), as_json=options.json)
+
+    def _global_batch(self, num_samples: int) -> int:
+        """Samples per optimizer step of the configuration, as far as it says."""
+        data = self._strategy.options.data_parallel_size if isinstance(self._strategy, HanayoStrategy) else 1
+        return num_samples * self._accumulate * (data if isinstance(data, int) else 1)
+
+    def _measured(self, num_samples: int) -> Measured | None:
+        if self._options.profile is None:
+            return None
+        profile = Profile.load(self._options.profile)
+        return Measured.of(profile, num_samples / profile.num_microbatches)
+
+    def _write(self, plan: Plan) -> Shown:
+        """Write the configuration and the picture."""
+        options = self._options
+        data = self.config[self.subcommand].get("data")
+        place = None if data is None else "init_args" if "batch_size" in (data.get("init_args") or {}) else None
+        accelerator = "gpu" if self._machine.is_asynchronous else None
+        content = overlay(plan, num_nodes=options.nodes, accelerator=accelerator, batch_size_in=place)
+        picture = options.picture or str(Path(options.output).with_suffix(".png"))
+        dots = [Dot(*one) for one in plan.points]
+        numbered = [Dot(one.seconds, one.memory.total) for one in plan.best]
+        title = f"{plan.num_devices} x {plan.machine.name}, {plan.global_batch} samples per step"
+        save_layouts(picture, dots, numbered, limit=plan.memory, title=title)
+        save_plan(options.output, plan, content)
+        configs = [str(one) for one in self.config[self.subcommand].get("config") or []]
+        return Shown(options.output, picture, configs, sets_batch_size=place is not None)

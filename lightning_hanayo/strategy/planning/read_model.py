@@ -1,0 +1,246 @@
+"""Reads a model for the planner: runs its training_step once on tensors without values, and counts."""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_hanayo.divisibility import Divisibility
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.partition.meta_copy import MetaCopy
+from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
+from lightning_hanayo.planner.communication_volume import LinearLayer
+from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
+from lightning_hanayo.strategy.planning.counting import Counter, Counts, storages
+from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
+from lightning_hanayo.tensor3d.layers.linear import features
+
+_MOST_REAL = 1 << 30
+"""bytes of a model up to which its step runs with values if it can't without"""
+
+
+class Formats(NamedTuple):
+    """How a run stores numbers."""
+
+    dtype: torch.dtype
+    """of products"""
+    parameter_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+
+
+def formats_of(precision: str, *, master_weights: bool = False) -> Formats:
+    """Of a Trainer's precision, such as "bf16-mixed"."""
+    halves = {"bf16": torch.bfloat16, "16": torch.float16}
+    kind, _, way = str(precision).partition("-")
+    if kind in halves and way == "true":
+        return Formats(halves[kind], 2, 4 if master_weights else 2, 4 if master_weights else 0)
+    if kind in halves:
+        return Formats(halves[kind], 4, 4, 0)
+    size, dtype = (8, torch.float64) if kind == "64" else (4, torch.float32)
+    return Formats(dtype, size, size, 0)
+
+
+def read_model(
+    module: "pl.LightningModule",
+    batch: Any,
+    num_samples: int,
+    *,
+    precision: str = "32-true",
+    master_weights: bool = False,
+    blocks: str | None = None,
+) -> ModelFacts:
+    """Count what a sample takes. The module stays as it is; one that is built in `configure_model` is built on meta.
+
+    Args:
+        module: with values, or on the meta device.
+        batch: of its training data.
+        num_samples: of the batch.
+        precision: the Trainer's.
+        master_weights: whether parameters in bf16 or fp16 have master weights in fp32.
+        blocks: the name of the stack; None: the largest.
+
+    Raises:
+        HanayoError: there is no stack, or the step can't run on the meta device, and the model is too large to run.
+    """
+    formats = formats_of(precision, master_weights=master_weights)
+    own = _on_meta(module, formats.dtype)
+    stack = find_stack(own, blocks)
+    try:
+        counter = _count(own, stack, tree_map(_to_meta(formats.dtype), batch))
+    except Exception as error:  # user code, which may need values
+        counter, own, stack = _count_with_values(module, batch, blocks, error)
+    plan = plan_parallelize(stack.uncompiled.blocks, stack.name, (1, 1, 1), outside=_outside(own, stack))
+    parameters = storages(list(own.parameters()))
+    seen: dict[tuple[Any, ...], BlockFacts] = {}
+    facts = []
+    for block, counts in zip(stack.uncompiled.blocks, counter.blocks, strict=True):
+        found = _block(block, counts, plan, num_samples, parameters)
+        facts.append(seen.setdefault(_key(found), found))
+    outside, last = counter.outside, counter.blocks[-1]
+    element = formats.dtype.itemsize
+    return ModelFacts(
+        stack=stack.name,
+        blocks=tuple(facts),
+        message=last.output / num_samples,
+        outside_parameters=sum(one.numel() for one in set(own.parameters()) - stack.parameters),
+        outside_flops=outside.flops / num_samples,
+        outside_traffic=outside.traffic / num_samples,
+        outside_calls=outside.calls,
+        outside_saved=outside.num_saved(parameters) / num_samples,
+        required=_required(plan),
+        tokens=_tokens(last.shape, num_samples),
+        dtype=str(formats.dtype).removeprefix("torch."),
+        element=element,
+        parameter_bytes=formats.parameter_bytes,
+        gradient_bytes=formats.gradient_bytes,
+        optimizer_bytes=formats.master_bytes + _state_bytes(own, formats),
+    )
+
+
+def _on_meta(module: "pl.LightningModule", dtype: torch.dtype) -> "pl.LightningModule":
+    """A copy without values, whose floating-point tensors have this dtype."""
+    own: Any = MetaCopy(module).modules[""]
+    vars(own).update(_trainer=None, _fabric=None)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own.configure_model()
+    own.to(dtype)
+    return own  # type: ignore[no-any-return]
+
+
+def _to_meta(dtype: torch.dtype) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to("meta", dtype if value.is_floating_point() else None)
+
+    return convert
+
+
+def _count(module: "pl.LightningModule", stack: Stack, batch: Any) -> Counter:
+    counter = Counter(stack.blocks)
+    module.train()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), counter.watching():
+        warnings.simplefilter("ignore")  # that there is no Trainer to log with
+        loss = module.training_step(batch, 0)
+    if loss is None or not all(one.shape for one in counter.blocks):
+        raise HanayoError("the training_step returned no loss, or didn't call all blocks")
+    return counter
+
+
+def _count_with_values(
+    module: "pl.LightningModule", batch: Any, blocks: str | None, error: Exception
+) -> tuple[Counter, "pl.LightningModule", Stack]:
+    """The same with real numbers, in a copy of the module."""
+    size = sum(one.nbytes for one in module.parameters())
+    if size > _MOST_REAL or not size or any(one.is_meta for one in module.parameters()):
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise HanayoError(
+            f"{type(module).__name__}.training_step can't run on the meta device, without values ({reason}), and the "
+            f"model is too large, or has no values, to run it with values. Make the step depend on shapes alone"
+        ) from error
+    own = copy.deepcopy(module)
+    vars(own).update(_trainer=None, _fabric=None)
+    stack = find_stack(own, blocks)
+    return _count(own, stack, batch), own, stack
+
+
+def _outside(module: nn.Module, stack: Stack) -> set[nn.Parameter]:
+    return {one for part in modules_outside(module, stack) for one in part.parameters(recurse=False)}
+
+
+def _block(
+    block: nn.Module, counts: Counts, plan: ParallelizePlan, num_samples: int, parameters: set[int]
+) -> BlockFacts:
+    """The facts of one block."""
+    products = sorted(plan.products(block), key=lambda one: _position(counts, one[0]))
+    found = [_product(block, paths, counts, num_samples, is_row, plan) for paths, is_row in products]
+    own = tuple(one for one in found if one is not None)
+    linear = sum(one.flops for one in own)
+    return BlockFacts(
+        products=own,
+        parameters=sum(one.numel() for one in block.parameters()),
+        attention_flops=max(0.0, counts.flops / num_samples - linear),
+        traffic=counts.traffic / num_samples,
+        calls=counts.calls,
+        saved=counts.num_saved(parameters) / num_samples,
+    )
+
+
+def _position(counts: Counts, paths: tuple[str, ...]) -> int:
+    called = list(counts.tokens)
+    return min((called.index(path) for path in paths if path in counts.tokens), default=len(called))
+
+
+def _product(
+    block: nn.Module, paths: tuple[str, ...], counts: Counts, num_samples: int, is_row: bool, plan: ParallelizePlan
+) -> Product | None:
+    """The product of these layers; None if the step doesn't call them."""
+    if not (rows := max(counts.tokens.get(path, 0) for path in paths)):
+        return None
+    sizes = [features(block.get_submodule(path)) for path in paths]
+    layer = LinearLayer(max(1, rows // num_samples), sizes[0][1], sum(out for out, _ in sizes), is_row)
+    return Product(layer, is_generic=not plan.is_registered)
+
+
+def _key(facts: BlockFacts) -> tuple[Any, ...]:
+    return facts.products, facts.parameters, round(facts.flops), round(facts.traffic), round(facts.saved)
+
+
+def _required(plan: ParallelizePlan) -> tuple[Divisibility, ...]:
+    """Each size once."""
+    sizes: dict[tuple[Any, ...], Divisibility] = {}
+    for one in plan.divisibility():
+        sizes.setdefault((one.what, one.size, one.axes), one)
+    return tuple(sizes.values())
+
+
+def _tokens(shape: tuple[int, ...], num_samples: int) -> int:
+    """What a sample has of all dimensions but the features."""
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return max(1, rows // num_samples)
+
+
+def _state_bytes(module: "pl.LightningModule", formats: Formats) -> float:
+    """Bytes of the optimizer's states for each parameter, by a step with a tiny one; 0 without an optimizer.
+
+    Where that can't be known without a Trainer, as many as Adam has.
+    """
+    element = 4 if formats.master_bytes else formats.parameter_bytes
+    try:
+        optimizer = _optimizer(module)
+    except Exception:  # user code, which may need a Trainer
+        return 2.0 * element
+    if optimizer is None:
+        return 0.0
+    tiny = nn.Parameter(torch.zeros(4, 4))
+    tiny.grad = torch.ones(4, 4)
+    known = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name in known and name != "params"}
+    try:
+        same: Any = type(optimizer)([tiny], **options)
+        same.step()
+    except Exception:  # one of the user's own
+        return 2.0 * element
+    states = [one for state in same.state.values() for one in state.values() if isinstance(one, Tensor)]
+    return element * sum(one.numel() for one in states if one.dim()) / tiny.numel()
+
+
+def _optimizer(module: "pl.LightningModule") -> Optimizer | None:
+    """The first that the module configures."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: Any = module.configure_optimizers()
+    while found is not None and not isinstance(found, Optimizer):
+        found = found.get("optimizer") if isinstance(found, Mapping) else found[0] if found else None
+    return found

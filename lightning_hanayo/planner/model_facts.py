@@ -119,12 +119,16 @@ class ModelFacts:
     """bytes that go from one block to the next"""
     outside_parameters: int = 0
     """of embedding, head, and whatever else isn't in the stack"""
+    computing_parameters: int = 0
+    """those of them that are multiplied with: all but tables that are only looked up"""
     outside_flops: float = 0.0
     """of their forward"""
     outside_traffic: float = 0.0
     outside_calls: float = 0.0
     outside_saved: float = 0.0
     """bytes that they keep for the backward, such as logits"""
+    largest_outside: float = 0.0
+    """bytes of the largest tensor that they make"""
     required: tuple[Divisibility, ...] = ()
     """what must divide over a cube"""
     tokens: int = 1

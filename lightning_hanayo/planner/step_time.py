@@ -165,8 +165,7 @@ class StepModel:
         split, outside = candidate.schedule == SPLIT, self._outside(candidate)
         mean = self._stage(candidate, total / (pipe * stages)) * stages
         whole = _sum(mean, split)
-        per_block = whole * pipe / total
-        own, others = self._rank_blocks(total, pipe, stages, round(3 * outside / per_block, 2) if per_block else 0.0)
+        own, others = self._blocks(candidate)
         slowest = max(
             _sum(self._stage(candidate, own / stages) * stages, split) + 3 * outside,
             _sum(self._stage(candidate, others / stages) * stages, split) if pipe > 1 else 0.0,
@@ -238,13 +237,10 @@ class StepModel:
         return max(own * block + self.facts.outside_parameters / candidate.cube_size, others * block)
 
     def _blocks(self, candidate: Candidate) -> tuple[int, int]:
-        """Blocks of pipeline rank 0, and the most of the others."""
-        total, outside = len(self.facts.blocks), self._outside(candidate)
-        each = self._block_time(candidate.mesh, candidate.samples).further
-        per_block = each.forward + each.backward
-        return self._rank_blocks(
-            total, candidate.pipe, candidate.stages_per_rank, round(3 * outside / per_block, 2) if per_block else 0.0
-        )
+        """Blocks of pipeline rank 0, and the most of the others, as the strategy cuts them: by parameters."""
+        facts = self.facts
+        outside = facts.computing_parameters / max(1, facts.mean_block.parameters)
+        return self._rank_blocks(len(facts.blocks), candidate.pipe, candidate.stages_per_rank, outside)
 
     def _memory_of_ranks(self, candidate: Candidate) -> RankMemory:
         own, others = self._blocks(candidate)
@@ -262,9 +258,9 @@ class StepModel:
             optimizer=own * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
             activations=peak * blocks * part.activation,
             gathered=has_outside * part.gathered,
-            suspended=has_outside * part.suspended,
+            suspended=has_outside * (part.suspended + peak * part.message * (candidate.pipe > 1)),
             messages=2 * candidate.stages_per_rank * part.message * (candidate.pipe > 1),
-            workspace=part.workspace,
+            workspace=max(part.workspace, has_outside * part.outside_workspace),
         )
 
     def _stage_bytes(self, candidate: Candidate) -> "_Bytes":
@@ -273,11 +269,13 @@ class StepModel:
         saved = self._saved(candidate.mesh, samples)
         message = facts.message * samples / ranks
         outside = facts.outside_parameters * (facts.parameter_bytes + facts.gradient_bytes)
+        share = max(1.0, samples / ranks)
         return _Bytes(
             activation=message if candidate.recompute else saved,
             workspace=saved if candidate.recompute else 2 * message,
+            outside_workspace=2 * facts.largest_outside * share,
             message=message,
-            suspended=facts.outside_saved * max(1.0, samples / ranks),
+            suspended=facts.outside_saved * share,
             gathered=outside if ranks > 1 else 0.0,
         )
 
@@ -290,11 +288,9 @@ class StepModel:
         layout, facts = self._layout(candidate), self.facts
         if candidate.pipe == 1:
             return [range(len(facts.blocks))]
-        each = self._block_time(candidate.mesh, candidate.samples).further
-        per_block = each.forward + each.backward
-        time = Load([per_block * self._size(block) for block in range(len(facts.blocks))], 3 * self._outside(candidate))
-        held = Load([block.parameters for block in facts.blocks], facts.outside_parameters)
-        return cut([time, held], layout.table(candidate.num_microbatches).stage_ranks)
+        sizes = [float(block.parameters) for block in facts.blocks]
+        loads = [Load(sizes, outside) for outside in (facts.computing_parameters, facts.outside_parameters)]
+        return cut(loads, layout.table(candidate.num_microbatches).stage_ranks)
 
     @cached_property
     def _sizes(self) -> list[float]:
@@ -338,10 +334,13 @@ class StepModel:
             gradients=tuple(one * facts.gradient_bytes for one in held),
             optimizer=tuple(one * facts.optimizer_bytes / shard for one in held),
             gathered=tuple(one * part.gathered for one in first),
-            suspended=tuple(one * part.suspended for one in last),
-            message=part.message if has_messages else 0.0,
+            suspended=tuple(
+                a * part.message * has_messages + b * part.suspended for a, b in zip(first, last, strict=True)
+            ),
+            message=part.message * has_messages,
+            send_buffers=part.message * has_messages,
             forward_workspace=part.workspace,
-            backward_workspace=part.workspace,
+            backward_workspace=tuple(max(part.workspace, one * part.outside_workspace) for one in last),
             weight_workspace=part.workspace,
         )
 
@@ -362,6 +361,7 @@ class _Bytes:
     activation: float
     """of one block"""
     workspace: float
+    outside_workspace: float
     message: float
     suspended: float
     gathered: float

@@ -45,6 +45,8 @@ class Counts:
     calls: int = 0
     saved: dict[int, int] = field(default_factory=dict)
     """bytes by storage of what autograd keeps"""
+    largest: int = 0
+    """bytes of the largest tensor that is made"""
     tokens: dict[str, int] = field(default_factory=dict)
     """rows of the input of each linear layer, by its path in the block"""
     output: int = 0
@@ -105,6 +107,7 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         now, name = self._now, func._overloadpacket
+        now.largest = max([now.largest, *(one.nbytes for one in tree_leaves(result) if isinstance(one, Tensor))])
         if name in flop_registry:
             now.calls += 1
             now.flops += flop_registry[name](*args, **kwargs, out_val=result)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partition.meta_copy import MetaCopy
-from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside
+from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside, num_parameters_outside
 from lightning_hanayo.planner.communication_volume import LinearLayer
 from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
 from lightning_hanayo.strategy.planning.counting import Counter, Counts, storages
@@ -91,10 +91,12 @@ def read_model(
         blocks=tuple(facts),
         message=last.output / num_samples,
         outside_parameters=sum(one.numel() for one in set(own.parameters()) - stack.parameters),
+        computing_parameters=num_parameters_outside(own, stack, computing=True),
         outside_flops=outside.flops / num_samples,
         outside_traffic=outside.traffic / num_samples,
         outside_calls=outside.calls,
         outside_saved=outside.num_saved(parameters) / num_samples,
+        largest_outside=outside.largest / num_samples,
         required=_required(plan),
         tokens=_tokens(last.shape, num_samples),
         dtype=str(formats.dtype).removeprefix("torch."),

@@ -15,6 +15,8 @@ from lightning_hanayo.schedule.registry import Depth, registered, sizes_for
 
 COSTS = CostModel(message=0.05)
 """T_F = 1, T_B = 2, and T_C between the paper's NVLink and PCIe clusters: the guess until anything is measured"""
+RECOMPUTING = {"blocks": replace(COSTS, backward_input=2.0), "attention": replace(COSTS, backward_input=1 + 1 / 3)}
+"""the guess where the backward of inputs runs blocks again, or their attention: 4 of 12 of their weights"""
 SINGLE_STAGE = "1f1b"
 """what `"auto"` is on one rank: one stage, whose micro-batches run one after another"""
 

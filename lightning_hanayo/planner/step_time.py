@@ -16,13 +16,15 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partition.cut import Load, cut
 from lightning_hanayo.planner.block_time import BlockTime, PartTimes, time_block
 from lightning_hanayo.planner.candidates import SPLIT, Candidate
-from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import CostModel, MemoryModel, RankMemory, simulate
 from lightning_hanayo.schedule.action import COMPUTE
 
+_WAITS = 3.0
+"""how much longer ranks wait for each other if the largest stage is twice the mean one, fitted to simulated orders"""
 _BACKWARD_ACTIONS = 2
 """actions of a backward that is split: each costs the host what a forward does"""
 
@@ -99,13 +101,19 @@ class StepModel:
         batch = count * work.slowest
         waves, hop = candidate.num_waves, self._message(candidate)
         if pipe > 1 and candidate.schedule == SPLIT:
-            batch += (pipe - 1) * (work.forward / stages + (1 + 2 * waves) * hop)
+            batch += (pipe - 1) * (self._unevenness(candidate) * work.forward / stages + (1 + 2 * waves) * hop)
         elif pipe > 1:
-            batch += (pipe - 1) * work.backward / waves + (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * hop
+            batch += (pipe - 1) * self._unevenness(candidate) * work.backward / waves
+            batch += (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * hop
         reduction = self._reduction(candidate)
         exposed = max(reduction / stages, reduction - _window(candidate, work)) + self._gather(candidate) / stages
         busy = count * work.mean
         return self._estimate(candidate, batch, 1 - busy / batch, self._memory_of_ranks(candidate), exposed)
+
+    def _unevenness(self, candidate: Candidate) -> float:
+        """By how much longer ranks wait where some stages have a block more than others; 1 where all are equal."""
+        mean = len(self.facts.blocks) / (candidate.pipe * candidate.stages_per_rank)
+        return 1 + _WAITS * (ceil(mean) / mean - 1)
 
     def simulated(self, candidate: Candidate) -> Estimate:
         """The estimate from the table that a run has for equal stages; for others it has one that is no slower."""
@@ -239,7 +247,9 @@ class StepModel:
     def _blocks(self, candidate: Candidate) -> tuple[int, int]:
         """Blocks of pipeline rank 0, and the most of the others, as the strategy cuts them: by parameters."""
         facts = self.facts
-        outside = facts.computing_parameters / max(1, facts.mean_block.parameters)
+        outside = tuple(
+            one / max(1, facts.mean_block.parameters) for one in (facts.computing_parameters, facts.outside_parameters)
+        )
         return self._rank_blocks(len(facts.blocks), candidate.pipe, candidate.stages_per_rank, outside)
 
     def _memory_of_ranks(self, candidate: Candidate) -> RankMemory:
@@ -282,7 +292,8 @@ class StepModel:
     # simulation
 
     def _layout(self, candidate: Candidate) -> Layout:
-        return Layout(candidate.schedule, candidate.pipe, candidate.num_waves, candidate.num_microbatches)
+        costs = RECOMPUTING["blocks"] if candidate.recompute else COSTS
+        return Layout(candidate.schedule, candidate.pipe, candidate.num_waves, candidate.num_microbatches, costs=costs)
 
     def _cut(self, candidate: Candidate) -> list[range]:
         layout, facts = self._layout(candidate), self.facts
@@ -385,9 +396,13 @@ def _window(candidate: Candidate, work: _Work) -> float:
     return work.weight * pipe * (1.0 if candidate.num_waves > 1 else (stages - 1) / stages)
 
 
-def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: float) -> tuple[int, int]:
-    """Blocks of rank 0, and the most of the others, so that the slowest is fastest; `outside` is in blocks."""
+def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: tuple[float, ...]) -> tuple[int, int]:
+    """Blocks of rank 0, and the most of the others, as `partition.cut` shares them; `outside` are in blocks."""
     if pipe == 1:
         return total, 0
+
+    def largest(own: int, others: int) -> float:
+        return max(max(own + one, others) / (total + one) for one in outside)
+
     choices = [(own, ceil((total - own) / (pipe - 1))) for own in range(stages, total // pipe + 1)]
-    return min(choices, key=lambda one: (max(one[0] + outside, one[1]), -one[0]))
+    return min(choices, key=lambda one: (largest(*one), -one[0]))

@@ -13,7 +13,7 @@ from lightning_hanayo.module_hooks import check_hooks, check_parameter_hooks
 from lightning_hanayo.partition.ownership import Ownership
 from lightning_hanayo.partition.stack import Stack, find_stack, find_stack_if_any, modules_outside
 from lightning_hanayo.partition.uncut_stacks import describe_uncut
-from lightning_hanayo.planner.layout import COSTS, Layout, choose
+from lightning_hanayo.planner.layout import RECOMPUTING, Layout, choose
 from lightning_hanayo.runtime.autograd.recomputation import attention_of
 from lightning_hanayo.schedule.build import AUTO
 from lightning_hanayo.strategy.lightning import user_hooks
@@ -24,10 +24,6 @@ from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.setup.pretrained import FolderPlan, plan_pretrained, was_read
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.topology import Topology
-
-_RECOMPUTING = {"blocks": replace(COSTS, backward_input=2.0), "attention": replace(COSTS, backward_input=1 + 1 / 3)}
-"""the guess of costs where the backward of inputs runs blocks again, or their attention: 4 of 12 of their weights"""
-
 
 _WHOLE_BACKWARD = "hanayo"
 """what "auto" is where blocks are recomputed: in a backward of two parts the queue of weight gradients keeps, from the
@@ -92,7 +88,7 @@ def plan_model(
         check_cuda_graphs(model, stack)
     costs, schedule = options.costs, options.schedule
     if costs is None and options.recompute in ("blocks", "attention"):
-        costs = _RECOMPUTING[str(options.recompute)]
+        costs = RECOMPUTING[str(options.recompute)]
     if options.recompute != "none" and schedule == AUTO and topology.pipe > 1:
         schedule = _WHOLE_BACKWARD
     layout = choose(

@@ -50,7 +50,7 @@ def overlay(plan: Plan, *, num_nodes: int, accelerator: str | None, batch_size_i
     """What the file holds.
 
     Args:
-        plan: its first layout is taken.
+        plan: its fastest layout is taken.
         num_nodes: of the run.
         accelerator: the Trainer's; None: the recipe's.
         batch_size_in: where the recipe's data has its batch size: "init_args", "" for the data's own arguments, or

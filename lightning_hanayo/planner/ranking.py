@@ -97,7 +97,7 @@ def make_plan(
     refused: Counter[str] = Counter()
     found = [one for one in candidates(facts, num_devices, global_batch, refused) if accept(one)]
     if not found:
-        raise HanayoError(_nothing_divides(facts, num_devices, global_batch, refused))
+        raise HanayoError(_none_divides(facts, num_devices, global_batch, refused))
     estimates = sorted(map(model.closed_form, found), key=_order)
     fitting = [one for one in estimates if one.memory.total <= limit]
     refused["needs more memory than a device has"] += len(estimates) - len(fitting)
@@ -136,7 +136,7 @@ def _points(estimates: Sequence[Estimate]) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _nothing_divides(facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str]) -> str:
+def _none_divides(facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str]) -> str:
     reasons = ", ".join(f"{reason} ({count})" for reason, count in refused.most_common(3))
     return (
         f"no layout of {facts.stack} ({len(facts.blocks)} blocks) on {num_devices} devices divides {global_batch} "

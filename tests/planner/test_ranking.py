@@ -1,0 +1,84 @@
+"""Plans: what is considered, what is left out, what comes first, and what is said if nothing fits."""
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.candidates import candidates
+from lightning_hanayo.planner.machine import machine
+from lightning_hanayo.planner.ranking import make_plan
+from tests.planner.llamas import SEVEN_B, SEVENTY_B, llama
+
+H100 = machine("h100")
+SMALL = llama(8, 256, 768, 8, 8)
+
+
+@given(some.integers(1, 48), some.integers(1, 96))
+@settings(max_examples=40, deadline=None)
+def test_each_layout_has_all_devices_and_the_samples_that_were_asked_for(devices: int, samples: int) -> None:
+    for one in candidates(SMALL, devices, samples, Counter()):
+        assert one.topology.world_size == devices
+        assert one.samples_per_step == samples
+        assert one.samples % one.mesh[0] == 0
+        assert all(required.holds(one.mesh) for required in SMALL.required)
+        assert one.pipe * one.stages_per_rank <= len(SMALL.blocks)
+        assert one.num_microbatches >= one.pipe
+
+
+def test_the_fastest_comes_first_and_fits() -> None:
+    plan = make_plan(SEVEN_B, H100, num_devices=16, global_batch=128)
+    times = [one.seconds for one in plan.best]
+    assert times == sorted(times)
+    assert all(one.memory.total <= plan.memory == 72e9 for one in plan.best)
+    assert all(one.is_simulated for one in plan.best)
+    topologies = {(c.data, c.pipe, c.mesh, c.num_waves, c.samples) for c in (one.candidate for one in plan.best)}
+    assert len(topologies) == len(plan.best) == 10
+    assert plan.num_considered == len(plan.points) + plan.refused["needs more memory than a device has"]
+    frontier = [one for one in plan.points if one.is_on_frontier]
+    assert [one.num_bytes for one in frontier] == sorted((one.num_bytes for one in frontier), reverse=True)
+    assert 0 < plan.flops_share(plan.first) < 1
+
+
+def test_less_memory_never_makes_a_plan_faster() -> None:
+    times = [
+        make_plan(SEVEN_B, H100, num_devices=16, global_batch=64, memory=memory, top=3).first.seconds
+        for memory in (72e9, 40e9, 20e9)
+    ]
+    assert times == sorted(times)
+
+
+def test_on_one_device_there_is_one_topology() -> None:
+    plan = make_plan(SMALL, H100, num_devices=1, global_batch=8)
+    assert {prod(one.candidate.topology.sizes) for one in plan.best} == {1}
+
+
+def test_the_nearest_miss_says_what_is_missing() -> None:
+    with pytest.raises(HanayoError) as caught:
+        make_plan(SEVENTY_B, H100, num_devices=8, global_batch=64)
+    message = str(caught.value)
+    assert message.startswith("no layout of 68.98 billion parameters fits into 72.0 GB on 8 devices. The nearest, P=")
+    assert "GB too much; most of it, " in message
+    assert "GB, for the optimizer's states" in message
+    assert "It would fit with 32 devices of this size, or " in message
+
+
+def test_a_model_that_no_number_of_devices_holds() -> None:
+    with pytest.raises(HanayoError, match="more than 64 times as many devices, or a smaller model"):
+        make_plan(SEVEN_B, H100, num_devices=1, global_batch=1, memory=1e6)
+
+
+def test_samples_that_divide_over_no_layout() -> None:
+    with pytest.raises(HanayoError, match=r"on 7 devices divides 1 samples per step: .*don't divide"):
+        make_plan(replace(SMALL, blocks=SMALL.blocks[:2]), H100, num_devices=7, global_batch=1)
+
+
+@pytest.mark.thorough
+def test_a_thousand_devices() -> None:
+    plan = make_plan(SEVENTY_B, H100, num_devices=1024, global_batch=1024)
+    assert len(plan.best) == 10
+    assert plan.num_considered > 5000

@@ -1,0 +1,126 @@
+"""Closed forms agree with the schedules' own tables, and bytes that were counted with bytes that ranks held."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from lightning_hanayo.planner.candidates import Candidate
+from lightning_hanayo.planner.machine import Link, machine
+from lightning_hanayo.planner.model_facts import ModelFacts
+from lightning_hanayo.planner.profile import Profile
+from lightning_hanayo.planner.ranking import make_plan
+from lightning_hanayo.planner.step_time import Measured, StepModel
+from lightning_hanayo.schedule import CostModel
+from tests.planner.llamas import SEVEN_B, SEVENTY_B
+
+H100 = machine("h100")
+MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "memory.json"
+
+
+def even(facts: ModelFacts) -> ModelFacts:
+    """The linear layers of the stack alone: all stages are equal, and F = I = W, as the order of a run assumes."""
+    block = replace(facts.mean_block, attention_flops=0.0, traffic=0.0, calls=0.0)
+    facts = replace(facts, blocks=(block,) * len(facts.blocks))
+    nothing = dict.fromkeys(("outside_parameters", "computing_parameters", "outside_saved", "largest_outside"), 0)
+    return replace(facts, outside_flops=0.0, outside_traffic=0.0, outside_calls=0, **nothing)
+
+
+@pytest.mark.parametrize("schedule", ["hanayo", "hanayo-zb"])
+@pytest.mark.parametrize(("pipe", "num_waves"), [(2, 1), (2, 4), (4, 1), (4, 2), (8, 1), (8, 2)])
+@pytest.mark.parametrize("data", [1, 4])
+def test_equal_stages(schedule: str, pipe: int, num_waves: int, data: int) -> None:
+    model = StepModel(even(SEVEN_B), H100)
+    own = Candidate(data, pipe, num_waves=num_waves, num_microbatches=4 * pipe, schedule=schedule)
+    closed, simulated = model.closed_form(own), model.simulated(own)
+    assert closed.seconds == pytest.approx(simulated.seconds, rel=0.005 if data == 1 else 0.02)
+    assert closed.bubble == pytest.approx(simulated.bubble, abs=0.005)
+    assert closed.memory.total == pytest.approx(simulated.memory.total, rel=0.02)
+
+
+@pytest.mark.parametrize(("facts", "devices"), [(SEVEN_B, 64), (SEVENTY_B, 256)], ids=["7B", "70B"])
+def test_the_ten_best(facts: ModelFacts, devices: int) -> None:
+    """With embedding and head on the first rank, and stages of different sizes."""
+    model = StepModel(facts, H100)
+    plan = make_plan(facts, H100, num_devices=devices, global_batch=512, model=model)
+    assert len(plan.best) == 10
+    errors = [model.closed_form(one.candidate).seconds / one.seconds - 1 for one in plan.best]
+    assert max(map(abs, errors)) < 0.02
+    assert median(map(abs, errors)) < 0.01
+
+
+def test_messages_are_slower_between_nodes() -> None:
+    slow = replace(H100, between_nodes=Link(1e-3, 1e9), ranks_per_node=4)
+    own = Candidate(1, 8, num_waves=2, num_microbatches=16)
+    here, there = (StepModel(SEVEN_B, rates) for rates in (replace(slow, ranks_per_node=8), slow))
+    assert there.closed_form(own).seconds > here.closed_form(own).seconds
+    assert there.simulated(own).seconds > here.simulated(own).seconds
+
+
+def test_sharding_takes_less_memory_and_recomputation_more_time() -> None:
+    model, own = StepModel(SEVEN_B, H100), Candidate(4, 4, num_waves=2, num_microbatches=16)
+    plain = model.simulated(own)
+    sharded = model.simulated(replace(own, shard_optimizer=True))
+    assert sharded.memory.optimizer == pytest.approx(plain.memory.optimizer / 4)
+    again = model.simulated(replace(own, schedule="hanayo", recompute=True))
+    assert again.memory.activations < 0.2 * plain.memory.activations
+    assert again.seconds > plain.seconds
+
+
+def test_the_host_is_the_limit_where_its_calls_take_longer_than_the_device() -> None:
+    own = Candidate(1, 1, (1, 4, 2), num_microbatches=8, schedule="1f1b")
+    slow_host = replace(H100, host_call=1e-3)
+    assert StepModel(SEVEN_B, slow_host).closed_form(own).seconds > 8 * 32 * 40 * 1e-3
+    at_once = replace(slow_host, is_asynchronous=False)
+    assert StepModel(SEVEN_B, at_once).closed_form(own).seconds < 8 * 32 * 40 * 1e-3, "it is the device"
+
+
+def test_measured_blocks_take_the_place_of_counted_ones() -> None:
+    stages = 8
+    costs = CostModel((0.04,) * stages, (0.04,) * stages, (0.03,) * 7 + (0.06,), message=0.001)
+    measured = Measured.of(Profile("hanayo-zb", 2, 2, 4, (4,) * stages, costs), samples=2)
+    assert measured.block.forward == pytest.approx(0.04 / 8)
+    assert measured.block.backward_weight == pytest.approx(0.03 / 8)
+    assert measured.outside == pytest.approx(0.03 / 2 / 3)
+    own = Candidate(1, 2, num_waves=2, num_microbatches=8)
+    counted, real = StepModel(SEVEN_B, H100), StepModel(SEVEN_B, H100, measured)
+    assert real.closed_form(own).seconds == pytest.approx(8 * (16 * 0.11 / 8 + 3 * measured.outside), rel=0.1)
+    in_a_cube = replace(own, mesh=(1, 2, 1))
+    slower = real.closed_form(own).seconds / counted.closed_form(own).seconds
+    assert slower < real.closed_form(in_a_cube).seconds / counted.closed_form(in_a_cube).seconds * 1.5
+
+
+def layouts() -> list[tuple[str, dict[str, Any], float]]:
+    """The layouts of the memory benchmark that a plan may have, and the bytes of the rank that held the most."""
+    found = []
+    for case in json.loads(MEASURED.read_text())["cases"]:
+        layout = case["layout"]
+        is_loop = layout.get("schedule") == "1f1b" and layout["pipeline_parallel_size"] > 1
+        if not is_loop and "cube_memory" not in layout:
+            found.append((case["model"], layout, max(rank["measured_peak"] for rank in case["ranks"])))
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout", "held"), layouts(), ids=str)
+def test_bytes_are_those_that_ranks_held(name: str, layout: dict[str, Any], held: float) -> None:
+    pytest.importorskip("transformers")
+    from tests.strategy.planning.counted import counted
+
+    count = layout["num_microbatches"]
+    own = Candidate(
+        layout.get("data_parallel_size", 1),
+        layout["pipeline_parallel_size"],
+        tuple(layout.get("cube", (1, 1, 1))),
+        layout.get("num_waves", 1),
+        16 // count,
+        count,
+        schedule=layout.get("schedule", "1f1b"),
+        recompute="recompute" in layout,
+        shard_optimizer="shard_optimizer" in layout,
+    )
+    model = StepModel(counted(name), H100)
+    assert model.simulated(own).memory.total == pytest.approx(held, rel=0.055)
+    assert model.closed_form(own).memory.total == pytest.approx(held, rel=0.055)

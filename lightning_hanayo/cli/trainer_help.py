@@ -26,6 +26,7 @@ GROUPS = {
         "data_parallel_size",
         "cube",
         "num_microbatches",
+        "layout",
     ),
     "The model": ("blocks", "balance", "init_from", "master_weights", "tied_gradients"),
     "Memory": ("recompute", "shard_optimizer", "offload_optimizer", "measure_memory"),

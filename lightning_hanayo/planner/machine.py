@@ -166,13 +166,15 @@ KNOWN = {
                     source="NVIDIA H200 SXM data sheet, bf16 without sparsity; DGX H200, 400 Gbit/s per GPU"),
         _data_sheet("a100", flops=312e12, memory=80e9, bandwidth=2.039e12, nvlink=300e9, network=25e9,
                     source="NVIDIA A100 80GB SXM data sheet, bf16 without sparsity; DGX A100, 200 Gbit/s per GPU"),
+        Machine("cpu", 8, 16e9, {"float32": ((1.0, 5e10),)}, 1e10, Link(3e-4, 1e9), Link(1e-3, 1e8), host_action=3e-4,
+                source="a nominal core: 50 GFLOP/s, 10 GB/s, links of 1 GB/s and 100 MB/s; nothing was measured"),
     )
 }  # fmt: skip
-"""machines by their data sheets"""
+"""machines by their data sheets, and a nominal CPU"""
 
 
 def machine(name: str) -> Machine:
-    """One of the machines that are known by their data sheets: "h100", "h200", "a100".
+    """One of the machines that are known by their data sheets: "h100", "h200", "a100"; or a nominal "cpu".
 
     Raises:
         HanayoError: it is another one.

@@ -22,7 +22,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.planner.candidates import ONE_RANK, Candidate
-from lightning_hanayo.planner.ranking import Plan
+from lightning_hanayo.planner.ranking import Plan, bytes_of
 
 STRATEGY = "lightning_hanayo.HanayoStrategy"
 MAX_BYTES = 1 << 20
@@ -81,7 +81,7 @@ def save_plan(path: str | Path, plan: Plan, content: Mapping[str, Any]) -> None:
     first = plan.first
     about = (
         f"# hanayo plan: {first.seconds:.3g} s per step of {plan.global_batch} samples on {plan.num_devices} devices "
-        f"({plan.machine.name}), {first.memory.total / 1e9:.1f} GB per device\n"
+        f"({plan.machine.name}), {bytes_of(first.memory.total)} per device\n"
         f"# {first.candidate}\n"
         f"# DataLoader's batch_size: {first.candidate.batch_size}, for each of {first.candidate.data} data ranks\n"
     )

@@ -100,7 +100,8 @@ def make_plan(
         raise HanayoError(_none_divides(facts, num_devices, global_batch, refused))
     estimates = sorted(map(model.closed_form, found), key=_order)
     fitting = [one for one in estimates if one.memory.total <= limit]
-    refused["needs more memory than a device has"] += len(estimates) - len(fitting)
+    if len(fitting) < len(estimates):
+        refused["needs more memory than a device has"] = len(estimates) - len(fitting)
     if not fitting:
         raise HanayoError(_nearest_miss(model, estimates, num_devices, global_batch, limit, accept))
     simulated: list[Estimate] = []
@@ -164,11 +165,34 @@ def _nearest_miss(
         more *= 2
         found = map(model.closed_form, filter(accept, candidates(model.facts, more, global_batch, Counter())))
         if any(one.memory.total <= limit for one in found):
-            way_out = f"{more} devices of this size, or {least.memory.total / 1e9:.1f} GB on each of these"
+            way_out = f"{more} devices of this size, or {bytes_of(least.memory.total)} on each of these"
             break
     return (
-        f"no layout of {model.facts.parameters / 1e9:.2f} billion parameters fits into {limit / 1e9:.1f} GB on "
-        f"{num_devices} devices. The nearest, {least.candidate}, needs {least.memory.total / 1e9:.1f} GB, "
-        f"{missing / 1e9:.1f} GB too much; most of it, {parts[largest] / 1e9:.1f} GB, for {_NAMES[largest]}. It would "
-        f"fit with {way_out}"
+        f"no layout of {count_of(model.facts.parameters)} parameters fits into {bytes_of(limit)} on {num_devices} "
+        f"devices. The nearest, {least.candidate}, needs {bytes_of(least.memory.total)}, {bytes_of(missing)} too much; "
+        f"most of it, {bytes_of(parts[largest])}, for {_NAMES[largest]}. It would fit with {way_out}"
     )
+
+
+def bytes_of(number: float) -> str:
+    """For people.
+
+    Example:
+        >>> bytes_of(7.21e10), bytes_of(3e5)
+        ('72.1 GB', '300.0 KB')
+    """
+    unit = next((unit for unit in ("GB", "MB") if number >= _UNITS[unit] / 2), "KB")
+    return f"{number / _UNITS[unit]:.1f} {unit}"
+
+
+def count_of(number: float) -> str:
+    """For people.
+
+    Example:
+        >>> count_of(6.74e9), count_of(1.86e6)
+        ('6.74 billion', '1.86 million')
+    """
+    return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
+
+
+_UNITS = {"GB": 1e9, "MB": 1e6, "KB": 1e3}

@@ -63,6 +63,7 @@ class Options:
     recompute: Recompute
     tied_gradients: Literal["in_order", "at_once"]
     # A model that was cut for other options of these can be used as it is.
+    layout: str | None = field(compare=False)
     save_full: bool = field(compare=False)
     save_async: bool = field(compare=False)
     verify_checkpoints: bool = field(compare=False)

@@ -43,6 +43,7 @@ from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
 from lightning_hanayo.strategy.checkpoints.start import check_start
 from lightning_hanayo.strategy.guarded_hooks import guarded_step_hooks
 from lightning_hanayo.strategy.lightning.inspection.pytorch_profiler import record_all_threads
+from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
 from lightning_hanayo.strategy.lightning.loaders import check_sampler, end_workers_with_process, wrap_loader
 from lightning_hanayo.strategy.lightning.loops.batch_size_search import end_searches_on_failure
 from lightning_hanayo.strategy.lightning.loops.loader_counts import agree_on_counts
@@ -54,6 +55,8 @@ from lightning_hanayo.strategy.memory.report import MemoryReport
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.pipeline import Pipeline
+from lightning_hanayo.strategy.planning.at_start import plan_at_start
+from lightning_hanayo.strategy.planning.given_layout import AT_START, with_layout
 from lightning_hanayo.strategy.restarts.error_file import write_error_file
 from lightning_hanayo.strategy.restarts.restarts import Restarts
 from lightning_hanayo.strategy.session import Session
@@ -164,6 +167,10 @@ class HanayoStrategy(MeshParallelStrategy):
         check_replicas: after how many optimizer steps ranks that hold the same parameters (data ranks; in a cube, those
             with the same part) compare hashes of them, again and again. A difference is an error on all ranks, which
             names the first parameter that differs. None: they aren't compared.
+        layout: the path of a `plan.yaml` that `hanayo plan` wrote, in place of the options that it sets; the loader's
+            batch size and `accumulate_grad_batches` are to be those of the file. Or "plan", which finds the fastest
+            sizes of pipeline, waves, data ranks, cube and micro-batches when training starts, by the data sheet of the
+            devices, and says so in a line.
 
     Raises:
         HanayoError: a bad value, or sizes that don't multiply to the number of processes; before any of them starts.
@@ -207,8 +214,9 @@ class HanayoStrategy(MeshParallelStrategy):
         nonfinite: Literal["raise", "skip", "ignore"] = "raise",
         check_replicas: int | None = None,
         measure_memory: bool = False,
+        layout: str | Path | None = None,
     ) -> None:
-        arguments = locals() | {"costs": costs_from(costs)}
+        arguments = with_layout(locals() | {"costs": costs_from(costs)})
         super().__init__(Options(**{field.name: arguments[field.name] for field in fields(Options)}))
         self._session: Session | None = None
         self._saves_on_exception: SavesOnException | None = None
@@ -266,6 +274,7 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def check_before_launch(self, trainer: "pl.Trainer", ckpt_path: Any = None) -> None:
         """Called before any process starts."""
+        self._plan_sizes(trainer)
         self._check(trainer)
         check_start(ckpt_path, trainer, self.checkpoint_io)
         # Ranks that were started may find a folder missing on their node: they say so once all ranks can hear it.
@@ -277,6 +286,30 @@ class HanayoStrategy(MeshParallelStrategy):
         elif prepared.fits(self.topology, self.options):
             with self._unguarded():
                 plan_for(trainer, self.module, prepared, options, self.topology)
+
+    def _plan_sizes(self, trainer: "pl.Trainer") -> None:
+        """Choose the sizes if that was asked for, once: later runs of the Trainer have the same."""
+        if self.options.layout != AT_START:
+            return
+        if trainer.state.fn != TrainerFn.FITTING:
+            raise HanayoError(
+                f"layout={AT_START!r} chooses the sizes when training starts, and this run doesn't train. Call fit "
+                f"first, or give the sizes, such as pipeline_parallel_size=2"
+            )
+        assert isinstance(self.launcher, CheckingLauncher)
+        given = self.launcher.arguments
+        planned = plan_at_start(
+            trainer,
+            self.module,
+            given.get("train_dataloaders") if given.get("datamodule") is None else given["datamodule"],
+            self.options,
+            world_size=self.topology.world_size,
+            ranks_per_node=max(1, self.num_processes),
+            device=self.root_device,
+        )
+        self.options = replace(self.options, layout=None, **planned.sizes)
+        self.set_world_ranks()
+        rank_zero_info(planned.said)
 
     def _check(self, trainer: "pl.Trainer") -> None:
         batchnorm = self.synchronizes_batchnorm

@@ -31,7 +31,7 @@ def test_python_m_runs_the_command_line() -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "hanayo: error: unknown command 'fti'; did you mean 'fit'? "
-        "Known: init, fit, validate, test, predict, check, doctor, schedule, ckpt. See: hanayo --help\n"
+        "Known: init, fit, validate, test, predict, check, plan, doctor, schedule, ckpt. See: hanayo --help\n"
     )
 
 

@@ -61,7 +61,7 @@ def test_the_nearest_miss_says_what_is_missing() -> None:
     with pytest.raises(HanayoError) as caught:
         make_plan(SEVENTY_B, H100, num_devices=8, global_batch=64)
     message = str(caught.value)
-    assert message.startswith("no layout of 68.98 billion parameters fits into 72.0 GB on 8 devices. The nearest, P=")
+    assert message.startswith("no layout of 69 billion parameters fits into 72.0 GB on 8 devices. The nearest, P=")
     assert "GB too much; most of it, " in message
     assert "GB, for the optimizer's states" in message
     assert "It would fit with 32 devices of this size, or " in message

@@ -44,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--devices", type=_count, metavar="N", required=True, help="devices of all nodes")
     add("--nodes", type=_count, default=1, metavar="N", help="nodes (default: 1)")
     machine = parser.add_mutually_exclusive_group(required=True)
-    machine.add_argument("--device", metavar="NAME", help="rates of a data sheet: h100, h200, a100")
+    machine.add_argument(
+        "--device", metavar="NAME", help="rates of a data sheet: h100, h200, a100; or nominal ones: cpu"
+    )
     machine.add_argument("--machine", metavar="FILE", help="measured rates, as hanayo doctor --measure writes them")
     add("--memory", type=_bytes, metavar="SIZE", help="that a rank may need, such as 80GB (default: 0.9 of a device's)")
     add("--global-batch", type=_count, metavar="N", help="samples per optimizer step (default: the configuration's)")

@@ -56,7 +56,7 @@ class PlanCLI(WaveCLI):
         try:
             with torch.device("meta"):
                 super().instantiate_classes()
-        except (NotImplementedError, RuntimeError):  # its __init__ computes with values
+        except (HanayoError, NotImplementedError, RuntimeError):  # perhaps its __init__ computes with values
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning_hanayo.cli.tables import print_table
 from lightning_hanayo.planner.machine import Machine
-from lightning_hanayo.planner.ranking import Plan
+from lightning_hanayo.planner.ranking import Plan, bytes_of, count_of
 from lightning_hanayo.planner.step_time import Estimate
 
 _COLUMNS = (
     "#", "P", "W", "D", "cube", "B", "samples", "batches", "schedule", "recompute", "sharded", "step s", "samples/s",
-    "bubble", "exposed", "GB", "products",
+    "bubble", "exposed", "memory", "products",
 )  # fmt: skip
 
 
@@ -35,10 +35,10 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
         return
     facts, machine = plan.facts, plan.machine
     print(
-        f"{facts.parameters / 1e9:.3g} billion parameters, {len(facts.blocks)} blocks ({facts.stack}), "
+        f"{count_of(facts.parameters)} parameters, {len(facts.blocks)} blocks ({facts.stack}), "
         f"{facts.tokens} tokens per sample, {facts.flops / 1e12:.3g} TFLOP per sample, products in {facts.dtype}\n"
         f"{plan.num_devices} x {machine.name}, {machine.ranks_per_node} per node; {_source(machine)}\n"
-        f"{plan.global_batch} samples per step; at most {plan.memory / 1e9:.1f} GB per device\n"
+        f"{plan.global_batch} samples per step; at most {bytes_of(plan.memory)} per device\n"
     )
     print_table(_COLUMNS, [_row(number, one, plan) for number, one in enumerate(plan.best, 1)])
     fitting = len(plan.points)
@@ -106,7 +106,7 @@ def _row(number: int, one: Estimate, plan: Plan) -> list[str]:
         f"{plan.global_batch / one.seconds:.4g}",
         f"{one.bubble:.1%}",
         f"{one.exposed / one.seconds:.1%}",
-        f"{one.memory.total / 1e9:.1f}",
+        bytes_of(one.memory.total),
         f"{plan.flops_share(one):.1%}",
     ]
 

@@ -236,10 +236,12 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         self._timeout = timeout
         self.served: TCPStore | None = None
         """where the processes meet; served from before they start until this one ends"""
+        self.arguments: dict[str, Any] = {}
+        """of the run, as the user gave them to `fit`, `test`, ..."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the processes, which belong to this one."""
-        return vars(self) | {"procs": [], "served": None}
+        return vars(self) | {"procs": [], "served": None, "arguments": {}}
 
     @property
     @override
@@ -255,7 +257,8 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         # In a second fit of the same script the processes exist already, and run it too.
         starts = not self.cluster_environment.creates_processes_externally and not self.procs
         if trainer is not None:
-            self._check(trainer, _ckpt_path(function, args, kwargs) if starts else None)
+            self.arguments = dict(signature(function).bind(*args, **kwargs).arguments)
+            self._check(trainer, self.arguments.get("ckpt_path") if starts else None)
         try:
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         except ValueError as error:
@@ -310,8 +313,3 @@ def _start_script(local_rank: int) -> "subprocess.Popen[bytes]":
     )
     environment = os.environ | {"LOCAL_RANK": str(local_rank)}
     return subprocess.Popen(command_ending_with_parent(command), env=environment, cwd=folder)
-
-
-def _ckpt_path(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument `ckpt_path` of a run's function, as the user gave it."""
-    return signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")

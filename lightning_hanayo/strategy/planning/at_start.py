@@ -1,0 +1,142 @@
+"""`HanayoStrategy(layout="plan")`: the fastest sizes for a module and its loader, found before any process starts."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.candidates import WHOLE, Candidate
+from lightning_hanayo.planner.machine import KNOWN, Machine, with_nodes
+from lightning_hanayo.planner.model_facts import ModelFacts
+from lightning_hanayo.planner.plan_file import strategy_options
+from lightning_hanayo.planner.ranking import Plan, bytes_of, make_plan
+from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.strategy.planning.given_layout import SIZES
+from lightning_hanayo.strategy.planning.read_model import read_model
+
+
+class Planned(NamedTuple):
+    """What was decided."""
+
+    sizes: Mapping[str, Any]
+    """arguments of `HanayoStrategy`"""
+    said: str
+    """a line about them"""
+
+
+def plan_at_start(
+    trainer: "pl.Trainer",
+    module: "pl.LightningModule",
+    data: Any,
+    options: Options,
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    device: torch.device,
+) -> Planned:
+    """Choose D, P, W, B and the cube. All ranks that call this get the same, as it depends on shapes and names alone.
+
+    The loader's batches stay as they are, so layouts with more data ranks take more samples per step: they are compared
+    by the time per sample.
+
+    Args:
+        trainer: its precision and batches per step count.
+        module: the model.
+        data: a LightningDataModule or loaders; None: the module's own.
+        options: the strategy's.
+        world_size: ranks of the run.
+        ranks_per_node: of them.
+        device: a rank's.
+
+    Raises:
+        HanayoError: the samples of a batch can't be counted, or no layout fits; the message says what is missing.
+    """
+    batch = _first_batch(trainer, module if data is None else data)
+    num_samples = WholeSplitter(options.batch_rule).num_samples(batch)
+    if not num_samples:
+        raise HanayoError("layout='plan': the samples of a training batch can't be counted; give the sizes instead")
+    facts = read_model(
+        module,
+        batch,
+        num_samples,
+        precision=trainer.precision,
+        master_weights=options.master_weights is not None,
+        blocks=options.blocks,
+    )
+    machine = with_nodes(_machine(device), ranks_per_node)
+    plan = _best(facts, machine, options, world_size, num_samples * trainer.accumulate_grad_batches, num_samples)
+    first = plan.first
+    decided = strategy_options(first.candidate)
+    sizes = {name: decided[name] for name in SIZES}
+    sizes["cube"] = tuple(sizes["cube"]) if isinstance(sizes["cube"], list) else sizes["cube"]
+    said = (
+        f"layout='plan' takes {first.candidate}: {first.seconds:.3g} s per step of {plan.global_batch} samples and "
+        f"{bytes_of(first.memory.total)} per device, as predicted for {machine.name}; the fastest of "
+        f"{plan.num_considered} layouts"
+    )
+    return Planned(sizes, said)
+
+
+def _best(
+    facts: ModelFacts, machine: Machine, options: Options, world_size: int, samples_per_rank: int, batch_size: int
+) -> Plan:
+    """The plan with the least time per sample, over all numbers of data ranks."""
+
+    def accept(one: Candidate) -> bool:
+        is_asked = one.recompute == (options.recompute == "blocks") and one.shard_optimizer == (
+            options.shard_optimizer and one.data > 1
+        )
+        return is_asked and one.batch_size == batch_size and (options.schedule == "auto" or one.schedule != WHOLE)
+
+    plans, refused = [], None
+    for data in (size for size in range(1, world_size + 1) if world_size % size == 0):
+        try:
+            plans.append(
+                make_plan(
+                    facts,
+                    machine,
+                    num_devices=world_size,
+                    global_batch=data * samples_per_rank,
+                    top=3,
+                    accept=lambda one, data=data: one.data == data and accept(one),  # type: ignore[misc]
+                )
+            )
+        except HanayoError as error:
+            refused = refused or error
+    if not plans:
+        assert refused is not None
+        raise refused
+    return min(plans, key=lambda plan: plan.first.seconds / plan.global_batch)
+
+
+def _machine(device: torch.device) -> Machine:
+    """The rates of the data sheet of this device; of a nominal CPU or an H100 for others."""
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else device.type
+    return next((one for known, one in KNOWN.items() if known in name), KNOWN["h100"])
+
+
+def _first_batch(trainer: "pl.Trainer", data: Any) -> Any:
+    """A batch of the training loader, without an effect on what training will see."""
+    if isinstance(data, pl.LightningDataModule):
+        if trainer.world_size > 1 and trainer.strategy.cluster_environment.creates_processes_externally:  # type: ignore[attr-defined]
+            raise HanayoError(
+                "layout='plan' needs a batch before ranks can agree on who prepares the data. Run `hanayo plan` once, "
+                "and give its file: layout='plan.yaml'; or give a loader instead of a LightningDataModule"
+            )
+        data = copy.deepcopy(data)
+        data.prepare_data()
+        data.setup("fit")
+    loaders = data.train_dataloader() if isinstance(data, (pl.LightningDataModule, pl.LightningModule)) else data
+    if isinstance(loaders, Iterator):
+        raise HanayoError(
+            "layout='plan' would take a batch of a loader that gives each only once; give the sizes instead"
+        )
+    with torch.random.fork_rng(devices=[]):
+        if isinstance(loaders, (dict, list, tuple)):
+            return next(iter(CombinedLoader(loaders, "max_size_cycle")))[0]
+        return next(iter(loaders))

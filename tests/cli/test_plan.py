@@ -1,0 +1,171 @@
+"""`hanayo plan`: the table, the file that `hanayo fit` runs, the picture, JSON, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_hanayo import cli
+from lightning_hanayo.planner.machine import machine
+from lightning_hanayo.planner.profile import Profile
+from lightning_hanayo.schedule import CostModel
+from tests.harness.launch import launch
+
+MODULE = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(LightningModule):
+    def __init__(self, width: int = 16, blocks: int = 8, item: bool = False):
+        super().__init__()
+        self.item = item
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.rate = float(torch.linspace(0, 1, 3)[1]) if item else 0.5
+
+    def training_step(self, batch, batch_idx):
+        x = self.first(batch)
+        for block in self.blocks:
+            x = block(x)
+        loss = x.square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size: int = 8):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(512.0).view(64, 8) / 512, batch_size=self.batch_size)
+"""
+RECIPE = """
+model:
+  class_path: planned_model.Model
+data:
+  class_path: planned_model.Data
+trainer:
+  accelerator: cpu
+  devices: 1
+  accumulate_grad_batches: 2
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with the user's module and recipe."""
+    (tmp_path / "planned_model.py").write_text(MODULE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "planned_model", raising=False)
+    return tmp_path
+
+
+def run(*argv: str) -> int:
+    """Run `hanayo plan --config recipe.yaml` and return its exit code."""
+    try:
+        return cli.run(["plan", "--config=recipe.yaml", *argv])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_a_table_a_file_and_a_picture(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--devices=4", "--device=cpu", "--top=3") == 0
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    assert "8 blocks (blocks)" in lines[0]
+    assert lines[1].startswith("4 x cpu, 4 per node; a nominal core")
+    assert lines[2] == "16 samples per step; at most 14.4 GB per device", "8 of the loader x 2 accumulated batches"
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in "123"] == ["1", "2", "3"]
+    assert "layouts considered" in output
+    assert lines[-2] == "written: plan.yaml, plan.png"
+    assert lines[-1] == "run it: hanayo fit --config recipe.yaml --config plan.yaml"
+    assert (here / "plan.png").read_bytes().startswith(b"\x89PNG")
+    made = yaml.safe_load((here / "plan.yaml").read_text())
+    options = made["trainer"]["strategy"]["init_args"]
+    batches = made["data"]["init_args"]["batch_size"] * made["trainer"]["accumulate_grad_batches"]
+    assert options["data_parallel_size"] * batches == 16
+
+
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--devices=64", "--nodes=8", "--device=h100", "--global-batch=128", "--memory=1GB", "--json") == 0
+    made: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert made["devices"] == 64
+    assert made["memory_limit"] == 1e9
+    assert made["machine"]["ranks_per_node"] == 8
+    assert made["considered"] >= made["fit"] > 0
+    seconds = [one["seconds"] for one in made["layouts"]]
+    assert seconds == sorted(seconds)
+    for one in made["layouts"]:
+        assert one["data"] * one["batch_size"] * one["accumulate"] == 128
+        assert one["memory"]["total"] <= 1e9
+
+
+@pytest.mark.slow
+def test_hanayo_fit_runs_the_plan(here: Path) -> None:
+    assert run("--devices=2", "--device=cpu", "--global-batch=16", "--memory=200KB") == 0
+    options = yaml.safe_load((here / "plan.yaml").read_text())["trainer"]["strategy"]["init_args"]
+    assert options["pipeline_parallel_size"] * options["data_parallel_size"] != 1
+    ended = launch(here, "-m", "lightning_hanayo", "fit", "--config", "recipe.yaml", "--config", "plan.yaml")
+    assert (ended.code, ended.leftover) == (0, []), ended.output
+
+
+def test_a_measured_machine_and_profile(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine("cpu").save(here / "machine.json")
+    costs = CostModel((1e-2,) * 4, (1e-2,) * 4, (1e-2,) * 4, message=1e-4)
+    Profile("hanayo-zb", 2, 1, 4, (2,) * 4, costs).save(here / "profile.json")
+    times = []
+    for profile in ([], ["--profile=profile.json"]):
+        assert run("--devices=2", "--machine=machine.json", "--json", *profile) == 0
+        times.append(json.loads(capsys.readouterr().out)["layouts"][0]["seconds"])
+    assert times[1] > 5 * times[0], "the measured blocks are that slow"
+
+
+def test_a_model_whose_constructor_needs_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--devices=2", "--device=cpu", "--model.item=true") == 0
+    assert "8 blocks" in capsys.readouterr().out
+
+
+WRONG = {
+    "no_devices": (["--device=h100"], "missing: --devices"),
+    "no_device": (["--devices=8"], "one of the arguments --device --machine is required"),
+    "half_nodes": (["--devices=8", "--nodes=3", "--device=h100"], "--devices 8: they don't divide over --nodes 3"),
+    "memory": (["--devices=8", "--device=h100", "--memory=lots"], "lots: expected bytes, such as 80GB"),
+    "unknown": (["--devices=8", "--device=h1000"], "device 'h1000' is unknown; did you mean 'h100'"),
+    "no_fit": (["--devices=2", "--device=cpu", "--memory=1KB"], "fits into 1.0 KB on 2 devices. The nearest, "),
+    "no_file": (["--devices=2", "--machine=none.json"], "none.json can't be read: No such file"),
+    "batch": (["--devices=2", "--device=cpu", "--global-batch=0"], "0: expected a whole number from 1 on"),
+}
+
+
+@pytest.mark.parametrize(("argv", "message"), WRONG.values(), ids=WRONG)
+def test_mistakes_are_one_line(argv: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (here / "plan.yaml").exists()

@@ -1,0 +1,85 @@
+"""`HanayoStrategy(layout=...)`: a plan's file, and a plan that is made when training starts."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_hanayo import HanayoStrategy
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.machine import machine
+from lightning_hanayo.planner.plan_file import overlay, save_plan, strategy_options
+from lightning_hanayo.planner.ranking import make_plan
+from tests.harness.pool import Pool
+from tests.planner.llamas import llama
+from tests.strategy.planning.test_read_model import SAMPLES, Module
+
+
+def write_plan(path: Path) -> dict[str, Any]:
+    """Of a small model on eight devices."""
+    plan = make_plan(llama(8, 256, 768, 8, 8), machine("h100"), num_devices=8, global_batch=32, top=1)
+    save_plan(path, plan, overlay(plan, num_nodes=1, accelerator="gpu", batch_size_in=None))
+    return strategy_options(plan.first.candidate)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    planned = write_plan(path)
+    options = HanayoStrategy(layout=path, nonfinite="skip").options
+    for name, value in planned.items():
+        assert getattr(options, name) == (tuple(value) if isinstance(value, list) else value)
+    assert options.nonfinite == "skip"
+
+
+@pytest.mark.parametrize("given", [{"pipeline_parallel_size": 2}, {"num_waves": 1}, {"shard_optimizer": True}], ids=str)
+def test_a_size_that_is_given_twice(given: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(path)
+    name = next(iter(given))
+    with pytest.raises(HanayoError, match=rf"plan\.yaml' says what {name} is, and {name}=.* was given, too"):
+        HanayoStrategy(layout=path, **given)
+
+
+@pytest.mark.parametrize("layout", ["", 3, "none.yaml"])
+def test_no_layout(layout: Any) -> None:
+    with pytest.raises(HanayoError, match="layout="):
+        HanayoStrategy(layout=layout)
+
+
+def test_a_plan_leaves_the_optimizer_to_the_user() -> None:
+    assert HanayoStrategy(layout="plan", shard_optimizer=True, schedule="hanayo").options.layout == "plan"
+
+
+def train(layout: str | None) -> tuple[tuple[int, ...], list[float]]:
+    """Train two steps; returns the topology's sizes and the parameters."""
+    torch.manual_seed(0)
+    module = Module(blocks=8)
+    strategy = HanayoStrategy(layout=layout)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, DataLoader(torch.arange(64.0).view(8, 8) / 64, batch_size=SAMPLES))
+    return strategy.topology.sizes, [float(value.sum()) for value in strategy.lightning_module_state_dict().values()]
+
+
+def test_a_plan_at_the_start(pool: Pool) -> None:
+    (sizes, _), (same, _) = pool.run(2, train, "plan")
+    assert sizes == same
+    assert torch.tensor(sizes).prod() == 2
+
+
+def test_an_evaluation_has_no_plan() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=HanayoStrategy(layout="plan"), logger=False)
+    with pytest.raises(HanayoError, match="layout='plan' chooses the sizes when training starts"):
+        trainer.test(Module(), DataLoader(torch.zeros(4, 8)))

@@ -1,5 +1,6 @@
 """Counts what a forward computes, reads, writes and keeps, by block, while it runs; tensors need no values."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +35,11 @@ VIEWS = (
     "empty",
 )
 """operations that start no kernel, and cost the host little compared with those that do"""
+GROUPED = ("_grouped_mm", "grouped_mm_fallback")
+"""products of each expert's tokens with its own weight, by torch and by transformers; torch's counter lacks them"""
+
+_SAME_FLOPS = {"_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention}
+"""operations that torch's counter lacks, and others that compute the same"""
 
 
 @dataclass
@@ -106,11 +113,14 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        now, name = self._now, func._overloadpacket
+        now, name = self._now, _SAME_FLOPS.get(func._opname, func._overloadpacket)
         now.largest = max([now.largest, *(one.nbytes for one in tree_leaves(result) if isinstance(one, Tensor))])
         if name in flop_registry:
             now.calls += 1
             now.flops += flop_registry[name](*args, **kwargs, out_val=result)
+        elif func._opname in GROUPED:
+            now.calls += 1
+            now.flops += 2.0 * result.numel() * args[0].shape[-1]
         elif func._opname not in VIEWS:
             now.calls += 1
             tensors = tree_leaves((args, kwargs, result))
@@ -151,6 +161,26 @@ def _row_counter(counts: Counts, path: str) -> Any:
         counts.tokens[path] = counts.tokens.get(path, 0) + x.numel() // x.shape[-1]
 
     return count
+
+
+@contextmanager
+def fake_tensors(module: nn.Module) -> Iterator[set[int]]:
+    """In this context tensors on the meta device are `FakeTensor`s, as while a model is exported or compiled.
+
+    Libraries know these, and then don't look at values: transformers doesn't ask whether a mask is all ones.
+
+    Yields:
+        The numbers of the storages of the module's parameters, here and outside.
+    """
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before = log.disabled
+    log.disabled = True  # it prints a traceback of an error that is raised, too
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            parameters = [mode.from_tensor(one) for one in module.parameters() if not _is_packed(one)]
+            yield storages(list(module.parameters())) | {one.untyped_storage()._cdata for one in parameters}
+    finally:
+        log.disabled = before
 
 
 @contextmanager

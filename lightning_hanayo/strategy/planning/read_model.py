@@ -3,27 +3,27 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from lightning_hanayo.divisibility import Divisibility
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.partition.meta_copy import MetaCopy
+from lightning_hanayo.partition.meta_copy import MetaCopy, like
 from lightning_hanayo.partition.stack import Stack, find_stack, modules_outside, num_parameters_outside
 from lightning_hanayo.planner.communication_volume import LinearLayer
 from lightning_hanayo.planner.model_facts import BlockFacts, ModelFacts, Product
-from lightning_hanayo.strategy.planning.counting import Counter, Counts, storages
+from lightning_hanayo.runtime.batches.containers import children, with_children
+from lightning_hanayo.strategy.planning.counting import Counter, Counts, fake_tensors, storages
 from lightning_hanayo.tensor3d.convert.parallelize import ParallelizePlan, plan_parallelize
 from lightning_hanayo.tensor3d.layers.linear import features
 
 _MOST_REAL = 1 << 30
-"""bytes of a model up to which its step runs with values if it can't without"""
+"""bytes of a model up to which its step runs with numbers if it can't without"""
 
 
 class Formats(NamedTuple):
@@ -74,11 +74,12 @@ def read_model(
     own = _on_meta(module, formats.dtype)
     stack = find_stack(own, blocks)
     try:
-        counter = _count(own, stack, tree_map(_to_meta(formats.dtype), batch))
+        with fake_tensors(own) as parameters:
+            counter = _count(own, stack, _converted(batch, formats.dtype, "meta"))
     except Exception as error:  # user code, which may need values
-        counter, own, stack = _count_with_values(module, batch, blocks, error)
+        counter, own, stack = _count_with_values(module, batch, blocks, formats.dtype, error)
+        parameters = storages(list(own.parameters()))
     plan = plan_parallelize(stack.uncompiled.blocks, stack.name, (1, 1, 1), outside=_outside(own, stack))
-    parameters = storages(list(own.parameters()))
     seen: dict[tuple[Any, ...], BlockFacts] = {}
     facts = []
     for block, counts in zip(stack.uncompiled.blocks, counter.blocks, strict=True):
@@ -110,6 +111,9 @@ def read_model(
 def _on_meta(module: "pl.LightningModule", dtype: torch.dtype) -> "pl.LightningModule":
     """A copy without values, whose floating-point tensors have this dtype."""
     own: Any = MetaCopy(module).modules[""]
+    for part in own.modules():  # a step may append to a list of the module, which the copy shares
+        shared = {name: value for name, value in vars(part).items() if type(value) in (list, dict, set)}
+        vars(part).update((name, value.copy()) for name, value in shared.items())
     vars(own).update(_trainer=None, _fabric=None)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,13 +122,15 @@ def _on_meta(module: "pl.LightningModule", dtype: torch.dtype) -> "pl.LightningM
     return own  # type: ignore[no-any-return]
 
 
-def _to_meta(dtype: torch.dtype) -> Callable[[Any], Any]:
-    def convert(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to("meta", dtype if value.is_floating_point() else None)
-
-    return convert
+def _converted(value: Any, dtype: torch.dtype, device: str) -> Any:
+    """The batch with its floating-point tensors in this dtype, and all tensors on this device."""
+    if isinstance(value, Tensor):
+        dtype = dtype if value.is_floating_point() else value.dtype
+        return torch.empty_like(value, dtype=dtype, device="meta") if device == "meta" else value.to(device, dtype)
+    inside = children(value)
+    if inside is None:
+        return value
+    return with_children(value, {key: _converted(item, dtype, device) for key, item in inside.items()})
 
 
 def _count(module: "pl.LightningModule", stack: Stack, batch: Any) -> Counter:
@@ -139,20 +145,56 @@ def _count(module: "pl.LightningModule", stack: Stack, batch: Any) -> Counter:
 
 
 def _count_with_values(
-    module: "pl.LightningModule", batch: Any, blocks: str | None, error: Exception
+    module: "pl.LightningModule", batch: Any, blocks: str | None, dtype: torch.dtype, error: Exception
 ) -> tuple[Counter, "pl.LightningModule", Stack]:
-    """The same with real numbers, in a copy of the module."""
-    size = sum(one.nbytes for one in module.parameters())
-    if size > _MOST_REAL or not size or any(one.is_meta for one in module.parameters()):
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    """The same with real numbers, in a copy of the module; any numbers, where the module itself has none."""
+    name, reason = type(module).__name__, _first_line(error)
+    own = _on_meta(module, dtype)
+    if sum(one.nbytes for one in own.parameters()) > _MOST_REAL:
         raise HanayoError(
-            f"{type(module).__name__}.training_step can't run on the meta device, without values ({reason}), and the "
-            f"model is too large, or has no values, to run it with values. Make the step depend on shapes alone"
+            f"{name}.training_step can't run on the meta device, without values ({reason}), and the model is too "
+            f"large to run it with values. Make the step depend on shapes alone"
         ) from error
-    own = copy.deepcopy(module)
-    vars(own).update(_trainer=None, _fabric=None)
-    stack = find_stack(own, blocks)
-    return _count(own, stack, batch), own, stack
+    tensors = _tensors(module)
+    try:
+        if len(tensors) == len(_tensors(own)) and not any(one.is_meta for one in tensors):
+            own = copy.deepcopy(module)
+            vars(own).update(_trainer=None, _fabric=None)
+            own.to(dtype)
+        else:
+            _fill(own)
+        stack = find_stack(own, blocks)
+        return _count(own, stack, _converted(batch, dtype, "cpu")), own, stack
+    except Exception as again:  # user code, too
+        raise HanayoError(
+            f"{name}.training_step can't run by itself, without a Trainer and on a CPU: {_first_line(again)}. Without "
+            f"values: {reason}. A plan needs one step; or give the sizes to HanayoStrategy instead"
+        ) from again
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _fill(module: nn.Module) -> None:
+    """Give the tensors small random numbers in place of none. Shared ones stay shared."""
+    made: dict[Tensor, Tensor] = {}
+    numbers = torch.Generator().manual_seed(0)  # its own, as the run's are needed for the training
+    for part in module.modules():
+        stores: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for own in stores:
+            for name, tensor in own.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    values = torch.zeros_like(tensor, device="cpu")
+                    values = values.uniform_(-0.02, 0.02, generator=numbers) if values.is_floating_point() else values
+                    made[tensor] = like(tensor, values)
+                own[name] = made[tensor]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _outside(module: nn.Module, stack: Stack) -> set[nn.Parameter]:

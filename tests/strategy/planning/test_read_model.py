@@ -64,6 +64,32 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class HuggingFace(L.LightningModule):
+    """A model that computes its loss."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The model's own loss."""
+        loss: Tensor = self.net(**batch).loss
+        return loss
+
+
+class AttentiveModule(GPT):
+    """A GPT whose step may look at a value."""
+
+    def __init__(self, *, needs_values: bool) -> None:
+        super().__init__(vocab_size=64, context=CONTEXT, num_layers=2, width=WIDTH, num_heads=4)
+        self.needs_values = needs_values
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The GPT's."""
+        loss = super().training_step(batch, batch_idx)
+        return loss if not self.needs_values or float(loss.detach()) >= 0 else -loss
+
+
 def test_a_gpt() -> None:
     model = GPT(vocab_size=64, context=CONTEXT, num_layers=3, width=WIDTH, num_heads=4)
     ids = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
@@ -120,8 +146,77 @@ def test_a_step_that_needs_values() -> None:
     facts = read_model(Module(needs_values=True), torch.zeros(SAMPLES, 8), SAMPLES)
     plain = read_model(Module(), torch.zeros(SAMPLES, 8), SAMPLES)
     assert facts.flops == plain.flops
+    for module in (Module(needs_values=True).to("meta"), Module(needs_values=True, on_meta=True)):
+        assert read_model(module, torch.zeros(SAMPLES, 8), SAMPLES).parameters == plain.parameters
+
+
+def test_a_large_model_whose_step_needs_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_hanayo.strategy.planning.read_model._MOST_REAL", 1000)
     with pytest.raises(HanayoError, match="Module.training_step can't run on the meta device, without values"):
-        read_model(Module(needs_values=True).to("meta"), torch.zeros(SAMPLES, 8), SAMPLES)
+        read_model(Module(needs_values=True), torch.zeros(SAMPLES, 8), SAMPLES)
+
+
+def test_a_step_with_values_counts_as_without() -> None:
+    """In the format of the run; attention, too."""
+    ids = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
+    for precision in ("32-true", "bf16-true"):
+        found = []
+        for needs_values in (False, True):
+            model = AttentiveModule(needs_values=needs_values)
+            found.append(read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES, precision=precision))
+        without, real = found
+        assert real.flops == without.flops > 0
+        assert real.message == without.message
+        assert real.blocks[0].saved == pytest.approx(without.blocks[0].saved, rel=0.1)
+
+
+def test_a_step_that_needs_a_trainer() -> None:
+    class NeedsTrainer(Module):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * self.trainer.max_epochs
+
+    with pytest.raises(HanayoError, match=r"NeedsTrainer.training_step can't run by itself, without a Trainer .*: "):
+        read_model(NeedsTrainer(), torch.zeros(SAMPLES, 8), SAMPLES)
+
+
+def test_the_module_stays_as_it_is() -> None:
+    class Remembers(Module):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.losses.append(loss)
+            return loss
+
+    module = Remembers()
+    module.losses: list[Tensor] = []  # type: ignore[misc]
+    read_model(module, torch.zeros(SAMPLES, 8), SAMPLES)
+    assert module.losses == []
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_mask_of_transformers_needs_no_values(masked: bool) -> None:
+    """Which asks whether the mask is all ones."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=2, use_cache=False)
+    with torch.device("meta"):
+        model = HuggingFace(transformers.LlamaForCausalLM(config))
+    ids = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
+    batch = transformers.BatchEncoding({"input_ids": ids, "labels": ids})
+    facts = read_model(model, batch | {"attention_mask": torch.ones_like(ids)} if masked else batch, SAMPLES)
+    assert facts.blocks[0].attention_flops == 4 * CONTEXT * CONTEXT * 32
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_experts_count_for_the_tokens_that_they_get(precision: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = HuggingFace(transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts)))
+    ids = torch.zeros(SAMPLES, CONTEXT, dtype=torch.long)
+    block = read_model(model, {"input_ids": ids, "labels": ids}, SAMPLES, precision=precision).blocks[0]
+    of_experts = 2 * CONTEXT * 2 * 3 * 32 * 64  # two experts of three products for each token
+    router = 2 * CONTEXT * 32 * 4
+    assert block.attention_flops == pytest.approx(4 * CONTEXT * CONTEXT * 32 + of_experts, abs=router)
 
 
 def test_without_a_stack() -> None:

@@ -89,13 +89,13 @@ class Record:
 
 def work(rank: int, plan: Plan) -> Record:
     """Run the whole plan on one host."""
-    process_groups = _Groups(rank)
+    process_groups = Groups(rank)
     log = Log()
     collectives = [_collective(process_groups, kind, *size, log) for size in plan.collectives for kind in COLLECTIVES]
     return Record(collectives, [_case(process_groups, case) for case in plan.cases])
 
 
-class _Groups:
+class Groups:
     """The process groups. All hosts make them in the same order, once each."""
 
     def __init__(self, rank: int) -> None:
@@ -112,7 +112,7 @@ class _Groups:
         return next((self._made[ranks] for ranks in among if self.rank in ranks and len(ranks) > 1), None)
 
 
-def _start() -> float:
+def agreed_start() -> float:
     """Wait for a moment at which all hosts start, and return it. They share a machine, and so a clock."""
     moment = torch.zeros(1, dtype=torch.float64)
     dist.barrier()
@@ -129,7 +129,7 @@ def _timed(action: Callable[[], object], times: int) -> list[float]:
     last = SKEW * (dist.get_world_size() - 1)
     ends = []
     for _ in range(times + 1):
-        start = _start()
+        start = agreed_start()
         sleep_until(start + skew)
         action()
         ends.append(time.monotonic() - start - last)
@@ -138,7 +138,7 @@ def _timed(action: Callable[[], object], times: int) -> list[float]:
 
 
 def _collective(
-    process_groups: _Groups, kind: str, hosts: int, megabytes: float, log: Log, times: int = 3
+    process_groups: Groups, kind: str, hosts: int, megabytes: float, log: Log, times: int = 3
 ) -> Collective:
     world = dist.get_world_size()
     group = process_groups.find([tuple(range(first, first + hosts)) for first in range(0, world, hosts)])
@@ -202,12 +202,12 @@ def dry_run(case: Case, name: str, rank: int = 0) -> list[Event]:
     return runner.log.events
 
 
-def _case(process_groups: _Groups, case: Case) -> dict[str, Steps]:
+def _case(process_groups: Groups, case: Case) -> dict[str, Steps]:
     for among in chain.from_iterable(groups(name, case.hosts).values() for name in case.schemes):
         process_groups.find(among)
     if process_groups.rank >= case.hosts:
         for _ in range((case.rounds + 2) * len(case.schemes)):
-            _start()
+            agreed_start()
             dist.barrier()
         return {}
     runners = {name: StepRunner(case, name, process_groups.rank, process_groups.find) for name in case.schemes}
@@ -229,7 +229,7 @@ def _turned(names: Sequence[str], turn: int) -> list[str]:
 
 def _run(runner: StepRunner, *, keep: bool) -> float:
     """Run one step on all hosts, and return when it started."""
-    start = _start()
+    start = agreed_start()
     before = received()
     forward, end = runner.run()
     dist.barrier()
@@ -265,7 +265,7 @@ def _sampled(into: list[tuple[float, int]]) -> Iterator[Callable[[float], None]]
 
 def check_all(rank: int, schemes: Sequence[tuple[str, int]]) -> dict[str, float]:
     """Run each scheme with real products on so many hosts, and return its error."""
-    process_groups = _Groups(rank)
+    process_groups = Groups(rank)
     found = {}
     for name, hosts in schemes:
         for among in groups(name, hosts).values():

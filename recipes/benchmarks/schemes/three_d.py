@@ -9,6 +9,7 @@ from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE
 from lightning_hanayo.tensor3d.sharding import DimShard, Shard
 from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.weight_gradients import WeightGradients
 from recipes.benchmarks.schemes.layer import Scheme
 
 _STYLES = SEQUENCE, SEQUENCE.row_parallel()
@@ -20,23 +21,24 @@ class ThreeD(Scheme):
     Args:
         mesh: the ranks.
         num_pieces: in how many pieces each product runs.
+        queue: takes the weights' gradients while a backward is split; None: it never is.
     """
 
-    def __init__(self, mesh: Mesh, num_pieces: int = 1) -> None:
+    def __init__(self, mesh: Mesh, num_pieces: int = 1, queue: WeightGradients | None = None) -> None:
         self._mesh = mesh
-        self._context = StageContext(mesh, num_pieces=num_pieces)
+        self.context = StageContext(mesh, num_pieces=num_pieces, queue=queue)
 
     @override
     def linear(self, index: int, weight: Tensor) -> nn.Module:
         out, in_ = weight.shape
         with torch.device("meta"):  # values come from `weight`
-            linear = Linear3D(in_, out, bias=False, context=self._context, style=_STYLES[index % 2])
+            linear = Linear3D(in_, out, bias=False, context=self.context, style=_STYLES[index % 2])
         linear.register_parameter("weight", nn.Parameter(self.cut_weight(index, weight)))
         return linear
 
     @override
     def begin(self) -> None:
-        self._context.prefetch_order.begin()
+        self.context.prefetch_order.begin()
 
     @override
     def cut(self, x: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Runs many layouts of one model on a cluster of emulated hosts, and compares their steps with the planner's."""

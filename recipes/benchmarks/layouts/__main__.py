@@ -1,0 +1,85 @@
+"""The layout benchmark: many layouts of one model on eight emulated hosts, against the planner's predictions.
+
+python -m recipes.benchmarks.layouts --table docs/benchmarks/layouts-tables.md --json docs/benchmarks/layouts.json \
+    --picture docs/benchmarks/layouts.png
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from recipes.benchmarks.cluster import Cluster, Link, refusal
+from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run, whole
+
+TIMEOUT_S = 1200.0
+CHECK_HIDDEN, CHECK_SEQ = 16, 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write what was asked for. Returns the exit code: 3 where there can be no cluster."""
+    parser = new_parser("layouts", __doc__, picture="draw predicted steps over measured ones")
+    parser.add_argument("--mbit", type=numeric, default=200.0, metavar="N",
+                        help="each host's bandwidth, each way, in megabits per second (default 200)")  # fmt: skip
+    parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="each layout once in each (default 3)")
+    parser.add_argument("--gflops", type=numeric, default=6.0, metavar="N", help="of a host, per second (default 6)")
+    parser.add_argument("--some", type=whole, nargs="+", metavar="N", help="some of the layouts, numbered from 1")
+    parser.add_argument("--no-paper", action="store_true", help="leave the paper's comparison out")
+    parser.add_argument("--check", action="store_true", help="instead: compute small layers for real, and compare")
+    options = parser.parse_args(arguments)
+    if why := refusal():
+        print(f"skipped: {why}", file=sys.stderr)
+        return 3
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return run(_check if options.check else _measure, options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _chosen(options: argparse.Namespace, samples: int) -> tuple[Any, ...]:
+    """The layouts that are run: those asked for, and always the one of Megatron's rule, with which others compare."""
+    from recipes.benchmarks.layouts.cases import is_megatron, layouts
+
+    numbered = enumerate(layouts(samples), 1)
+    return tuple(one for number, one in numbered if not options.some or number in options.some or is_megatron(one))
+
+
+def _check(options: argparse.Namespace) -> Findings:
+    from recipes.benchmarks.layouts.cases import HOSTS, Model
+    from recipes.benchmarks.layouts.rank import Plan, check
+
+    model = Model(hidden=CHECK_HIDDEN, seq=CHECK_SEQ)
+    plan = Plan(model, _chosen(options, model.samples), 1)
+    with Cluster(HOSTS, Link(10 * options.mbit)) as cluster:
+        found = cluster.run(check, plan, TIMEOUT_S)
+    errors = {str(one): max(host[place] for host in found) for place, one in enumerate(plan.layouts)}
+    text = "\n".join(f"{name:48} {error:.1e}" for name, error in errors.items())
+    return Findings(text, errors, code=0 if max(errors.values()) < 1e-10 else 1)
+
+
+def _measure(options: argparse.Namespace) -> Findings:
+    from recipes.benchmarks.layouts import report
+    from recipes.benchmarks.layouts.cases import HOSTS, Model
+    from recipes.benchmarks.layouts.rank import Plan, work
+
+    link, model = Link(options.mbit), Model(flops_per_second=1e9 * options.gflops)
+    plan = Plan(model, _chosen(options, model.samples), options.rounds, () if options.no_paper else (8, 4))
+    begin = time.monotonic()
+    with Cluster(HOSTS, link) as cluster:
+        records = cluster.run(work, plan, TIMEOUT_S)
+    outcome = report.outcome_of(plan, records)
+    context = f"gloo, {HOSTS} network namespaces, {link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB)"
+    about = describe(context, f"{time.monotonic() - begin:.0f} s in all, {options.rounds} rounds")
+    data = {"about": about} | outcome.plain()
+    return Findings(report.table(outcome, about, model), data, {"picture": lambda path: report.draw(outcome, path)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Compares measured steps with the planner's: a table, a picture, and figures of how well layouts are ranked."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lightning_hanayo.planner.candidates import Candidate
+from lightning_hanayo.planner.machine import Link, Machine
+from lightning_hanayo.planner.step_time import StepModel
+from lightning_hanayo.schedule import simulate
+from recipes.benchmarks.case import Candidate as Named
+from recipes.benchmarks.layouts.cases import PROBE, Contender, Model, contenders, is_megatron
+from recipes.benchmarks.layouts.rank import PROBED, Plan, Record, case_of
+from recipes.benchmarks.result import Summary
+from recipes.paper.figure import BLUE, GREY, INK, ORANGE, new, plain, save
+from recipes.paper.table import markdown, percent
+
+GATHERED = 7 / 8
+"""of what all hosts have, what each of eight receives in an all-gather"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layout, measured and predicted, in seconds."""
+
+    candidate: Candidate
+    measured: Summary
+    predicted: float
+    """simulated"""
+    closed: float
+    """by the closed form"""
+
+    @property
+    def error(self) -> float:
+        """By how much the prediction is longer."""
+        return self.predicted / self.measured.median - 1
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One schedule of the paper's comparison, in seconds."""
+
+    contender: Contender
+    measured: Summary
+    predicted: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All of it."""
+
+    machine: Machine
+    steps: tuple[Step, ...]
+    """the fastest first"""
+    turns: tuple[Turn, ...]
+
+    @property
+    def correlation(self) -> float:
+        """Spearman's, of predicted and measured steps."""
+        return spearman([one.predicted for one in self.steps], [one.measured.median for one in self.steps])
+
+    @property
+    def median_error(self) -> float:
+        """Of the steps, without sign."""
+        return median(abs(one.error) for one in self.steps)
+
+    @property
+    def chosen(self) -> Step:
+        """The one that is predicted to be the fastest."""
+        return min(self.steps, key=lambda one: one.predicted)
+
+    @property
+    def megatron(self) -> Step:
+        """The fastest of those that Megatron's rule takes."""
+        return min((one for one in self.steps if is_megatron(one.candidate)), key=lambda one: one.measured.median)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        figures = {
+            "correlation": self.correlation,
+            "median_error": self.median_error,
+            "chosen_over_best": self.chosen.measured.median / self.steps[0].measured.median,
+            "chosen_over_megatron": self.chosen.measured.median / self.megatron.measured.median,
+        }
+        steps = [asdict(one) | {"error": one.error} for one in self.steps]
+        return figures | {"machine": asdict(self.machine), "steps": steps, "paper": [asdict(one) for one in self.turns]}
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """The correlation of ranks, without ties.
+
+    Example:
+        >>> spearman([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])
+        0.5
+    """
+    count = len(one)
+    places = [
+        {index: place for place, index in enumerate(sorted(range(count), key=values.__getitem__))}
+        for values in (one, other)
+    ]
+    squares = sum((places[0][index] - places[1][index]) ** 2 for index in range(count))
+    return 1 - 6 * squares / (count * (count**2 - 1))
+
+
+def link_of(records: Sequence[Record]) -> Link:
+    """Latency and bandwidth of collectives, from two sizes."""
+    small, large = (max(record.collective[size] for record in records) for size in PROBED)
+    hosts = len(records)
+    first, second = (size * (hosts - 1) for size in PROBED)
+    bandwidth = (second - first) / (large - small)
+    return Link(max(0.0, small - first / bandwidth), bandwidth)
+
+
+def action_of(model: Model, link: Link, seconds: float) -> float:
+    """The runtime's seconds per action with which the layout `PROBE` takes so long without compute."""
+    facts = replace(model, flops_per_second=1e18).facts
+    without, with_one = (
+        StepModel(facts, replace(model, flops_per_second=1e18).machine(link, action)).simulated(PROBE).seconds
+        for action in (0.0, 1e-3)
+    )
+    return max(0.0, 1e-3 * (seconds - without) / (with_one - without))
+
+
+def outcome_of(plan: Plan, records: Sequence[Record]) -> Outcome:
+    """Put the hosts' records together."""
+    link = link_of(records)
+    machine = plan.model.machine(link, action_of(plan.model, link, max(record.runtime for record in records)))
+    model = StepModel(plan.model.facts, machine)
+    steps = []
+    for place, candidate in enumerate(plan.layouts):
+        rounds = [max(ends) for ends in zip(*(record.steps[place] for record in records), strict=True)]
+        predicted, closed = model.simulated(candidate), model.closed_form(candidate)
+        steps.append(Step(candidate, Summary.of(rounds), predicted.seconds, closed.seconds))
+    message = max(record.message for record in records)
+    turns = [
+        Turn(one, Summary.of(_slowest(records, pipe, place)), predict_turn(one, message))
+        for pipe in plan.pipes
+        for place, one in enumerate(contenders(pipe))
+    ]
+    return Outcome(machine, tuple(sorted(steps, key=lambda one: one.measured.median)), tuple(turns))
+
+
+def _slowest(records: Sequence[Record], pipe: int, place: int) -> list[float]:
+    return [max(ends) for ends in zip(*(record.contenders[pipe][place] for record in records), strict=True)]
+
+
+def predict_turn(one: Contender, message: float) -> float:
+    """A step of the paper's comparison, simulated with the measured time of a message."""
+    case = case_of(one)
+    costs = case.costs.__class__(case.forward, case.backward_input, case.backward_weight, message=message)
+    return simulate(case.schedule(Named(one.schedule, one.waves)), costs).makespan
+
+
+def table(outcome: Outcome, about: Sequence[str], model: Model) -> str:
+    """As Markdown."""
+    link = outcome.machine.between_nodes
+    best = outcome.steps[0].measured.median
+    summary = (
+        f"{len(outcome.steps)} layouts. Spearman's correlation of predicted and measured steps "
+        f"{outcome.correlation:.3f}; median error {percent(outcome.median_error)}. The plan's first choice, "
+        f"{outcome.chosen.candidate}, takes {outcome.chosen.measured.median / best:.3f} of the fastest measured, and "
+        f"{outcome.chosen.measured.median / outcome.megatron.measured.median:.2f} of the best of Megatron's rule "
+        f"({outcome.megatron.candidate}). Closed forms are within "
+        f"{percent(max(abs(one.closed / one.predicted - 1) for one in outcome.steps))} of simulations."
+    )
+    measured = (
+        f"{model.layers} layers, hidden {model.hidden}, {model.samples} sequences of {model.seq} tokens in a step, "
+        f"{model.flops_per_second / 1e9:g} GFLOP/s per host. Measured links: {1e3 * link.latency:.2f} ms and "
+        f"{link.bandwidth / 1e6:.1f} MB/s per collective; {1e3 * outcome.machine.host_action:.2f} ms of the "
+        "runtime per action, from one layout without compute."
+    )
+    parts = ["\n".join(f"- {line}" for line in about), measured, summary, markdown(_HEAD, map(_row, outcome.steps))]
+    for pipe in sorted({one.contender.pipe for one in outcome.turns if one.contender.name == "1f1b"}, reverse=True):
+        parts += [f"P={pipe}, D={8 // pipe}:", markdown(_PAPER_HEAD, _paper_rows(outcome, pipe))]
+    return "\n\n".join(parts) + "\n"
+
+
+_HEAD = ("layout", "schedule", "step ms", "min-max", "predicted ms", "error", "closed form ms")
+_PAPER_HEAD = ("schedule", "ranks", "pipelines", "step ms", "predicted ms", "of gpipe", "predicted", "difference")
+
+
+def _row(one: Step) -> tuple[str, ...]:
+    return (
+        str(one.candidate),
+        one.candidate.schedule if one.candidate.pipe > 1 else "-",
+        f"{1e3 * one.measured.median:.0f}",
+        f"{1e3 * one.measured.least:.0f}-{1e3 * one.measured.most:.0f}",
+        f"{1e3 * one.predicted:.0f}",
+        f"{one.error:+.1%}",
+        f"{1e3 * one.closed:.0f}",
+    )
+
+
+def _paper_rows(outcome: Outcome, pipe: int) -> list[tuple[str, ...]]:
+    rows = [one for one in outcome.turns if one.contender in contenders(pipe)]
+    base = rows[0]
+    found: list[tuple[str, ...]] = []
+    for one in rows:
+        measured, predicted = one.measured.median / base.measured.median, one.predicted / base.predicted
+        cells = (
+            f"{1e3 * one.measured.median:.0f}",
+            f"{1e3 * one.predicted:.0f}",
+            f"{measured:.3f}",
+            f"{predicted:.3f}",
+        )
+        own = one.contender
+        found.append((own.name, str(own.pipe), str(own.pipelines), *cells, f"{measured / predicted - 1:+.1%}"))
+    return found
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """Predicted over measured steps."""
+    figure = new(6.4, 5.2)
+    axes = figure.subplots()
+    plain(axes, "Steps of layouts, eight emulated hosts", y="predicted ms")
+    most = 1050 * max(max(one.measured.median, one.predicted) for one in outcome.steps)
+    axes.plot([0, most], [0, most], color=GREY, linewidth=0.8)
+    for one in outcome.steps:
+        own = one.candidate
+        colour = BLUE if own.cube_size == 1 else ORANGE
+        axes.plot(
+            1e3 * one.measured.median, 1e3 * one.predicted, "o" if own.pipe > 1 else "s", color=colour, markersize=5
+        )
+    marked = (("the plan's choice", outcome.chosen), ("Megatron's rule", outcome.megatron))
+    for number, (label, one) in enumerate(marked):
+        at = 1e3 * one.measured.median, 1e3 * one.predicted
+        axes.annotate(label, at, (0.35 + 0.1 * number, 0.08 + 0.08 * number), textcoords="axes fraction", fontsize=8,
+                      arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.6})  # fmt: skip
+    axes.set(xlabel="measured ms", xlim=(0, most), ylim=(0, most))
+    axes.text(0.02, 0.98, "blue: without cubes, orange: with cubes\nsquares: without pipelines", fontsize=8, va="top",
+              transform=axes.transAxes)  # fmt: skip
+    save(figure, path)

@@ -125,14 +125,14 @@ class _Run:
         links = CubeLinks.of(machine, mesh)
         self._collectives = [
             _Collectives.of(one, one.volume(samples, mesh, keep), links, element, mesh) for one in block.products
-        ]
-        self._products = [_product_seconds(one, mesh, samples, machine, dtype) for one in block.products]
+        ] or [_Collectives()]
+        self._products = [_product_seconds(one, mesh, samples, machine, dtype) for one in block.products] or [0.0]
         self._between = self._between_products(block, samples, machine, dtype)
         self._host = 0.0 if not machine.is_asynchronous else machine.host_call * block.calls
 
     def _between_products(self, block: BlockFacts, samples: int, machine: Machine, dtype: str) -> list[float]:
         """Seconds of the forward's other work, shared out behind its products; attention is behind the first."""
-        share, count = samples / self._num_ranks, len(block.products)
+        share, count = samples / self._num_ranks, len(self._products)
         between = [share * block.traffic / machine.memory_bandwidth / count] * count
         between[0] += share * block.attention_flops / machine.matmul_rate(dtype, float("inf"))
         return between
@@ -218,16 +218,16 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Seconds that one product's collectives take the link."""
+    """Seconds that one product's collectives take the link; none where a block has no linear layer."""
 
-    gather_w: float
-    gather_x: float
-    scatter_y: float
-    gather_dy: float
-    scatter_dx: float
-    scatter_dw: float
-    regather_w: float
-    regather_x: float
+    gather_w: float = 0.0
+    gather_x: float = 0.0
+    scatter_y: float = 0.0
+    gather_dy: float = 0.0
+    scatter_dx: float = 0.0
+    scatter_dw: float = 0.0
+    regather_w: float = 0.0
+    regather_x: float = 0.0
 
     @classmethod
     def of(cls, product: Product, volume: Volume, links: CubeLinks, element: int, mesh: MeshSizes) -> "_Collectives":

@@ -1,9 +1,9 @@
 """ModelFacts: what the planner knows of a model, counted without values: its blocks' products, parameters and bytes."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes
 from lightning_hanayo.planner.communication_volume import Keep, LinearLayer, Storage, Volume
@@ -154,24 +154,13 @@ class ModelFacts:
         return 3 * (self.outside_flops + sum(block.flops for block in self.blocks))
 
     @cached_property
-    def mean_block(self) -> BlockFacts:
-        """The block, if all are equal; else the first, with the mean of all figures."""
-        first = self.blocks[0]
-        if all(block == first for block in self.blocks):
-            return first
+    def kinds(self) -> tuple[tuple[BlockFacts, float], ...]:
+        """The different blocks, and the part that each is of all blocks."""
+        return tuple((kind, count / len(self.blocks)) for kind, count in Counter(self.blocks).items())
 
-        def mean(name: str) -> float:
-            return fmean(getattr(block, name) for block in self.blocks)
-
-        shared = fmean(block.flops for block in self.blocks) / first.flops if first.flops else 1.0
-        return replace(
-            first,
-            parameters=round(mean("parameters")),
-            attention_flops=mean("attention_flops") * shared,
-            traffic=mean("traffic"),
-            calls=mean("calls"),
-            saved=mean("saved"),
-        )
+    def mean(self, of: Callable[[BlockFacts], float]) -> float:
+        """The mean over the blocks of what `of` says of each."""
+        return sum(part * of(kind) for kind, part in self.kinds)
 
 
 def products_of(layers: Sequence[LinearLayer], *, is_generic: bool = False) -> tuple[Product, ...]:

@@ -87,11 +87,14 @@ class StepModel:
         self.machine = machine
         self._measured = measured
         if measured is not None:
-            counted = time_block(facts.mean_block, (1, 1, 1), 1, machine, dtype=facts.dtype, element=facts.element)
+            counted = self._counted((1, 1, 1), 1)
             self.machine = _scaled(machine, _sum(counted.alone, False) / _sum(measured.block, False))
         self._block_time = cache(self._time_block)
         self._rank_blocks = cache(_blocks_of_slowest)
-        self._saved = cache(lambda mesh, samples: facts.mean_block.saved_by_a_rank(samples, mesh, facts.element))
+        self._saved = cache(
+            lambda mesh, samples: facts.mean(lambda one: one.saved_by_a_rank(samples, mesh, facts.element))
+        )
+        self._parameters_of_block = cache(lambda mesh: facts.mean(lambda one: one.parameters_of_a_rank(mesh)))
         self._stages = cache(self._cut)
 
     def closed_form(self, candidate: Candidate) -> Estimate:
@@ -138,11 +141,19 @@ class StepModel:
     # a micro-batch's work
 
     def _time_block(self, mesh: tuple[int, int, int], samples: int) -> BlockTime:
-        facts = self.facts
         if self._measured is not None and mesh == (1, 1, 1):
             each = self._measured.block * samples
             return BlockTime(each, each)
-        return time_block(facts.mean_block, mesh, samples, self.machine, dtype=facts.dtype, element=facts.element)
+        return self._counted(mesh, samples)
+
+    def _counted(self, mesh: tuple[int, int, int], samples: int) -> BlockTime:
+        """Of the mean block, by its counts."""
+        facts = self.facts
+        alone = further = PartTimes()
+        for kind, part in facts.kinds:
+            time = time_block(kind, mesh, samples, self.machine, dtype=facts.dtype, element=facts.element)
+            alone, further = alone + time.alone * part, further + time.further * part
+        return BlockTime(alone, further)
 
     def _stage(self, candidate: Candidate, num_blocks: float) -> PartTimes:
         """Seconds of a stage with so many blocks, and of its actions on the host."""
@@ -240,7 +251,7 @@ class StepModel:
 
     def _parameters(self, candidate: Candidate) -> float:
         """Elements of the rank that stores the most."""
-        block = self.facts.mean_block.parameters_of_a_rank(candidate.mesh)
+        block = self._parameters_of_block(candidate.mesh)
         own, others = self._blocks(candidate)
         return max(own * block + self.facts.outside_parameters / candidate.cube_size, others * block)
 
@@ -248,7 +259,8 @@ class StepModel:
         """Blocks of pipeline rank 0, and the most of the others, as the strategy cuts them: by parameters."""
         facts = self.facts
         outside = tuple(
-            one / max(1, facts.mean_block.parameters) for one in (facts.computing_parameters, facts.outside_parameters)
+            one / max(1.0, facts.mean(lambda block: block.parameters))
+            for one in (facts.computing_parameters, facts.outside_parameters)
         )
         return self._rank_blocks(len(facts.blocks), candidate.pipe, candidate.stages_per_rank, outside)
 
@@ -260,7 +272,7 @@ class StepModel:
 
     def _rank_memory(self, candidate: Candidate, blocks: float, peak: float, *, has_outside: bool) -> RankMemory:
         facts, part = self.facts, self._stage_bytes(candidate)
-        own = blocks * facts.mean_block.parameters_of_a_rank(candidate.mesh)
+        own = blocks * self._parameters_of_block(candidate.mesh)
         own += has_outside * facts.outside_parameters / candidate.cube_size
         return RankMemory(
             weights=own * facts.parameter_bytes,
@@ -305,7 +317,7 @@ class StepModel:
 
     @cached_property
     def _sizes(self) -> list[float]:
-        mean = self.facts.mean_block.flops
+        mean = self.facts.mean(lambda block: block.flops)
         return [block.flops / mean if mean else 1.0 for block in self.facts.blocks]
 
     def _size(self, block: int) -> float:
@@ -333,7 +345,7 @@ class StepModel:
     def _memory_model(self, candidate: Candidate) -> MemoryModel:
         facts, part = self.facts, self._stage_bytes(candidate)
         stages = self._stages(candidate)
-        block = facts.mean_block.parameters_of_a_rank(candidate.mesh)
+        block = self._parameters_of_block(candidate.mesh)
         held = [len(blocks) * block for blocks in stages]
         held[0] += facts.outside_parameters / candidate.cube_size
         first, last = [1.0] + [0.0] * (len(stages) - 1), [0.0] * (len(stages) - 1) + [1.0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.model_facts import ModelFacts
@@ -23,7 +24,7 @@ MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "memory.json"
 
 def even(facts: ModelFacts) -> ModelFacts:
     """The linear layers of the stack alone: all stages are equal, and F = I = W, as the order of a run assumes."""
-    block = replace(facts.mean_block, attention_flops=0.0, traffic=0.0, calls=0.0)
+    block = replace(facts.blocks[0], attention_flops=0.0, traffic=0.0, calls=0.0)
     facts = replace(facts, blocks=(block,) * len(facts.blocks))
     nothing = dict.fromkeys(("outside_parameters", "computing_parameters", "outside_saved", "largest_outside"), 0)
     return replace(facts, outside_flops=0.0, outside_traffic=0.0, outside_calls=0, **nothing)
@@ -50,6 +51,30 @@ def test_the_ten_best(facts: ModelFacts, devices: int) -> None:
     errors = [model.closed_form(one.candidate).seconds / one.seconds - 1 for one in plan.best]
     assert max(map(abs, errors)) < 0.02
     assert median(map(abs, errors)) < 0.01
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 2, 2)], ids=str)
+def test_blocks_of_two_kinds(mesh: MeshSizes) -> None:
+    """Half of the blocks take twice as much: a step is between those of equal blocks, whichever block is the first."""
+    small = even(SEVEN_B).blocks[0]
+    large = replace(small, products=2 * small.products, parameters=2 * small.parameters, saved=2 * small.saved)
+    of = {
+        blocks: StepModel(replace(even(SEVEN_B), blocks=blocks), H100).closed_form(
+            Candidate(mesh=mesh, schedule="1f1b")
+        )
+        for blocks in ((small,) * 8, (large,) * 8, (small, large) * 4, (large, small) * 4)
+    }
+    least, most, *mixed = of.values()
+    for one in mixed:
+        assert one.seconds == pytest.approx((least.seconds + most.seconds) / 2, rel=0.01)
+        assert one.memory.total == pytest.approx((least.memory.total + most.memory.total) / 2, rel=0.01)
+
+
+def test_blocks_without_linear_layers() -> None:
+    block = replace(SEVEN_B.blocks[0], products=())
+    facts = replace(SEVEN_B, blocks=(block,) * 8)
+    for mesh in ((1, 1, 1), (2, 2, 1)):
+        assert StepModel(facts, H100).closed_form(Candidate(1, 2, mesh, num_microbatches=4)).seconds > 0
 
 
 def test_messages_are_slower_between_nodes() -> None:

@@ -120,7 +120,7 @@ def test_a_llama_shares_the_inputs_of_q_k_v_and_of_gate_and_up() -> None:
     pytest.importorskip("transformers")
     facts = counted("llama")
     sizes = [
-        (one.layer.in_features, one.layer.out_features, one.layer.row_parallel) for one in facts.mean_block.products
+        (one.layer.in_features, one.layer.out_features, one.layer.row_parallel) for one in facts.blocks[0].products
     ]
     assert sizes == [(128, 384, False), (128, 128, True), (128, 672, False), (336, 128, True)]
     assert facts.outside_parameters - facts.computing_parameters == 1024 * 128, "the embedding's table"

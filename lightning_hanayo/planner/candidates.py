@@ -1,9 +1,10 @@
 """Candidate: one complete layout of a run, and the list of all that fit a model and a number of devices."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cache
+from math import isqrt, prod
 
 from lightning_hanayo.divisibility import MeshSizes, meshes
 from lightning_hanayo.planner.model_facts import ModelFacts
@@ -71,11 +72,14 @@ class Candidate:
         return f"P={self.pipe}{waves}, D={self.data}{cube}, B={self.num_microbatches} of {self.samples}"
 
 
-def candidates(facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str]) -> Iterator[Candidate]:
+def candidates(
+    facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str], batch_size: int | None = None
+) -> Iterator[Candidate]:
     """All layouts that divide. `refused` counts the others, by reason.
 
     Of the ways to cut a data rank's samples into micro-batches it takes, for each size of a micro-batch that doubles
-    from the smallest on, the most micro-batches per batch that are worth it; the rest are batches of their own.
+    from the smallest on, the most micro-batches per batch that are worth it; the rest are batches of their own. If a
+    data rank's batch has a given size, it takes all ways to cut it evenly.
     """
     for cube_size in _divisors(num_devices):
         for mesh in meshes(cube_size):
@@ -87,18 +91,25 @@ def candidates(facts: ModelFacts, num_devices: int, global_batch: int, refused: 
                 elif global_batch % (data * mesh[0]):
                     refused[f"{global_batch} samples don't divide over data ranks and x"] += 1
                 else:
-                    yield from _of_topology(facts, data, pipe, mesh, global_batch // data, refused)
+                    samples = global_batch // data
+                    cuts = _cuts(samples, mesh[0], pipe) if batch_size is None else _cuts_of(batch_size, samples, mesh)
+                    yield from _of_topology(facts, data, pipe, mesh, list(cuts), refused)
 
 
 def _of_topology(
-    facts: ModelFacts, data: int, pipe: int, mesh: MeshSizes, samples: int, refused: Counter[str]
+    facts: ModelFacts,
+    data: int,
+    pipe: int,
+    mesh: MeshSizes,
+    cuts: Sequence[tuple[int, int, int]],
+    refused: Counter[str],
 ) -> Iterator[Candidate]:
     sharding = (False, True) if data > 1 else (False,)
     for num_waves in WAVES if pipe > 1 else (1,):
         if pipe > 1 and 2 * pipe * num_waves > len(facts.blocks):
             refused[f"more stages than the {len(facts.blocks)} blocks"] += 1
             continue
-        for size, count, accumulate in _cuts(samples, mesh[0], pipe):
+        for size, count, accumulate in cuts:
             if pipe > 1 and count < pipe:
                 refused["fewer micro-batches than pipeline ranks"] += 1
                 continue
@@ -119,5 +130,15 @@ def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]
         size *= 2
 
 
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+def _cuts_of(batch_size: int, samples: int, mesh: MeshSizes) -> Iterator[tuple[int, int, int]]:
+    """The same for batches of this size."""
+    if samples % batch_size == 0:
+        for count in _divisors(batch_size):
+            if count <= MOST_MICROBATCHES and batch_size // count % mesh[0] == 0:
+                yield batch_size // count, count, samples // batch_size
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return tuple(sorted({*small, *(number // one for one in small)}))

@@ -76,6 +76,7 @@ def make_plan(
     top: int = 10,
     model: StepModel | None = None,
     accept: Callable[[Candidate], bool] = lambda _: True,
+    batch_size: int | None = None,
 ) -> Plan:
     """Rank all layouts in closed form, simulate the `top` fastest that fit, and rank these by their simulated steps.
 
@@ -88,6 +89,7 @@ def make_plan(
         top: how many to simulate, each another topology, number of waves or size of micro-batches.
         model: estimates steps; None: one without measured times.
         accept: which layouts to consider.
+        batch_size: samples of a data rank's batch; None: whatever divides.
 
     Raises:
         HanayoError: no layout divides, or none fits into memory; the message names the nearest miss.
@@ -95,7 +97,7 @@ def make_plan(
     limit = USABLE * machine.memory if memory is None else memory
     model = model or StepModel(facts, machine)
     refused: Counter[str] = Counter()
-    found = [one for one in candidates(facts, num_devices, global_batch, refused) if accept(one)]
+    found = [one for one in candidates(facts, num_devices, global_batch, refused, batch_size) if accept(one)]
     if not found:
         raise HanayoError(_none_divides(facts, num_devices, global_batch, refused))
     estimates = sorted(map(model.closed_form, found), key=_order)
@@ -103,7 +105,7 @@ def make_plan(
     if len(fitting) < len(estimates):
         refused["needs more memory than a device has"] = len(estimates) - len(fitting)
     if not fitting:
-        raise HanayoError(_nearest_miss(model, estimates, num_devices, global_batch, limit, accept))
+        raise HanayoError(_nearest_miss(model, estimates, num_devices, global_batch, limit, accept, batch_size))
     simulated: list[Estimate] = []
     for one in _distinct(fitting):
         if len(simulated) == top:
@@ -153,6 +155,7 @@ def _nearest_miss(
     global_batch: int,
     limit: float,
     accept: Callable[[Candidate], bool],
+    batch_size: int | None,
 ) -> str:
     """The layout that needs the least memory: what takes most of it, and what would help."""
     least = min(estimates, key=lambda one: one.memory.total)
@@ -163,7 +166,8 @@ def _nearest_miss(
     way_out = f"more than {_MOST_DEVICES} times as many devices, or a smaller model"
     while more < _MOST_DEVICES * num_devices:
         more *= 2
-        found = map(model.closed_form, filter(accept, candidates(model.facts, more, global_batch, Counter())))
+        others = candidates(model.facts, more, global_batch, Counter(), batch_size)
+        found = map(model.closed_form, filter(accept, others))
         if any(one.memory.total <= limit for one in found):
             way_out = f"{more} devices of this size, or {bytes_of(least.memory.total)} on each of these"
             break

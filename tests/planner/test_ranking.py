@@ -82,3 +82,23 @@ def test_a_thousand_devices() -> None:
     plan = make_plan(SEVENTY_B, H100, num_devices=1024, global_batch=1024)
     assert len(plan.best) == 10
     assert plan.num_considered > 5000
+
+
+@pytest.mark.parametrize(("batch_size", "data"), [(7, 1), (12, 1), (12, 2), (100, 1), (100, 4), (101, 4)])
+def test_batches_of_a_given_size(batch_size: int, data: int) -> None:
+    plan = make_plan(
+        SMALL,
+        H100,
+        num_devices=4,
+        global_batch=3 * data * batch_size,
+        memory=1e12,
+        top=2,
+        batch_size=batch_size,
+        accept=lambda one: one.data == data and one.cube_size == 1,
+    )
+    assert {(one.candidate.batch_size, one.candidate.accumulate) for one in plan.best} == {(batch_size, 3)}
+
+
+def test_many_samples_take_no_time() -> None:
+    plan = make_plan(SMALL, H100, num_devices=4, global_batch=10**9, top=1)
+    assert plan.first.candidate.samples_per_step == 10**9

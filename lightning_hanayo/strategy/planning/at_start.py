@@ -1,12 +1,15 @@
 """`HanayoStrategy(layout="plan")`: the fastest sizes for a module and its loader, found before any process starts."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import WHOLE, Candidate
@@ -91,7 +94,7 @@ def _best(
         is_asked = one.recompute == (options.recompute == "blocks") and one.shard_optimizer == (
             options.shard_optimizer and one.data > 1
         )
-        return is_asked and one.batch_size == batch_size and (options.schedule == "auto" or one.schedule != WHOLE)
+        return is_asked and (options.schedule == "auto" or one.schedule != WHOLE)
 
     plans, refused = [], None
     for data in (size for size in range(1, world_size + 1) if world_size % size == 0):
@@ -103,6 +106,7 @@ def _best(
                     num_devices=world_size,
                     global_batch=data * samples_per_rank,
                     top=3,
+                    batch_size=batch_size,
                     accept=lambda one, data=data: one.data == data and accept(one),  # type: ignore[misc]
                 )
             )
@@ -128,15 +132,41 @@ def _first_batch(trainer: "pl.Trainer", data: Any) -> Any:
                 "layout='plan' needs a batch before ranks can agree on who prepares the data. Run `hanayo plan` once, "
                 "and give its file: layout='plan.yaml'; or give a loader instead of a LightningDataModule"
             )
-        data = copy.deepcopy(data)
+        try:
+            data = copy.deepcopy(data)
+        except Exception as error:  # of whatever it holds
+            raise HanayoError(
+                f"layout='plan' prepares a copy of {type(data).__name__}, which can't be copied: {error}. Run `hanayo "
+                f"plan` once, and give its file: layout='plan.yaml'"
+            ) from error
         data.prepare_data()
         data.setup("fit")
     loaders = data.train_dataloader() if isinstance(data, (pl.LightningDataModule, pl.LightningModule)) else data
-    if isinstance(loaders, Iterator):
+    is_combined = isinstance(loaders, CombinedLoader)
+    combined = copy.copy(loaders) if is_combined else CombinedLoader(loaders, "max_size_cycle")
+    if any(isinstance(one, Iterator) for one in combined.flattened):
         raise HanayoError(
             "layout='plan' would take a batch of a loader that gives each only once; give the sizes instead"
         )
-    with torch.random.fork_rng(devices=[]):
-        if isinstance(loaders, (dict, list, tuple)):
-            return next(iter(CombinedLoader(loaders, "max_size_cycle")))[0]
-        return next(iter(loaders))
+    with isolate_rng(include_cuda=False), _unchanged(combined.flattened):
+        batches = list(islice(combined, 1))
+    if not batches:
+        raise HanayoError("layout='plan': the training loader has no batch")
+    return batches[0][0]
+
+
+@contextmanager
+def _unchanged(loaders: Sequence[Any]) -> Iterator[None]:
+    """Give the loaders' own generators of random numbers back as they were, so that training has the same order."""
+    found: dict[torch.Generator, torch.Tensor] = {}
+    for loader in loaders:
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        for owner in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[generator] = generator.get_state()
+    try:
+        yield
+    finally:
+        for generator, state in found.items():
+            generator.set_state(state)

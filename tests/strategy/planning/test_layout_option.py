@@ -1,11 +1,14 @@
 """`HanayoStrategy(layout=...)`: a plan's file, and a plan that is made when training starts."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hanayo import HanayoStrategy
@@ -51,6 +54,68 @@ def test_no_layout(layout: Any) -> None:
 
 def test_a_plan_leaves_the_optimizer_to_the_user() -> None:
     assert HanayoStrategy(layout="plan", shard_optimizer=True, schedule="hanayo").options.layout == "plan"
+
+
+def fit(data: Any, layout: str | None = "plan") -> list[Tensor]:
+    """Train a step in one process, and return the batches that it gets."""
+    seen: list[Tensor] = []
+
+    class Watched(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            batch = batch if isinstance(batch, Tensor) else batch["one"]
+            if not batch.is_meta:
+                seen.append(batch.detach().clone())
+            return super().training_step(batch, batch_idx)
+
+    strategy = HanayoStrategy(layout=layout)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **quiet).fit(Watched(), data)  # type: ignore[arg-type]
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 13, 100], ids=str)
+def test_batches_of_any_size(size: int) -> None:
+    assert sum(map(len, fit(DataLoader(torch.zeros(200, 8), batch_size=size)))) == size
+
+
+def test_a_plan_takes_no_batch_from_training() -> None:
+    """Nor does it draw from the generator that shuffles."""
+
+    def loader() -> DataLoader[Any]:
+        rows: Any = torch.arange(512.0).view(64, 8)
+        return DataLoader(rows, batch_size=SAMPLES, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    with_plan, without = (torch.cat(fit(loader(), layout)) for layout in ("plan", None))
+    assert torch.equal(with_plan, without)
+
+
+@pytest.mark.parametrize("combine", [lambda loaders: loaders, lambda loaders: CombinedLoader(loaders, "min_size")])
+def test_several_loaders(combine: Any) -> None:
+    rows: Any = torch.zeros(64, 8)
+    fit(combine({"one": DataLoader(rows, batch_size=SAMPLES), "other": DataLoader(rows, batch_size=SAMPLES)}))
+
+
+class Locked(L.LightningDataModule):
+    """Can't be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (Locked(), "which can't be copied"),
+        (DataLoader([], batch_size=4), "the training loader has no batch"),
+        (iter([torch.zeros(4, 8)]), "a loader that gives each only once"),
+        (DataLoader(["a"] * 8, batch_size=4), "can't"),  # type: ignore[arg-type]
+    ],
+    ids=["locked", "empty", "iterator", "strings"],
+)
+def test_data_of_which_no_plan_can_be_made(data: Any, named: str) -> None:
+    with pytest.raises(HanayoError, match=named):
+        fit(data)
 
 
 def train(layout: str | None) -> tuple[tuple[int, ...], list[float]]:

@@ -44,6 +44,8 @@ def take_batches(module: pl.LightningModule, data: Any, count: int, dtype: torch
     """
     found, loaders, are_made_by_torch = _batches(module, data)
     batches = tuple(cast(batch, dtype) for batch in islice(found, count))
+    if not batches:
+        raise HanayoError("the training loader has no batch")
     if len(batches) < count:
         raise HanayoError(
             f"the check needs {count} batches (steps x data ranks x accumulated batches), and the training loader has "

@@ -39,7 +39,7 @@ class Model(LightningModule):
         self.rate = float(torch.linspace(0, 1, 3)[1]) if item else 0.5
 
     def training_step(self, batch, batch_idx):
-        x = self.first(batch)
+        x = self.first(batch if batch.shape[-1] == 8 else batch.T)
         for block in self.blocks:
             x = block(x)
         loss = x.square().mean()
@@ -51,12 +51,18 @@ class Model(LightningModule):
 
 
 class Data(LightningDataModule):
-    def __init__(self, batch_size: int = 8):
+    def __init__(self, batch_size: int = 8, rows: int = 64, mode: str = ""):
         super().__init__()
-        self.batch_size = batch_size
+        self.batch_size, self.rows, self.mode = batch_size, rows, mode
+        if mode == "values" and not torch.ones(1).item():
+            raise ValueError
 
     def train_dataloader(self):
-        return DataLoader(torch.arange(512.0).view(64, 8) / 512, batch_size=self.batch_size)
+        if self.mode == "broken":
+            raise OSError("no such corpus")
+        rows = torch.arange(self.rows * 8.0).view(self.rows, 8) / 512
+        stack = (lambda rows: torch.stack(rows, 1)) if self.mode == "transposed" else None
+        return DataLoader(rows, batch_size=self.batch_size, collate_fn=stack)
 """
 RECIPE = """
 model:
@@ -109,6 +115,41 @@ def test_a_table_a_file_and_a_picture(here: Path, capsys: pytest.CaptureFixture[
     options = made["trainer"]["strategy"]["init_args"]
     batches = made["data"]["init_args"]["batch_size"] * made["trainer"]["accumulate_grad_batches"]
     assert options["data_parallel_size"] * batches == 16
+
+
+def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    """The plan as JSON."""
+    assert run("--devices=4", "--device=cpu", "--json", *argv) == 0
+    made: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("argv", "samples"),
+    [
+        (["--trainer.strategy=ddp", "--trainer.devices=4"], 4 * 16),
+        (["--trainer.strategy=hanayo", "--trainer.devices=4"], 16),
+        (["--trainer.strategy=hanayo", "--trainer.devices=auto"], 16),
+        (
+            ["--trainer.strategy=lightning_hanayo.HanayoStrategy", "--trainer.strategy.data_parallel_size=auto"]
+            + ["--trainer.strategy.pipeline_parallel_size=2", "--trainer.devices=4", "--trainer.num_nodes=2"],
+            4 * 16,
+        ),
+        (
+            ["--trainer.strategy=lightning_hanayo.HanayoStrategy", "--trainer.strategy.batch_dim=1"]
+            + ["--data.mode=transposed", "--data.batch_size=16"],
+            32,
+        ),
+        (["--data.mode=values", "--model.item=true"], 16),
+    ],
+    ids=["ddp", "hanayo", "auto", "data ranks", "batch_dim", "values"],
+)
+def test_samples_per_step_are_those_of_the_configuration(
+    argv: list[str], samples: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = planned(capsys, *argv)
+    assert made["global_batch"] == samples
+    assert all(one["data"] * one["batch_size"] * one["accumulate"] == samples for one in made["layouts"])
 
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,3 +210,18 @@ def test_mistakes_are_one_line(argv: list[str], message: str, here: Path, capsys
     assert message in error
     assert "Traceback" not in error
     assert not (here / "plan.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--data.rows=0"], "the training loader has no batch"),
+        (["--data.mode=broken"], "the training data can't be read: OSError: no such corpus"),
+        (["--output=recipe.yaml"], "--output recipe.yaml: that is the configuration itself"),
+    ],
+    ids=["empty", "broken", "output"],
+)
+def test_what_stops_a_plan(argv: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--devices=4", "--device=cpu", *argv) == 2
+    assert said in capsys.readouterr().err
+    assert (here / "recipe.yaml").read_text() == RECIPE

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from lightning_hanayo.checking.inputs import take_batches
+from lightning_hanayo.checking.inputs import take_batches, topology_of
+from lightning_hanayo.cli.error_messages import condense
 from lightning_hanayo.cli.plan.show import Shown, show
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
@@ -51,12 +52,16 @@ class PlanCLI(WaveCLI):
         self._strategy: Any = None
         super().__init__(args)
 
+    def before_instantiate_classes(self) -> None:
+        """Have data built with values, wherever the model is built."""
+        self.parser.add_instantiator(_on_cpu, LightningDataModule)
+
     def instantiate_classes(self) -> None:
         """Build model and data, the model without values: it may be too large for this machine."""
         try:
             with torch.device("meta"):
                 super().instantiate_classes()
-        except (HanayoError, NotImplementedError, RuntimeError):  # perhaps its __init__ computes with values
+        except Exception:  # perhaps the model's __init__ computes with values; other errors come again
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -73,12 +78,12 @@ class PlanCLI(WaveCLI):
         options = self._options
         with showing("planning") as say:
             say("reading the data")
-            batch = take_batches(model, datamodule, 1, torch.float32).batches[0]
-            num_samples = WholeSplitter(BatchRule()).num_samples(batch)
+            own = self._strategy.options if isinstance(self._strategy, HanayoStrategy) else None
+            batch = _first_batch(model, datamodule)
+            num_samples = WholeSplitter(BatchRule() if own is None else own.batch_rule).num_samples(batch)
             if not num_samples:
                 raise HanayoError("the samples of a training batch can't be counted; a plan needs batches of tensors")
             say("counting what the model computes")
-            own = self._strategy.options if isinstance(self._strategy, HanayoStrategy) else None
             facts = read_model(
                 model,
                 batch,
@@ -102,8 +107,19 @@ class PlanCLI(WaveCLI):
 
     def _global_batch(self, num_samples: int) -> int:
         """Samples per optimizer step of the configuration, as far as it says."""
-        data = self._strategy.options.data_parallel_size if isinstance(self._strategy, HanayoStrategy) else 1
-        return num_samples * self._accumulate * (data if isinstance(data, int) else 1)
+        return num_samples * self._accumulate * self._data_ranks()
+
+    def _data_ranks(self) -> int:
+        """Those of the configuration; where it doesn't say how many processes it has, one."""
+        config = self.config_init[self.subcommand]["trainer"]
+        devices, nodes = (str(config[name]) for name in ("devices", "num_nodes"))
+        world = int(devices) * int(nodes) if devices.isdecimal() and nodes.isdecimal() else 1
+        if not isinstance(self._strategy, HanayoStrategy):
+            return 1 if self._strategy == "hanayo" else world
+        options = self._strategy.options
+        if isinstance(options.data_parallel_size, int):
+            return options.data_parallel_size
+        return topology_of(options, world).data
 
     def _measured(self, num_samples: int) -> Measured | None:
         if self._options.profile is None:
@@ -114,6 +130,9 @@ class PlanCLI(WaveCLI):
     def _write(self, plan: Plan) -> Shown:
         """Write the configuration and the picture."""
         options = self._options
+        configs = [str(one) for one in self.config[self.subcommand].get("config") or []]
+        if Path(options.output).resolve() in (Path(one).resolve() for one in configs):
+            raise HanayoError(f"--output {options.output}: that is the configuration itself; give another file")
         data = self.config[self.subcommand].get("data")
         place = None if data is None else "init_args" if "batch_size" in (data.get("init_args") or {}) else None
         accelerator = "gpu" if self._machine.is_asynchronous else None
@@ -124,5 +143,19 @@ class PlanCLI(WaveCLI):
         title = f"{plan.num_devices} x {plan.machine.name}, {plan.global_batch} samples per step"
         save_layouts(picture, dots, numbered, limit=plan.memory, title=title)
         save_plan(options.output, plan, content)
-        configs = [str(one) for one in self.config[self.subcommand].get("config") or []]
         return Shown(options.output, picture, configs, sets_batch_size=place is not None)
+
+
+def _on_cpu(cls: type[LightningDataModule], *args: Any, **kwargs: Any) -> LightningDataModule:
+    with torch.device("cpu"):
+        return cls(*args, **kwargs)
+
+
+def _first_batch(model: LightningModule, datamodule: LightningDataModule | None) -> Any:
+    """Of the training data."""
+    try:
+        return take_batches(model, datamodule, 1, torch.float32).batches[0]
+    except HanayoError:
+        raise
+    except Exception as error:  # of the user's code
+        raise HanayoError(f"the training data can't be read: {type(error).__name__}: {condense(str(error))}") from error

@@ -166,9 +166,11 @@ def _count_with_values(
         stack = find_stack(own, blocks)
         return _count(own, stack, _converted(batch, dtype, "cpu")), own, stack
     except Exception as again:  # user code, too
+        second = _first_line(again)
+        others = "" if second == reason else f" (on the meta device: {reason})"
         raise HanayoError(
-            f"{name}.training_step can't run by itself, without a Trainer and on a CPU: {_first_line(again)}. Without "
-            f"values: {reason}. A plan needs one step; or give the sizes to HanayoStrategy instead"
+            f"{name}.training_step can't run by itself, without a Trainer and on a CPU: {second}{others}. A plan needs "
+            f"one step; or give the sizes to HanayoStrategy instead"
         ) from again
 
 
@@ -194,7 +196,7 @@ def _fill(module: nn.Module) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 
 def _outside(module: nn.Module, stack: Stack) -> set[nn.Parameter]:

@@ -128,7 +128,8 @@ class _Run:
         ] or [_Collectives()]
         self._products = [_product_seconds(one, mesh, samples, machine, dtype) for one in block.products] or [0.0]
         self._between = self._between_products(block, samples, machine, dtype)
-        self._host = 0.0 if not machine.is_asynchronous else machine.host_call * block.calls
+        self._host = machine.host_call * block.calls
+        self._is_asynchronous = machine.is_asynchronous
 
     def _between_products(self, block: BlockFacts, samples: int, machine: Machine, dtype: str) -> list[float]:
         """Seconds of the forward's other work, shared out behind its products; attention is behind the first."""
@@ -147,12 +148,10 @@ class _Run:
         device = PartTimes(forward.now, backward.now, of_input.now, of_weight.now)
         host = self._host * num_blocks
         half = host * _BACKWARD_CALLS / 2
-        return PartTimes(
-            max(device.forward, host),
-            max(device.backward, 2 * half),
-            max(device.backward_input, half),
-            max(device.backward_weight, half),
-        )
+        of_host = PartTimes(host, 2 * half, half, half)
+        if not self._is_asynchronous:
+            return device + of_host
+        return PartTimes(*(max(getattr(device, one.name), getattr(of_host, one.name)) for one in fields(device)))
 
     def _steps(self, num_blocks: int) -> "list[tuple[float, _Collectives, float]]":
         """Each product's seconds and collectives, and the seconds of what is computed behind it."""

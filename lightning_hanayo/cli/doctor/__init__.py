@@ -1,7 +1,8 @@
 """Look at what a run depends on: versions, devices, host, disk, network, variables, and links between ranks.
 
 With --devices N it starts N processes on this host and measures latency and bandwidth between them; under torchrun or
-srun it measures between the ranks that those have started. With --config it checks what `hanayo fit` would run, too.
+srun it measures between the ranks that those have started. With --measure it also measures products, memory and the
+host's calls, and writes all of it for `hanayo plan`. With --config it checks what `hanayo fit` would run, too.
 
 Exit codes: 0, 1 if something would make a run fail, 2 bad arguments.
 """
@@ -9,6 +10,7 @@ Exit codes: 0, 1 if something would make a run fail, 2 bad arguments.
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -29,8 +31,11 @@ def run(argv: Sequence[str]) -> int:
     """Look, print, and return the exit code."""
     options, rest = _parser().parse_known_args(argv[1:])
     findings, table = _examine(options, rest)
-    if _is_first():
-        _print(findings, table, as_json=options.json)
+    try:
+        if _is_first():
+            _print(findings, table, as_json=options.json)
+    except BrokenPipeError:  # the reader of the output has closed the pipe, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_code(findings)
 
 
@@ -41,7 +46,7 @@ class _DoctorParser(OneLineErrors, argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _DoctorParser(
         "hanayo doctor",
-        usage="hanayo doctor [--devices N] [--json] [--config recipe.yaml [options of hanayo fit]]",
+        usage="hanayo doctor [--devices N] [--measure] [--json] [--config recipe.yaml [options of hanayo fit]]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -51,8 +56,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=_seconds, default=120.0, metavar="S", help="seconds to measure (default: 120)"
     )
+    parser.add_argument("--measure", action="store_true", help="measure products and memory, too, and write the file")
+    parser.add_argument("--output", default="machine.json", metavar="FILE", help="to write (default: machine.json)")
+    parser.add_argument(
+        "--network", type=_speed, metavar="SPEED", help="between nodes, if one is measured: 50GB/s or 400Gbit/s"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
+
+
+def _speed(text: str) -> float:
+    """Bytes per second."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([MG])(B|bit)(?:/s)?", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text}: expected bytes or bits per second, such as 50GB/s or 400Gbit/s")
+    return float(found[1]) * {"M": 1e6, "G": 1e9}[found[2]] / (8 if found[3] == "bit" else 1)
 
 
 def _count(text: str) -> int:
@@ -86,8 +104,21 @@ def _examine(options: argparse.Namespace, rest: list[str]) -> tuple[list[Finding
     findings += sockets.examine(sockets.look())
     findings += environment.examine(is_rank=place() is not None)
     findings += of_run
-    links, table = _links(options, findings)
+    measured, links, table = _links(options, findings)
+    if options.measure and _is_first():
+        links += _measure(measured, options)
     return [*findings, *links], table
+
+
+def _measure(measured: "Measured | None", options: argparse.Namespace) -> list[Finding]:
+    """Measure the rest, and write the file."""
+    from lightning_hanayo.cli.doctor.measure import examine, measure
+    from lightning_hanayo.plotting.terminal_status import showing
+
+    with showing("measuring") as say:
+        machine = measure(measured, network=options.network, say=say)
+    machine.save(options.output)
+    return list(examine(machine, options.output))
 
 
 def _recipe(arguments: list[str]) -> tuple[str, list[Finding]]:
@@ -98,7 +129,10 @@ def _recipe(arguments: list[str]) -> tuple[str, list[Finding]]:
     return examine(arguments)
 
 
-def _links(options: argparse.Namespace, findings: Sequence[Finding]) -> tuple[list[Finding], list[list[str]]]:
+def _links(
+    options: argparse.Namespace, findings: Sequence[Finding]
+) -> tuple["Measured | None", list[Finding], list[list[str]]]:
+    """What was measured, what is said of it, and the rows of its table."""
     from lightning_hanayo.cli.doctor.link_report import Measured, examine, matrix
     from lightning_hanayo.cli.doctor.links import measure_given, measure_here, place
 
@@ -108,11 +142,11 @@ def _links(options: argparse.Namespace, findings: Sequence[Finding]) -> tuple[li
     elif options.devices is not None:
         found = measure_here(options.devices, options.timeout)
     else:
-        return [], []
+        return None, [], []
     if isinstance(found, Finding):
-        return [found], []
+        return None, [found], []
     other = [one for host, own in _by_host(found).items() for one in _differing(host, own, findings)]
-    return [*other, *examine(found)], matrix(found) if len(found.hosts) <= _MOST_COLUMNS else []
+    return found, [*other, *examine(found)], matrix(found) if len(found.hosts) <= _MOST_COLUMNS else []
 
 
 def _by_host(measured: "Measured") -> dict[str, Sequence[Finding]]:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from recipes.benchmarks.cluster import Cluster, Link, refusal
@@ -77,7 +78,7 @@ def _measure(options: argparse.Namespace) -> Findings:
     outcome = report.outcome_of(plan, records)
     context = f"gloo, {HOSTS} network namespaces, {link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB)"
     about = describe(context, f"{time.monotonic() - begin:.0f} s in all, {options.rounds} rounds")
-    data = {"about": about} | outcome.plain()
+    data = {"about": about} | outcome.plain() | {"records": [asdict(record) for record in records]}
     return Findings(report.table(outcome, about, model), data, {"picture": lambda path: report.draw(outcome, path)})
 
 

@@ -3,7 +3,7 @@
 All layouts take the same samples per step. `sleep` in place of computation lets eight hosts compute at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.planner.candidates import ONE_RANK, SPLIT, WHOLE, Candidate
@@ -15,8 +15,11 @@ HOSTS, NODE = 8, 4
 """hosts, and those that Megatron's rule would take for a node"""
 MEGATRON: MeshSizes = (1, NODE, 1)
 """the cube of Megatron's rule of thumb: tensor parallel in a node, pipeline between nodes"""
-PROBE = Candidate(data=4, pipe=2, samples=1, num_microbatches=8)
-"""the layout that runs without compute, for the runtime's time per action"""
+PROBES = (
+    Candidate(data=4, pipe=2, samples=1, num_microbatches=8),
+    Candidate(data=1, pipe=8, samples=1, num_microbatches=32),
+)
+"""the layouts that run without compute, with four layers in a stage and one: what the runtime takes for each"""
 BYTES = 4
 """of an element"""
 
@@ -42,15 +45,23 @@ class Model:
             LinearLayer(seq, h, 4 * h),
             LinearLayer(seq, 4 * h, h, row_parallel=True),
         )
-        block = BlockFacts(products_of(layers), parameters=12 * h * h, attention_flops=4.0 * seq * h * seq)
+        block = BlockFacts(products_of(layers), parameters=12 * h * h, attention_flops=4.0 * seq * h * seq, calls=1)
         return ModelFacts(
             stack="layers", blocks=(block,) * self.layers, message=float(BYTES * seq * h), tokens=seq, optimizer_bytes=0
         )
 
-    def machine(self, link: Link, action: float) -> Machine:
-        """The hosts: each a node of its own, with measured links. `action`: seconds of the runtime for an action."""
+    @property
+    def instant(self) -> "Model":
+        """The same without compute, and with messages so small that they take no time but their latency."""
+        return replace(self, hidden=8, seq=8, flops_per_second=1e18)
+
+    def machine(self, link: Link, action: float = 0.0, layer: float = 0.0) -> Machine:
+        """The hosts: each a node of its own, with measured links.
+
+        `action` and `layer`: seconds that the runtime takes for an action, and a layer's forward in it.
+        """
         rates = {"float32": ((1.0, self.flops_per_second),)}
-        return Machine("emulated hosts", 1, 1e12, rates, 1e30, link, link, host_action=action)
+        return Machine("hosts", 1, 1e12, rates, 1e30, link, link, host_action=action, host_call=layer)
 
 
 def layouts(samples: int) -> list[Candidate]:
@@ -117,6 +128,10 @@ class Contender:
     def share(self) -> float:
         """A rank's share of the model, in that of a rank of the whole number of hosts."""
         return HOSTS / self.pipe
+
+
+INSTANT = Contender("hanayo W=2", "hanayo", 2, HOSTS, 1, HOSTS)
+"""the one that runs without compute, too"""
 
 
 def contenders(pipe: int) -> list[Contender]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.topology import Topology
 from recipes.benchmarks.case import Candidate as Named
 from recipes.benchmarks.case import Case
-from recipes.benchmarks.layouts.cases import HOSTS, PROBE, Contender, Model, contenders
+from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Contender, Model, contenders
 from recipes.benchmarks.ours import OurRunner
 from recipes.benchmarks.schemes.device import Device, Emulated
 from recipes.benchmarks.schemes.layer import Layer, WholeLinear, shapes
@@ -35,7 +35,7 @@ from recipes.benchmarks.schemes.three_d import ThreeD
 from recipes.benchmarks.tensor3d_rank import Groups, agreed_start
 
 QUIET = 0.02
-PROBES, PROBED = 5, (16 << 10, 1 << 20)
+REPEATS, PROBED = 7, (16 << 10, 1 << 20)
 """repeats, and bytes of a rank's part, of the collectives by which the links are measured"""
 SHARE_SECONDS, MESSAGE_FLOATS = 0.02, 4096
 """the paper's comparison: a forward through a rank's share on all hosts, half of a backward; and floats of a message"""
@@ -58,10 +58,10 @@ class Record:
 
     collective: dict[int, float] = field(default_factory=dict)
     """an all-gather of all hosts, by the bytes of a part"""
-    message: float = 0.0
-    """a message of the paper's comparison to the next host and back, halved"""
-    runtime: float = 0.0
-    """a step of the layout `PROBE` without compute"""
+    messages: dict[int, float] = field(default_factory=dict)
+    """between the first two hosts, by floats"""
+    runtime: list[float] = field(default_factory=list)
+    """steps of the layouts `PROBES` without compute, and of the contender `INSTANT`"""
     steps: list[list[float]] = field(default_factory=list)
     """by layout"""
     contenders: dict[int, list[list[float]]] = field(default_factory=dict)
@@ -73,8 +73,9 @@ def work(rank: int, plan: Plan) -> Record:
     groups = Groups(rank)
     record = Record()
     _probe(groups, record)
-    instant = LayoutRunner(PROBE, replace(plan.model, flops_per_second=1e18), rank, groups).run
-    record.runtime = median(_alternate([instant], PROBES)[0])
+    instant = [LayoutRunner(one, plan.model.instant, rank, groups).run for one in PROBES]
+    instant.append(_contender(INSTANT, rank, groups, seconds=0.0, floats=1))
+    record.runtime = [median(ends) for ends in _alternate(instant, REPEATS)]
     runners: list[Callable[[], None]] = [LayoutRunner(one, plan.model, rank, groups).run for one in plan.layouts]
     record.steps = _alternate(runners, plan.rounds)
     for pipe in plan.pipes:
@@ -89,23 +90,26 @@ def _probe(groups: Groups, record: Record) -> None:
     for size in PROBED:
         part = torch.zeros(size // 4)
         taken = []
-        for _ in range(PROBES + 1):
+        for _ in range(REPEATS + 1):
             start = agreed_start()
             axis.all_gather(part).wait()
             taken.append(time.monotonic() - start)
         record.collective[size] = median(taken[1:])
-    message = torch.zeros(MESSAGE_FLOATS)
-    taken = []
-    for _ in range(PROBES + 1):
+    record.messages = {floats: _message(floats) for floats in (1, MESSAGE_FLOATS)}
+
+
+def _message(floats: int) -> float:
+    """Seconds of a message between the first two hosts: half of the way there and back."""
+    message, taken = torch.zeros(floats), []
+    for _ in range(REPEATS + 1):
         start = agreed_start()
-        if dist.get_rank() == 0:
-            dist.send(message, 1)
-            dist.recv(message, 1)
-        elif dist.get_rank() == 1:
-            dist.recv(message, 0)
-            dist.send(message, 0)
+        for sender, receiver in ((0, 1), (1, 0)):
+            if dist.get_rank() == sender:
+                dist.send(message, receiver)
+            elif dist.get_rank() == receiver:
+                dist.recv(message, sender)
         taken.append((time.monotonic() - start) / 2)
-    record.message = median(taken[1:])
+    return median(taken[1:])
 
 
 def _alternate(runners: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
@@ -264,7 +268,9 @@ class _nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _contender(one: Contender, rank: int, groups: Groups) -> Callable[[], None]:
+def _contender(
+    one: Contender, rank: int, groups: Groups, seconds: float = SHARE_SECONDS, floats: int = MESSAGE_FLOATS
+) -> Callable[[], None]:
     """A schedule of the paper's comparison: stages sleep, messages are real."""
     topology = Topology(data=one.pipelines, pipe=one.pipe)
     control = groups.find([tuple(ranks) for ranks in topology.groups("pipe")])
@@ -272,13 +278,13 @@ def _contender(one: Contender, rank: int, groups: Groups) -> Callable[[], None]:
     transport = ProcessGroupTransport(
         topology.group_of(rank, "pipe"), control=control, channels={}, device=torch.device("cpu"), on_failure=_fail
     )
-    return OurRunner(case_of(one), Named(one.schedule, one.waves), transport).run_step
+    return OurRunner(case_of(one, seconds, floats), Named(one.schedule, one.waves), transport).run_step
 
 
-def case_of(one: Contender, message: float = 0.0) -> Case:
+def case_of(one: Contender, seconds: float = SHARE_SECONDS, floats: int = MESSAGE_FLOATS) -> Case:
     """The case of a contender: `share` of the model on each rank, T_B = 2 T_F."""
-    time = SHARE_SECONDS * one.share
-    return Case(one.pipe, one.microbatches, time, time, time, 4 * MESSAGE_FLOATS, 1, planned_message=message)
+    time = seconds * one.share
+    return Case(one.pipe, one.microbatches, time, time, time, 4 * floats, 1)
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -1,7 +1,7 @@
 """Compares measured steps with the planner's: a table, a picture, and figures of how well layouts are ranked."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -9,10 +9,10 @@ from typing import Any
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.step_time import StepModel
-from lightning_hanayo.schedule import simulate
+from lightning_hanayo.schedule import CostModel, simulate
 from recipes.benchmarks.case import Candidate as Named
-from recipes.benchmarks.layouts.cases import PROBE, Contender, Model, contenders, is_megatron
-from recipes.benchmarks.layouts.rank import PROBED, Plan, Record, case_of
+from recipes.benchmarks.layouts.cases import INSTANT, PROBES, Contender, Model, contenders, is_megatron
+from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, SHARE_SECONDS, Plan, Record, case_of
 from recipes.benchmarks.result import Summary
 from recipes.paper.figure import BLUE, GREY, INK, ORANGE, new, plain, save
 from recipes.paper.table import markdown, percent
@@ -113,29 +113,42 @@ def link_of(records: Sequence[Record]) -> Link:
     return Link(max(0.0, small - first / bandwidth), bandwidth)
 
 
-def action_of(model: Model, link: Link, seconds: float) -> float:
-    """The runtime's seconds per action with which the layout `PROBE` takes so long without compute."""
-    facts = replace(model, flops_per_second=1e18).facts
-    without, with_one = (
-        StepModel(facts, replace(model, flops_per_second=1e18).machine(link, action)).simulated(PROBE).seconds
-        for action in (0.0, 1e-3)
-    )
+def runtime_of(model: Model, link: Link, seconds: Sequence[float]) -> tuple[float, float]:
+    """The runtime's seconds per action and per layer, with which `PROBES` take so long without compute."""
+
+    def steps(action: float, layer: float) -> list[float]:
+        known = StepModel(model.instant.facts, model.instant.machine(link, action, layer))
+        return [known.simulated(one).seconds for one in PROBES]
+
+    none = steps(0.0, 0.0)
+    (a, b), (c, d) = zip(*[[(with_it - without) * 1e3 for with_it, without in zip(one, none, strict=True)]
+                           for one in (steps(1e-3, 0.0), steps(0.0, 1e-3))], strict=True)  # fmt: skip
+    first, second = (taken - without for taken, without in zip(seconds, none, strict=True))
+    determinant = a * d - b * c
+    return max(0.0, (first * d - b * second) / determinant), max(0.0, (a * second - first * c) / determinant)
+
+
+def contender_action(seconds: float, message: float) -> float:
+    """The runtime's seconds per action, with which the contender `INSTANT` takes so long without compute."""
+    without, with_one = (predict_turn(INSTANT, message, action, 0.0) for action in (0.0, 1e-3))
     return max(0.0, 1e-3 * (seconds - without) / (with_one - without))
 
 
 def outcome_of(plan: Plan, records: Sequence[Record]) -> Outcome:
     """Put the hosts' records together."""
     link = link_of(records)
-    machine = plan.model.machine(link, action_of(plan.model, link, max(record.runtime for record in records)))
+    *probes, instant = (max(values) for values in zip(*(record.runtime for record in records), strict=True))
+    machine = plan.model.machine(link, *runtime_of(plan.model, link, probes))
     model = StepModel(plan.model.facts, machine)
     steps = []
     for place, candidate in enumerate(plan.layouts):
         rounds = [max(ends) for ends in zip(*(record.steps[place] for record in records), strict=True)]
         predicted, closed = model.simulated(candidate), model.closed_form(candidate)
         steps.append(Step(candidate, Summary.of(rounds), predicted.seconds, closed.seconds))
-    message = max(record.message for record in records)
+    small, message = (records[0].messages[floats] for floats in (1, MESSAGE_FLOATS))
+    action = contender_action(instant, small)
     turns = [
-        Turn(one, Summary.of(_slowest(records, pipe, place)), predict_turn(one, message))
+        Turn(one, Summary.of(_slowest(records, pipe, place)), predict_turn(one, message, action))
         for pipe in plan.pipes
         for place, one in enumerate(contenders(pipe))
     ]
@@ -146,11 +159,17 @@ def _slowest(records: Sequence[Record], pipe: int, place: int) -> list[float]:
     return [max(ends) for ends in zip(*(record.contenders[pipe][place] for record in records), strict=True)]
 
 
-def predict_turn(one: Contender, message: float) -> float:
-    """A step of the paper's comparison, simulated with the measured time of a message."""
-    case = case_of(one)
-    costs = case.costs.__class__(case.forward, case.backward_input, case.backward_weight, message=message)
-    return simulate(case.schedule(Named(one.schedule, one.waves)), costs).makespan
+def predict_turn(one: Contender, message: float, action: float, seconds: float = SHARE_SECONDS) -> float:
+    """A step of the paper's comparison, simulated with measured times of a message and of the runtime per action."""
+    case, name = case_of(one, seconds), Named(one.schedule, one.waves)
+    schedule = case.schedule(name)
+    per_rank = schedule.num_stages / schedule.num_ranks
+    forward, of_input, of_weight = (
+        case.forward + per_rank * action,
+        case.backward_input + per_rank * action,
+        case.backward_weight,
+    )
+    return simulate(schedule, CostModel(forward, of_input, of_weight, message=message)).makespan
 
 
 def table(outcome: Outcome, about: Sequence[str], model: Model) -> str:
@@ -168,8 +187,9 @@ def table(outcome: Outcome, about: Sequence[str], model: Model) -> str:
     measured = (
         f"{model.layers} layers, hidden {model.hidden}, {model.samples} sequences of {model.seq} tokens in a step, "
         f"{model.flops_per_second / 1e9:g} GFLOP/s per host. Measured links: {1e3 * link.latency:.2f} ms and "
-        f"{link.bandwidth / 1e6:.1f} MB/s per collective; {1e3 * outcome.machine.host_action:.2f} ms of the "
-        "runtime per action, from one layout without compute."
+        f"{link.bandwidth / 1e6:.1f} MB/s per collective; the runtime takes {1e3 * outcome.machine.host_action:.2f} ms "
+        f"per action and {1e3 * outcome.machine.host_call:.2f} ms for a layer's forward in it, as two layouts without "
+        "compute tell."
     )
     parts = ["\n".join(f"- {line}" for line in about), measured, summary, markdown(_HEAD, map(_row, outcome.steps))]
     for pipe in sorted({one.contender.pipe for one in outcome.turns if one.contender.name == "1f1b"}, reverse=True):

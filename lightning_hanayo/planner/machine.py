@@ -21,6 +21,13 @@ MAX_BYTES = 1 << 20
 """of a file"""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 """of which a machine may have rates"""
+_INSTEAD = {
+    "bfloat16": ("bfloat16", "float16", "float32", "float64"),
+    "float16": ("float16", "bfloat16", "float32", "float64"),
+    "float32": ("float32", "float64", "bfloat16", "float16"),
+    "float64": ("float64", "float32", "bfloat16", "float16"),
+}
+"""whose rates are taken, in this order: as wide, wider, narrower"""
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,9 @@ class Machine:
         """Operations per second of products like that of two `size` x `size` matrices: the cube root of m k n.
 
         Between two measured sizes the rate is interpolated over log(size), outside of them that of the nearest. A dtype
-        that wasn't measured has the rate of the next wider one that was, or of the next narrower one.
+        that wasn't measured has the rate of one that is as wide, or else of the next wider, or else next narrower one.
         """
-        table = self.matmul.get(dtype) or next(table for table in map(self.matmul.get, DTYPES) if table)
+        table = next(table for table in map(self.matmul.get, _INSTEAD[dtype]) if table)
         place = bisect_left([n for n, _ in table], size)
         if place in (0, len(table)):
             return table[min(place, len(table) - 1)][1]

@@ -186,6 +186,20 @@ def test_a_measured_machine_and_profile(here: Path, capsys: pytest.CaptureFixtur
     assert times[1] > 5 * times[0], "the measured blocks are that slow"
 
 
+@pytest.mark.parametrize(
+    ("blocks", "seconds", "count", "said"),
+    [(3, 1e-2, 4, "it is of 12 blocks"), (2, 1e-2, 0, "0 micro-batches"), (2, 0.0, 4, "take no time")],
+    ids=["blocks", "microbatches", "no_time"],
+)
+def test_a_profile_of_another_run(
+    blocks: int, seconds: float, count: int, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = CostModel((seconds,) * 4, (seconds,) * 4, (seconds,) * 4, message=1e-4)
+    Profile("hanayo-zb", 2, 1, count, (blocks,) * 4, costs).save(here / "profile.json")
+    assert run("--devices=2", "--device=cpu", "--profile=profile.json") == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_model_whose_constructor_needs_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--devices=2", "--device=cpu", "--model.item=true") == 0
     assert "8 blocks" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Machines: files, rates between measured sizes, links between ranks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def test_rates_between_sizes() -> None:
         3e12,
     ]
     assert MEASURED.matmul_rate("bfloat16", 1024) == 3e12, "of the dtype that was measured"
+
+
+def test_a_dtype_without_rates() -> None:
+    both = replace(MEASURED, matmul={"bfloat16": ((1.0, 4e12),), "float32": ((1.0, 1e12),)})
+    assert both.matmul_rate("float16", 1) == 4e12, "as wide"
+    assert both.matmul_rate("float64", 1) == 1e12, "the next narrower"
+    wide = replace(MEASURED, matmul={"bfloat16": ((1.0, 4e12),), "float64": ((1.0, 5e11),)})
+    assert wide.matmul_rate("float32", 1) == 5e11, "the next wider"
 
 
 def test_a_link_within_a_node_or_between() -> None:

@@ -93,7 +93,7 @@ class PlanCLI(WaveCLI):
                 blocks=None if own is None else own.blocks,
             )
             say("comparing layouts")
-            step_model = StepModel(facts, self._machine, self._measured(num_samples))
+            step_model = StepModel(facts, self._machine, self._measured(num_samples, len(facts.blocks)))
             plan = make_plan(
                 facts,
                 self._machine,
@@ -121,10 +121,15 @@ class PlanCLI(WaveCLI):
             return options.data_parallel_size
         return topology_of(options, world).data
 
-    def _measured(self, num_samples: int) -> Measured | None:
-        if self._options.profile is None:
+    def _measured(self, num_samples: int, num_blocks: int) -> Measured | None:
+        if (path := self._options.profile) is None:
             return None
-        profile = Profile.load(self._options.profile)
+        profile = Profile.load(path)
+        if sum(profile.blocks) != num_blocks or not profile.num_microbatches:
+            raise HanayoError(
+                f"--profile {path}: it is of {sum(profile.blocks)} blocks and {profile.num_microbatches} micro-"
+                f"batches, and this model has {num_blocks} blocks; give the profile.json of a run with this model"
+            )
         return Measured.of(profile, num_samples / profile.num_microbatches)
 
     def _write(self, plan: Plan) -> Shown:

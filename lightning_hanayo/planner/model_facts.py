@@ -83,6 +83,8 @@ class BlockFacts:
     """operations that the host starts in the forward"""
     saved: float = 0.0
     """bytes that the forward keeps for the backward, besides parameters"""
+    frozen: int = 0
+    """parameters that aren't trained: they have no gradients and no states"""
 
     @cached_property
     def flops(self) -> float:
@@ -98,6 +100,10 @@ class BlockFacts:
         """Elements that a rank of a cube stores."""
         x, y, z = mesh
         return self.parameters - self.sharded_parameters * (1 - 1 / (x * y * z))
+
+    def trained_by_a_rank(self, mesh: MeshSizes) -> float:
+        """Those of them that are trained."""
+        return self.parameters_of_a_rank(mesh) * (1 - self.frozen / max(1, self.parameters))
 
     def saved_by_a_rank(self, samples: int, mesh: MeshSizes, element: int, keep: Keep = "gathered") -> float:
         """Bytes that a rank of a cube keeps for the backward of a micro-batch; `element` bytes per number."""
@@ -121,6 +127,8 @@ class ModelFacts:
     """of embedding, head, and whatever else isn't in the stack"""
     computing_parameters: int = 0
     """those of them that are multiplied with: all but tables that are only looked up"""
+    outside_frozen: int = 0
+    """those of them that aren't trained"""
     outside_flops: float = 0.0
     """of their forward"""
     outside_traffic: float = 0.0
@@ -140,13 +148,20 @@ class ModelFacts:
     parameter_bytes: float = 4.0
     """of each parameter"""
     gradient_bytes: float = 4.0
+    """of each that is trained"""
     optimizer_bytes: float = 8.0
-    """of the optimizer's states, and of master weights, for each parameter"""
+    """of the optimizer's states, and of master weights, for each parameter that is trained"""
 
     @property
     def parameters(self) -> int:
         """Of the whole model."""
         return self.outside_parameters + sum(block.parameters for block in self.blocks)
+
+    @property
+    def outside_bytes(self) -> float:
+        """Of the values and the gradients of the parameters outside the stack."""
+        trained = self.outside_parameters - self.outside_frozen
+        return self.outside_parameters * self.parameter_bytes + trained * self.gradient_bytes
 
     @property
     def flops(self) -> float:

@@ -97,6 +97,7 @@ class StepModel:
             lambda mesh, samples: facts.mean(lambda one: one.saved_by_a_rank(samples, mesh, facts.element))
         )
         self._parameters_of_block = cache(lambda mesh: facts.mean(lambda one: one.parameters_of_a_rank(mesh)))
+        self._trained_of_block = cache(lambda mesh: facts.mean(lambda one: one.trained_by_a_rank(mesh)))
         self._stages = cache(self._cut)
 
     def closed_form(self, candidate: Candidate) -> Estimate:
@@ -223,14 +224,14 @@ class StepModel:
             return 0.0
         others = 1 - 1 / candidate.data
         passes = 1 if candidate.shard_optimizer else 2
-        num_bytes = passes * others * self.facts.gradient_bytes * self._parameters(candidate)
+        num_bytes = passes * others * self.facts.gradient_bytes * self._trained(candidate)
         return self._data_link(candidate).seconds(num_bytes, messages=candidate.stages_per_rank)
 
     def _gather(self, candidate: Candidate) -> float:
         """Seconds in which updated parameters are gathered, where each data rank updates its own rows."""
         if not candidate.shard_optimizer:
             return 0.0
-        num_bytes = (1 - 1 / candidate.data) * self.facts.parameter_bytes * self._parameters(candidate)
+        num_bytes = (1 - 1 / candidate.data) * self.facts.parameter_bytes * self._trained(candidate)
         return self._data_link(candidate).seconds(num_bytes, messages=candidate.stages_per_rank)
 
     def _outside_gather(self, candidate: Candidate) -> float:
@@ -239,23 +240,30 @@ class StepModel:
             return 0.0
         facts, others = self.facts, 1 - 1 / candidate.cube_size
         link = self.machine.link(0, 1, candidate.cube_size)
-        num_bytes = others * facts.outside_parameters * (facts.parameter_bytes + facts.gradient_bytes)
-        return link.seconds(num_bytes, messages=2)
+        return link.seconds(others * facts.outside_bytes, messages=2)
 
     def _optimizer(self, candidate: Candidate) -> float:
         """Seconds in which it reads and writes values, gradients and states."""
         facts = self.facts
         each = 2 * facts.parameter_bytes + facts.gradient_bytes + 2 * facts.optimizer_bytes
-        own = self._parameters(candidate) / (candidate.data if candidate.shard_optimizer else 1)
+        own = self._trained(candidate) / (candidate.data if candidate.shard_optimizer else 1)
         return each * own / self.machine.memory_bandwidth
 
     # bytes
 
-    def _parameters(self, candidate: Candidate) -> float:
-        """Elements of the rank that stores the most."""
-        block = self._parameters_of_block(candidate.mesh)
+    def _trained(self, candidate: Candidate) -> float:
+        """Elements of the rank that trains the most."""
         own, others = self._blocks(candidate)
-        return max(own * block + self.facts.outside_parameters / candidate.cube_size, others * block)
+        return max(self._held(candidate, own, has_outside=True)[1], self._held(candidate, others, has_outside=False)[1])
+
+    def _held(self, candidate: Candidate, blocks: float, *, has_outside: bool) -> tuple[float, float]:
+        """Elements of a rank with so many blocks, and those of them that it trains."""
+        facts, mesh = self.facts, candidate.mesh
+        own, trained = blocks * self._parameters_of_block(mesh), blocks * self._trained_of_block(mesh)
+        if not has_outside:
+            return own, trained
+        outside, frozen = facts.outside_parameters, facts.outside_frozen
+        return own + outside / candidate.cube_size, trained + (outside - frozen) / candidate.cube_size
 
     def _blocks(self, candidate: Candidate) -> tuple[int, int]:
         """Blocks of pipeline rank 0, and the most of the others, as the strategy cuts them: by parameters."""
@@ -274,12 +282,11 @@ class StepModel:
 
     def _rank_memory(self, candidate: Candidate, blocks: float, peak: float, *, has_outside: bool) -> RankMemory:
         facts, part = self.facts, self._stage_bytes(candidate)
-        own = blocks * self._parameters_of_block(candidate.mesh)
-        own += has_outside * facts.outside_parameters / candidate.cube_size
+        own, trained = self._held(candidate, blocks, has_outside=has_outside)
         return RankMemory(
             weights=own * facts.parameter_bytes,
-            gradients=own * facts.gradient_bytes,
-            optimizer=own * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
+            gradients=trained * facts.gradient_bytes,
+            optimizer=trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
             activations=peak * blocks * part.activation,
             gathered=has_outside * part.gathered,
             suspended=has_outside * (part.suspended + peak * part.message * (candidate.pipe > 1)),
@@ -292,7 +299,6 @@ class StepModel:
         facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
         saved = self._saved(candidate.mesh, samples)
         message = facts.message * samples / ranks
-        outside = facts.outside_parameters * (facts.parameter_bytes + facts.gradient_bytes)
         share = max(1.0, samples / ranks)
         return _Bytes(
             activation=message if candidate.recompute else saved,
@@ -300,7 +306,7 @@ class StepModel:
             outside_workspace=2 * facts.largest_outside * share,
             message=message,
             suspended=facts.outside_saved * share,
-            gathered=outside if ranks > 1 else 0.0,
+            gathered=facts.outside_bytes if ranks > 1 else 0.0,
         )
 
     # simulation
@@ -347,17 +353,18 @@ class StepModel:
     def _memory_model(self, candidate: Candidate) -> MemoryModel:
         facts, part = self.facts, self._stage_bytes(candidate)
         stages = self._stages(candidate)
-        block = self._parameters_of_block(candidate.mesh)
-        held = [len(blocks) * block for blocks in stages]
-        held[0] += facts.outside_parameters / candidate.cube_size
+        held, trained = zip(
+            *(self._held(candidate, len(blocks), has_outside=not number) for number, blocks in enumerate(stages)),
+            strict=True,
+        )
         first, last = [1.0] + [0.0] * (len(stages) - 1), [0.0] * (len(stages) - 1) + [1.0]
         shard = candidate.data if candidate.shard_optimizer else 1
         has_messages = candidate.pipe > 1
         return MemoryModel(
             activation=tuple(len(blocks) * part.activation for blocks in stages),
             weights=tuple(one * facts.parameter_bytes for one in held),
-            gradients=tuple(one * facts.gradient_bytes for one in held),
-            optimizer=tuple(one * facts.optimizer_bytes / shard for one in held),
+            gradients=tuple(one * facts.gradient_bytes for one in trained),
+            optimizer=tuple(one * facts.optimizer_bytes / shard for one in trained),
             gathered=tuple(one * part.gathered for one in first),
             suspended=tuple(
                 a * part.message * has_messages + b * part.suspended for a, b in zip(first, last, strict=True)

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -86,12 +86,14 @@ def read_model(
         found = _block(block, counts, plan, num_samples, parameters)
         facts.append(seen.setdefault(_key(found), found))
     outside, last = counter.outside, counter.blocks[-1]
+    outside_stack = set(own.parameters()) - stack.parameters
     element = formats.dtype.itemsize
     return ModelFacts(
         stack=stack.name,
         blocks=tuple(facts),
         message=last.output / num_samples,
-        outside_parameters=sum(one.numel() for one in set(own.parameters()) - stack.parameters),
+        outside_parameters=sum(one.numel() for one in outside_stack),
+        outside_frozen=_num_frozen(outside_stack),
         computing_parameters=num_parameters_outside(own, stack, computing=True),
         outside_flops=outside.flops / num_samples,
         outside_traffic=outside.traffic / num_samples,
@@ -218,7 +220,12 @@ def _block(
         traffic=counts.traffic / num_samples,
         calls=counts.calls,
         saved=counts.num_saved(parameters) / num_samples,
+        frozen=_num_frozen(block.parameters()),
     )
+
+
+def _num_frozen(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(one.numel() for one in parameters if not one.requires_grad)
 
 
 def _position(counts: Counts, paths: tuple[str, ...]) -> int:
@@ -238,7 +245,7 @@ def _product(
 
 
 def _key(facts: BlockFacts) -> tuple[Any, ...]:
-    return facts.products, facts.parameters, round(facts.flops), round(facts.traffic), round(facts.saved)
+    return facts.products, facts.parameters, facts.frozen, round(facts.flops), round(facts.traffic), round(facts.saved)
 
 
 def _required(plan: ParallelizePlan) -> tuple[Divisibility, ...]:

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.communication_volume import LinearLayer
+from lightning_hanayo.planner.machine import machine
+from lightning_hanayo.planner.step_time import StepModel
 from lightning_hanayo.strategy.planning.read_model import formats_of, read_model
 from recipes.gpt.module import GPT
 from tests.strategy.planning.counted import counted
@@ -217,6 +220,22 @@ def test_experts_count_for_the_tokens_that_they_get(precision: str) -> None:
     of_experts = 2 * CONTEXT * 2 * 3 * 32 * 64  # two experts of three products for each token
     router = 2 * CONTEXT * 32 * 4
     assert block.attention_flops == pytest.approx(4 * CONTEXT * CONTEXT * 32 + of_experts, abs=router)
+
+
+def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
+    """As with adapters: on one rank, each trained parameter has 4 bytes of gradients and 4 of momentum."""
+    module = Module()
+    module.ends["last"].requires_grad_(False)
+    assert module.blocks is not None
+    for block in module.blocks:
+        block.up.requires_grad_(False)  # type: ignore[union-attr]
+    facts = read_model(module, torch.zeros(SAMPLES, 8), SAMPLES)
+    model = StepModel(facts, machine("cpu"))
+    trained = sum(one.numel() for one in module.parameters() if one.requires_grad)
+    for estimate in (model.closed_form(Candidate()), model.simulated(Candidate(schedule="1f1b"))):
+        memory = estimate.memory
+        sizes = memory.weights, memory.gradients, memory.optimizer
+        assert sizes == pytest.approx((4 * facts.parameters, 4 * trained, 4 * trained))
 
 
 def test_without_a_stack() -> None:

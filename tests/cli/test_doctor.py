@@ -12,7 +12,7 @@ import pytest
 
 from lightning_hanayo import cli
 from lightning_hanayo.cli import doctor
-from lightning_hanayo.cli.doctor import devices, disk, environment, host, link_report, links, sockets, versions
+from lightning_hanayo.cli.doctor import devices, disk, environment, host, link_report, links, measure, sockets, versions
 from lightning_hanayo.cli.doctor.devices import Gpu, Seen
 from lightning_hanayo.cli.doctor.finding import GIB, Finding, exit_code
 from lightning_hanayo.cli.doctor.host import Limits
@@ -20,6 +20,7 @@ from lightning_hanayo.cli.doctor.link_report import Link, Measured
 from lightning_hanayo.cli.doctor.link_worker import pairs_of
 from lightning_hanayo.cli.doctor.sockets import Network
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.machine import Machine
 
 FINE = {"torch": "2.13.0+cpu", "lightning": "2.6.6"}
 LIMITS = Limits(8, None, 64 * GIB, None, 32 * GIB, 65536, -1)
@@ -265,3 +266,53 @@ def test_the_rank_is_the_launchers() -> None:
     assert links.place(slurm | {"SLURM_JOB_NAME": "bash"}) is None  # it would wait for ranks that nobody starts
     with pytest.raises(HanayoError, match="RANK=y: expected a whole number"):
         links.place({"RANK": "y", "WORLD_SIZE": "2"})
+
+
+def test_a_machine_is_measured_and_read_back(tmp_path: Path) -> None:
+    links_of_two = [Link(0, 1, 1e-5, 1e9), Link(0, 2, 1e-4, 1e8)]
+    found = Measured("cpu", ["a", "a", "b", "b"], links_of_two, 1e9)
+    said: list[str] = []
+    machine = measure.measure(found, say=said.append, sizes=(8, 16))
+    assert (machine.within_node.latency, machine.within_node.bandwidth) == (1e-5, 1e9)
+    assert (machine.between_nodes.latency, machine.between_nodes.bandwidth) == (1e-4, 1e8)
+    assert machine.ranks_per_node == 2
+    assert [size for size, _ in machine.matmul["float32"]] == [8, 16]
+    assert machine.matmul_rate("float32", 8) > 0
+    assert machine.memory_bandwidth > 0
+    assert machine.host_call > 0
+    assert any("float32" in one for one in said)
+    assert "2 nodes" in machine.source
+    machine.save(tmp_path / "machine.json")
+    assert Machine.load(tmp_path / "machine.json") == machine
+    shown = {one.name: one.value for one in measure.examine(machine, "machine.json")}
+    assert shown["links between nodes"] == "100 us, 0.1 GB/s"
+
+
+def test_links_between_nodes_may_be_given() -> None:
+    one_node = Measured("cpu", ["a", "a"], [Link(0, 1, 1e-5, 1e9)], 1e9)
+    assert measure.measure(one_node, sizes=(8,)).between_nodes.bandwidth == 1e9
+    given = measure.measure(one_node, network=5e10, sizes=(8,))
+    assert (given.between_nodes.latency, given.between_nodes.bandwidth) == (1e-5, 5e10)
+    assert "not measured, but given as 50 GB/s" in given.source
+    with pytest.raises(HanayoError, match="--measure needs links: with --devices N"):
+        measure.measure(None, sizes=(8,))
+
+
+@pytest.mark.parametrize(("text", "speed"), [("50GB/s", 5e10), ("400Gbit/s", 5e10), ("100 MB", 1e8)])
+def test_speeds(text: str, speed: float) -> None:
+    assert doctor._speed(text) == speed
+
+
+def test_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.run(["doctor", "--network=fast"])
+    assert "fast: expected bytes or bits per second" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_doctor_writes_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "SIZES", (16, 32))
+    monkeypatch.setattr(measure.measure, "__kwdefaults__", measure.measure.__kwdefaults__ | {"sizes": (16, 32)})
+    cli.run(["doctor", "--devices=2", "--measure"])
+    assert Machine.load("machine.json").within_node.bandwidth > 0

@@ -179,7 +179,8 @@ class StepModel:
         flops = samples * facts.outside_flops
         device = flops / machine.matmul_rate(facts.dtype, (flops / 2) ** (1 / 3) if flops else 1.0)
         device += samples * facts.outside_traffic / machine.memory_bandwidth
-        return max(device, machine.host_call * facts.outside_calls) if machine.is_asynchronous else device
+        host = machine.host_call * facts.outside_calls
+        return max(device, host) if machine.is_asynchronous else device + host
 
     def _work(self, candidate: Candidate) -> "_Work":
         """Seconds of one micro-batch on the ranks."""

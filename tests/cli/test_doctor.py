@@ -235,7 +235,7 @@ def test_what_is_bad_or_other_on_another_host_is_said_with_its_name(monkeypatch:
     measured = Measured("cpu", ["node1", "node2"], [Link(0, 1, 1e-5, GIB)], GIB, [here, there])
     monkeypatch.setattr(links, "place", lambda: (0, 2))
     monkeypatch.setattr(links, "measure_given", lambda *_: measured)
-    found, _ = doctor._links(doctor._parser().parse_args([]), here)
+    _, found, _ = doctor._links(doctor._parser().parse_args([]), here)
     assert [(one.topic, one.name) for one in found[:2]] == [
         ("on node2", "versions: torch"),
         ("on node2", "disk: x"),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NoReturn
@@ -207,7 +208,7 @@ class LayoutRunner:
         """Run a step. Gradients stay until the next one begins."""
         for stage in self.stages.values():
             stage.zero_grad()
-        multiplies = self._device.multiplies() if isinstance(self._device, Emulated) else _nothing()
+        multiplies = self._device.multiplies() if isinstance(self._device, Emulated) else nullcontext()
         with multiplies:
             if self._engine is not None:
                 self._engine.run(self._program, self._batch)
@@ -260,12 +261,6 @@ class _WithLoss(nn.Module):
         """Returns a number."""
         loss: Tensor = self.layer(x).square().mean() * self._share
         return loss
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def _contender(

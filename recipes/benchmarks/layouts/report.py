@@ -17,8 +17,8 @@ from recipes.benchmarks.result import Summary
 from recipes.paper.figure import BLUE, GREY, INK, ORANGE, new, plain, save
 from recipes.paper.table import markdown, percent
 
-GATHERED = 7 / 8
-"""of what all hosts have, what each of eight receives in an all-gather"""
+_NEWTON, _SMALL = 6, 1e-6
+"""steps of the search for the runtime's times, and seconds for differences"""
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,18 @@ def runtime_of(model: Model, link: Link, seconds: Sequence[float]) -> tuple[floa
         known = StepModel(model.instant.facts, model.instant.machine(link, action, layer))
         return [known.simulated(one).seconds for one in PROBES]
 
-    none = steps(0.0, 0.0)
-    (a, b), (c, d) = zip(*[[(with_it - without) * 1e3 for with_it, without in zip(one, none, strict=True)]
-                           for one in (steps(1e-3, 0.0), steps(0.0, 1e-3))], strict=True)  # fmt: skip
-    first, second = (taken - without for taken, without in zip(seconds, none, strict=True))
-    determinant = a * d - b * c
-    return max(0.0, (first * d - b * second) / determinant), max(0.0, (a * second - first * c) / determinant)
+    action = layer = 0.0
+    for _ in range(_NEWTON):  # what ranks wait for changes with the times, so steps aren't quite linear in them
+        now = steps(action, layer)
+        (a, b), (c, d) = (
+            [(longer - before) / _SMALL for longer, before in zip(one, now, strict=True)]
+            for one in (steps(action + _SMALL, layer), steps(action, layer + _SMALL))
+        )
+        first, second = (taken - before for taken, before in zip(seconds, now, strict=True))
+        determinant = a * d - b * c
+        action = max(0.0, action + (first * d - second * c) / determinant)
+        layer = max(0.0, layer + (a * second - b * first) / determinant)
+    return action, layer
 
 
 def contender_action(seconds: float, message: float) -> float:

@@ -1,8 +1,9 @@
 """Plan: all layouts of a model on so many devices, ranked by the time of a step among those that fit into memory."""
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hanayo.errors import HanayoError
@@ -13,6 +14,8 @@ from lightning_hanayo.planner.step_time import Estimate, StepModel
 
 USABLE = 0.9
 """of a device's memory, unless the user says how much: the rest is for the allocator, libraries and fragments"""
+_MOST_SIMULATED = 5
+"""times as many layouts as are shown are simulated, where closed forms are too low for some"""
 _MOST_DEVICES = 64
 """times as many devices are tried for a model that doesn't fit"""
 _NAMES = {
@@ -78,7 +81,10 @@ def make_plan(
     accept: Callable[[Candidate], bool] = lambda _: True,
     batch_size: int | None = None,
 ) -> Plan:
-    """Rank all layouts in closed form, simulate the `top` fastest that fit, and rank these by their simulated steps.
+    """Rank all layouts in closed form, simulate the fastest that fit, and rank these by their simulated steps.
+
+    Closed forms are sometimes too low, and seldom too high: as long as one is below the simulated times of the `top`
+    fastest, the simulation goes on.
 
     Args:
         facts: the model.
@@ -86,7 +92,7 @@ def make_plan(
         num_devices: of all nodes; a node has `machine.ranks_per_node`.
         global_batch: samples of an optimizer step.
         memory: bytes that a rank may need; None: 0.9 of the device's.
-        top: how many to simulate, each another topology, number of waves or size of micro-batches.
+        top: how many to return, each another topology, number of waves or size of micro-batches.
         model: estimates steps; None: one without measured times.
         accept: which layouts to consider.
         batch_size: samples of a data rank's batch; None: whatever divides.
@@ -107,13 +113,13 @@ def make_plan(
     if not fitting:
         raise HanayoError(_nearest_miss(model, estimates, num_devices, global_batch, limit, accept, batch_size))
     simulated: list[Estimate] = []
-    for one in _distinct(fitting):
-        if len(simulated) == top:
+    for tries, one in enumerate(_distinct(fitting)):
+        if len(simulated) >= top and (one.seconds > simulated[top - 1].seconds or tries == _MOST_SIMULATED * top):
             break
         again = model.simulated(one.candidate)
         if again.memory.total <= limit:
-            simulated.append(again)
-    best = tuple(sorted(simulated, key=_order)) or (replace(fitting[0]),)
+            insort(simulated, again, key=_order)
+    best = tuple(simulated[:top]) or (fitting[0],)
     return Plan(facts, machine, num_devices, global_batch, limit, best, _points(fitting), len(found), refused)
 
 

@@ -6,6 +6,7 @@ simulated       the schedule's own table, with the times of its stages, and the 
 Both take the times of blocks from `block_time`, and the schedules' rules from `schedule`. The closed forms of a batch:
 hanayo-zb   B (F+I+W) + (P-1) (F / 2W + (1+2W) T_C)                   (tests/planner/test_step_time.py)
 hanayo      B (F+T_B) + (P-1) T_B / W + (4W (P-1) + 2 (P-2)) T_C      (docs/reproduction.md)
+            + (-B mod P) (1 - 1/W) T_B, as a wave that isn't full keeps ranks as long
 """
 
 from dataclasses import dataclass, replace
@@ -111,6 +112,7 @@ class StepModel:
         elif pipe > 1:
             batch += (pipe - 1) * self._unevenness(candidate) * work.backward / waves
             batch += (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * hop
+            batch += -count % pipe * (1 - 1 / waves) * work.backward
         reduction = self._reduction(candidate)
         exposed = max(reduction / stages, reduction - _window(candidate, work)) + self._gather(candidate) / stages
         busy = count * work.mean

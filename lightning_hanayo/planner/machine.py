@@ -10,11 +10,12 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import log
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError, nearest, writing
+from lightning_hanayo.planner.small_file import read_text, refusing
 from lightning_hanayo.schedule.number_checks import is_number, is_size
 
 MAX_BYTES = 1 << 20
@@ -123,25 +124,16 @@ class Machine:
         Raises:
             HanayoError: there is no such file, or it holds something else.
         """
-        try:
-            if Path(path).stat().st_size > MAX_BYTES:
-                raise HanayoError(f"it has more than {MAX_BYTES >> 20} MiB")
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        with refusing(path, "machine", "the machine.json that hanayo doctor --measure writes"):
+            data = json.loads(read_text(path, MAX_BYTES))
             for name in data:
                 if name not in (known := [one.name for one in fields(cls)]):
                     raise HanayoError(f"{name!r} is unknown; {nearest(str(name), known)}")
             tables = {
-                dtype: tuple((float(n), float(rate)) for n, rate in rows) for dtype, rows in data["matmul"].items()
+                dtype: sorted((float(n), float(rate)) for n, rate in rows) for dtype, rows in data["matmul"].items()
             }
             links = {name: Link(**data[name]) for name in ("within_node", "between_nodes")}
             return cls(**data | links | {"matmul": {dtype: tuple(rows) for dtype, rows in tables.items()}})
-        except OSError as error:
-            raise HanayoError(f"{fspath(path)} can't be read: {error.strerror or error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            reason = "it is no text" if isinstance(error, UnicodeDecodeError) else error
-            raise HanayoError(
-                f"{fspath(path)} is no machine: {reason}; expected the machine.json that hanayo doctor --measure writes"
-            ) from None
 
 
 def _data_sheet(

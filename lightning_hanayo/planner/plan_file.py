@@ -23,6 +23,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning_hanayo.errors import HanayoError, writing
 from lightning_hanayo.planner.candidates import ONE_RANK, Candidate
 from lightning_hanayo.planner.ranking import Plan, bytes_of
+from lightning_hanayo.planner.small_file import read_text, refusing
 
 STRATEGY = "lightning_hanayo.HanayoStrategy"
 MAX_BYTES = 1 << 20
@@ -95,18 +96,12 @@ def load_plan(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         HanayoError: there is no such file, or it holds something else.
     """
-    try:
-        if Path(path).stat().st_size > MAX_BYTES:
-            raise HanayoError(f"it has more than {MAX_BYTES >> 20} MiB")
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    with refusing(f"layout={fspath(path)!r}", "plan", "the plan.yaml that hanayo plan writes"):
+        try:
+            data = yaml.safe_load(read_text(path, MAX_BYTES))
+        except yaml.YAMLError as error:
+            raise HanayoError(f"it is no YAML: {str(error).splitlines()[0]}") from None
         options = data["trainer"]["strategy"]["init_args"]
         if not isinstance(options, dict) or not set(_SIZES) <= set(options):
             raise HanayoError(f"trainer.strategy.init_args has no {', '.join(_SIZES)}")
         return dict(options)
-    except OSError as error:
-        raise HanayoError(f"layout={fspath(path)!r} can't be read: {error.strerror or error}") from None
-    except (KeyError, TypeError, ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise HanayoError(
-            f"layout={fspath(path)!r} is no plan: {reason}; expected the plan.yaml that hanayo plan writes"
-        ) from None

@@ -7,11 +7,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError, nearest, writing
+from lightning_hanayo.planner.small_file import read_text, refusing
 from lightning_hanayo.schedule import CostModel
 
 MAX_BYTES = 16 << 20
@@ -58,21 +59,12 @@ class Profile:
         Raises:
             HanayoError: there is no such file, or it holds something else.
         """
-        try:
-            if Path(path).stat().st_size > MAX_BYTES:
-                raise HanayoError(f"it has more than {MAX_BYTES >> 20} MiB")
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        expected = f"the profile.json that a run writes, with {', '.join(_MEASURED)} in seconds"
+        with refusing(path, "profile", expected):
+            data = json.loads(read_text(path, MAX_BYTES))
             costs = CostModel(**{name: data[name] for name in _MEASURED})
             ranks, waves, microbatches = (int(data[name]) for name in ("num_ranks", "num_waves", "num_microbatches"))
             return cls(str(data["schedule"]), ranks, waves, microbatches, tuple(map(int, data["blocks"])), costs)
-        except OSError as error:
-            raise HanayoError(f"{fspath(path)} can't be read: {error.strerror or error}") from None
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            reason = "it is no text" if isinstance(error, UnicodeDecodeError) else repr(error)
-            raise HanayoError(
-                f"{fspath(path)} is no profile: {error if isinstance(error, HanayoError) else reason}; expected the "
-                f"profile.json that a run writes, with {', '.join(_MEASURED)} in seconds"
-            ) from None
 
 
 def _to_the_nanosecond(seconds: Any) -> Any:

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -83,6 +84,24 @@ def run(measure: Callable[[argparse.Namespace], Findings], options: argparse.Nam
         if path := getattr(options, option):
             draw(path)
     return found.code
+
+
+def run_on_cluster(measure: Callable[[argparse.Namespace], Findings], options: argparse.Namespace) -> int:
+    """The same on emulated hosts, which SIGTERM removes, too. Returns 3, with a line, where there can be none."""
+    from recipes.benchmarks.cluster import refusal
+
+    if why := refusal():
+        print(f"skipped: {why}", file=sys.stderr)
+        return 3
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return run(measure, options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def describe(configuration: str, *notes: str) -> list[str]:

@@ -4,14 +4,13 @@ python -m recipes.benchmarks.tensor3d --table tensor3d.md --picture tensor3d.png
 """
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from recipes.benchmarks.cluster import Cluster, Link, refusal
-from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run, whole
+from recipes.benchmarks.cluster import Cluster, Link
+from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run_on_cluster, whole
 from recipes.benchmarks.schemes.names import ONE_D, TWO_D, mesh_of, three_d
 
 if TYPE_CHECKING:
@@ -32,18 +31,7 @@ CHECKED = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write what was asked for. Returns the exit code: 3 where there can be no cluster."""
     options = _parser().parse_args(arguments)
-    if why := refusal():
-        print(f"skipped: {why}", file=sys.stderr)
-        return 3
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return run(_check if options.check else _measure, options)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+    return run_on_cluster(_check if options.check else _measure, options)
 
 
 def _parser() -> argparse.ArgumentParser:

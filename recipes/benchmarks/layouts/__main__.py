@@ -5,15 +5,14 @@ python -m recipes.benchmarks.layouts --table docs/benchmarks/layouts-tables.md -
 """
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from recipes.benchmarks.cluster import Cluster, Link, refusal
-from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run, whole
+from recipes.benchmarks.cluster import Cluster, Link
+from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run_on_cluster, whole
 
 TIMEOUT_S = 1200.0
 CHECK_HIDDEN, CHECK_SEQ = 16, 8
@@ -30,18 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-paper", action="store_true", help="leave the paper's comparison out")
     parser.add_argument("--check", action="store_true", help="instead: compute small layers for real, and compare")
     options = parser.parse_args(arguments)
-    if why := refusal():
-        print(f"skipped: {why}", file=sys.stderr)
-        return 3
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return run(_check if options.check else _measure, options)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+    return run_on_cluster(_check if options.check else _measure, options)
 
 
 def _chosen(options: argparse.Namespace, samples: int) -> tuple[Any, ...]:

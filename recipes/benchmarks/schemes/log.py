@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_hanayo.planner.block_time import Clock
+
 
 @dataclass(frozen=True)
 class Event:
@@ -86,17 +88,16 @@ def elements_of(events: Sequence[Event]) -> float:
 
 def replay(events: Sequence[Event], elements_per_second: float) -> Replay:
     """Replay a step. Collectives use the link one after the other, in the order of their starts."""
-    now = free = forward = 0.0
+    clock, forward = Clock(), 0.0
     ends: dict[int, float] = {}
     for event in events:
         match event.kind:
             case "compute":
-                now += event.seconds
+                clock.compute(event.seconds)
             case "start":
-                free = ends[event.number] = max(now, free) + event.elements / elements_per_second
+                ends[event.number] = clock.start(event.elements / elements_per_second)
             case "wait":
-                now = max(now, ends[event.number])
+                clock.wait(ends[event.number])
             case "backward":
-                forward = now
-    computing = sum(event.seconds for event in events)
-    return Replay(forward, now, computing, elements_of(events) / elements_per_second)
+                forward = clock.now
+    return Replay(forward, clock.now, clock.computing, clock.receiving)

@@ -33,6 +33,7 @@ VIEWS = (
     "expand",
     "permute",
     "empty",
+    "device",
 )
 """operations that start no kernel, and cost the host little compared with those that do"""
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")

@@ -127,6 +127,7 @@ def test_a_llama_shares_the_inputs_of_q_k_v_and_of_gate_and_up() -> None:
     ]
     assert sizes == [(128, 384, False), (128, 128, True), (128, 672, False), (336, 128, True)]
     assert facts.outside_parameters - facts.computing_parameters == 1024 * 128, "the embedding's table"
+    assert facts.blocks[0].calls == 34, "kernels alone, without questions about devices"
     assert facts.largest_outside == 4 * 256 * 1024, "the logits"
 
 
@@ -170,6 +171,8 @@ def test_a_step_with_values_counts_as_without() -> None:
         without, real = found
         assert real.flops == without.flops > 0
         assert real.message == without.message
+        assert real.blocks[0].calls == without.blocks[0].calls
+        assert real.blocks[0].traffic == pytest.approx(without.blocks[0].traffic, rel=0.1)
         assert real.blocks[0].saved == pytest.approx(without.blocks[0].saved, rel=0.1)
 
 

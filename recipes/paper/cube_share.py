@@ -63,7 +63,7 @@ def best_mesh(share: float, time: Time = overlapped) -> tuple[tuple[int, int, in
     """The mesh with the shortest step, and this step."""
     sizes = sizes_of(SHAPE)
     times = {mesh: time(one) for mesh, one in meshes(sizes, NUM_RANKS, machine(share, sizes)).items()}
-    return min(times.items(), key=lambda one: one[1])
+    return min(times.items(), key=lambda one: (float(f"{one[1]:.9g}"), one[0]))
 
 
 def best_over(peer: str, share: float, time: Time = overlapped) -> float:

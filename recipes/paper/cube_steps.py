@@ -83,7 +83,7 @@ def steps(sizes: Sizes, num_ranks: int, on: Machine) -> Steps:
     """Model all schemes on so many ranks."""
     side, edge = isqrt(num_ranks), round(num_ranks ** (1 / 3))
     found = meshes(sizes, num_ranks, on)
-    best = min(found, key=lambda mesh: found[mesh].step)
+    best = min(found, key=lambda mesh: (float(f"{found[mesh].step:.9g}"), mesh))
     return Steps(
         step(sizes, num_ranks, ONE_D[0], on),
         step(sizes, num_ranks, TWO_D, on) if 1 < side**2 == num_ranks else None,

@@ -100,16 +100,16 @@ class Groups:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._made: dict[Group, dist.ProcessGroup] = {}
+        self._made: dict[tuple[str, Group], dist.ProcessGroup] = {}
 
-    def find(self, among: Sequence[Group]) -> dist.ProcessGroup | None:
-        """Returns this host's group among these."""
+    def find(self, among: Sequence[Group], purpose: str = "") -> dist.ProcessGroup | None:
+        """Returns this host's group among these; those of one purpose are used for nothing else."""
         for ranks in among:
-            if ranks not in self._made and len(ranks) > 1:
+            if (purpose, ranks) not in self._made and len(ranks) > 1:
                 group = dist.new_group(list(ranks))
                 assert isinstance(group, dist.ProcessGroup) or self.rank not in ranks
-                self._made[ranks] = group
-        return next((self._made[ranks] for ranks in among if self.rank in ranks and len(ranks) > 1), None)
+                self._made[purpose, ranks] = group
+        return next((self._made[purpose, ranks] for ranks in among if self.rank in ranks and len(ranks) > 1), None)
 
 
 def agreed_start() -> float:

@@ -150,7 +150,9 @@ class LayoutRunner:
         self._candidate = candidate
         topology = candidate.topology
         self.topology, self.rank = topology, rank
-        axes = {axis: groups.find([tuple(one) for one in topology.groups(axis)]) for axis in ("pipe", *"xyz", "data")}
+        axes = {
+            axis: groups.find([tuple(one) for one in topology.groups(axis)], axis) for axis in ("pipe", *"xyz", "data")
+        }
         cube_rank = rank % candidate.cube_size
         mesh = Mesh.of(candidate.mesh, cube_rank, lambda names: axes[names] if len(names) == 1 else None)
         self._mesh = mesh
@@ -268,7 +270,7 @@ def _contender(
 ) -> Callable[[], None]:
     """A schedule of the paper's comparison: stages sleep, messages are real."""
     topology = Topology(data=one.pipelines, pipe=one.pipe)
-    control = groups.find([tuple(ranks) for ranks in topology.groups("pipe")])
+    control = groups.find([tuple(ranks) for ranks in topology.groups("pipe")], "pipe")
     assert control is not None
     transport = ProcessGroupTransport(
         topology.group_of(rank, "pipe"), control=control, channels={}, device=torch.device("cpu"), on_failure=_fail
@@ -291,7 +293,12 @@ def check(rank: int, plan: Plan) -> list[float]:
     torch.set_default_dtype(torch.float64)
     groups = Groups(rank)
     whole = _reference(plan.model)
-    return [_error(LayoutRunner(one, plan.model, rank, groups, Device()), plan.model, whole) for one in plan.layouts]
+    runners = [LayoutRunner(one, plan.model, rank, groups, Device()) for one in plan.layouts]  # makes all groups first
+    errors = []
+    for runner in runners:
+        dist.barrier()
+        errors.append(_error(runner, plan.model, whole))
+    return errors
 
 
 def _reference(model: Model) -> list[list[Tensor]]:

@@ -293,7 +293,8 @@ def check(rank: int, plan: Plan) -> list[float]:
     torch.set_default_dtype(torch.float64)
     groups = Groups(rank)
     whole = _reference(plan.model)
-    runners = [LayoutRunner(one, plan.model, rank, groups, Device()) for one in plan.layouts]  # makes all groups first
+    # All are kept to the end: a message that is still on its way is lost with the transport that sent it.
+    runners = [LayoutRunner(one, plan.model, rank, groups, Device()) for one in plan.layouts]
     errors = []
     for runner in runners:
         dist.barrier()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from statistics import median
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 from lightning_hanayo.cli.doctor.finding import Finding
@@ -136,7 +135,7 @@ def _host_call(device: torch.device) -> float:
 def _memory(device: torch.device, per_node: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total) // per_node
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:

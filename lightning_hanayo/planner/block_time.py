@@ -129,6 +129,7 @@ class _Run:
         self._products = [_product_seconds(one, mesh, samples, machine, dtype) for one in block.products] or [0.0]
         self._between = self._between_products(block, samples, machine, dtype)
         self._host = machine.host_call * block.calls
+        self._host_collective = machine.host_collective
         self._is_asynchronous = machine.is_asynchronous
 
     def _between_products(self, block: BlockFacts, samples: int, machine: Machine, dtype: str) -> list[float]:
@@ -146,12 +147,23 @@ class _Run:
         self._backward(of_input, num_blocks, weights=False)
         self._weights(of_weight, num_blocks)
         device = PartTimes(forward.now, backward.now, of_input.now, of_weight.now)
-        host = self._host * num_blocks
-        half = host * _BACKWARD_CALLS / 2
-        of_host = PartTimes(host, 2 * half, half, half)
+        of_host = self._of_host() * num_blocks
         if not self._is_asynchronous:
             return device + of_host
         return PartTimes(*(max(getattr(device, one.name), getattr(of_host, one.name)) for one in fields(device)))
+
+    def _of_host(self) -> PartTimes:
+        """Seconds of the host for one block: operations, and the collectives that it starts and waits for."""
+
+        def collectives(*names: str) -> float:
+            started = sum(bool(getattr(one, name)) for one in self._collectives for name in names)
+            return self._host_collective * started
+
+        half = self._host * _BACKWARD_CALLS / 2
+        of_input = collectives("gather_dy", "scatter_dx", "regather_w")
+        of_weight = collectives("scatter_dw", "regather_x")
+        forward = collectives("gather_w", "gather_x", "scatter_y")
+        return PartTimes(self._host + forward, 2 * half + of_input + of_weight, half + of_input, half + of_weight)
 
     def _steps(self, num_blocks: int) -> "list[tuple[float, _Collectives, float]]":
         """Each product's seconds and collectives, and the seconds of what is computed behind it."""

@@ -67,6 +67,8 @@ class Machine:
     """whether the host goes on while the device works, as with GPUs: then the slower of both counts, else their sum"""
     host_call: float = 0.0
     """of the host, for an operation that it starts"""
+    host_collective: float = 0.0
+    """of the host, for a collective that it starts and waits for"""
     host_action: float = 0.0
     """of the host, for a forward or backward of a stage besides: engine, messages"""
     source: str = ""
@@ -82,7 +84,7 @@ class Machine:
         for name, value in numbers:
             if not is_number(value) or not value:
                 raise HanayoError(f"machine {self.name!r}: {name} is {value!r}; expected a number above 0")
-        for name in ("host_call", "host_action"):
+        for name in ("host_call", "host_collective", "host_action"):
             if not is_number(getattr(self, name)):
                 raise HanayoError(f"machine {self.name!r}: {name} is {getattr(self, name)!r}; expected seconds")
         if not is_size(self.ranks_per_node):
@@ -150,6 +152,7 @@ def _data_sheet(
         between_nodes=Link(15e-6, 0.8 * network),
         is_asynchronous=True,
         host_call=10e-6,
+        host_collective=25e-6,
         host_action=280e-6,
         source=f"{source}; assumed: 0.7 of its peak for products, 0.8 for memory and links, 15 us per message, and the "
         "host's times; nothing was measured",

@@ -1,5 +1,7 @@
 """The time of a block is that of its real layers on a network without latency: their own order, replayed."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_hanayo.divisibility import MeshSizes
@@ -71,3 +73,19 @@ def test_shards_that_are_gathered_again_take_longer() -> None:
 def test_a_rank_alone_only_computes() -> None:
     one = time_block(block(32), (1, 1, 1), 2, machine(), dtype="float32", element=4).alone
     assert one.forward == pytest.approx(2 * block(32).flops / FLOPS)
+
+
+def test_the_host_starts_operations_and_collectives() -> None:
+    """A cube of so small a block is slower than one rank: the host is the limit, and has more to do."""
+    calling = replace(
+        machine(1e15), is_asynchronous=True, host_call=1e-5, host_collective=2e-5, within_node=Link(0, 1e15)
+    )
+    counted = replace(block(16), calls=10)
+    alone, cube = (
+        time_block(counted, mesh, 8, replace(calling, ranks_per_node=8), dtype="float32", element=4).alone
+        for mesh in ((1, 1, 1), (2, 2, 2))
+    )
+    assert alone.forward == pytest.approx(10e-5)
+    assert cube.forward == pytest.approx(10e-5 + 4 * 3 * 2e-5), "three for each of four products"
+    assert cube.backward == pytest.approx(21e-5 + 4 * 3 * 2e-5)
+    assert cube.backward_input + cube.backward_weight == pytest.approx(cube.backward)

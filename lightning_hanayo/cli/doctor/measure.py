@@ -22,6 +22,8 @@ _COPIED = 1 << 28
 _REPEATS, _LONG = 3, 1.0
 """products of each size, and seconds from which on larger ones aren't measured"""
 _CALLS = 2000
+_COLLECTIVE = 25e-6
+"""seconds of the host for a collective on a GPU's stream: assumed, as in docs/benchmarks/h100.md"""
 _ACTION = 3e-4
 """seconds of the runtime for an action: docs/benchmarks/action.md has 220 to 380 us"""
 
@@ -73,6 +75,7 @@ def measure(
         between_nodes=between,
         is_asynchronous=device.type == "cuda",
         host_call=_host_call(device),
+        host_collective=_COLLECTIVE if device.type == "cuda" else 0.0,
         host_action=_ACTION,
         source=f"measured on {date.today()} by hanayo doctor --measure, torch {torch.__version__}, "
         f"{os.uname().nodename}{threads}; {nodes}{given}",

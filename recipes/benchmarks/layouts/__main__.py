@@ -48,8 +48,8 @@ def _check(options: argparse.Namespace) -> Findings:
     plan = Plan(model, _chosen(options, model.samples), 1)
     with Cluster(HOSTS, Link(10 * options.mbit)) as cluster:
         found = cluster.run(check, plan, TIMEOUT_S)
-    errors = {str(one): max(host[place] for host in found) for place, one in enumerate(plan.layouts)}
-    text = "\n".join(f"{name:48} {error:.1e}" for name, error in errors.items())
+    errors = {f"{one}, {one.schedule}": max(host[place] for host in found) for place, one in enumerate(plan.layouts)}
+    text = "\n".join(f"{name:56} {error:.1e}" for name, error in errors.items())
     return Findings(text, errors, code=0 if max(errors.values()) < 1e-10 else 1)
 
 

@@ -8,11 +8,10 @@
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import log
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from lightning_hanayo.errors import HanayoError, nearest, writing
 from lightning_hanayo.planner.small_file import read_text, refusing
@@ -73,8 +72,6 @@ class Machine:
     """of the host, for a forward or backward of a stage besides: engine, messages"""
     source: str = ""
     """where the figures are from"""
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    """what else was measured; the planner doesn't use it"""
 
     def __post_init__(self) -> None:
         positive = ("memory", "memory_bandwidth")

@@ -47,15 +47,14 @@ def strategy_options(candidate: Candidate) -> dict[str, Any]:
     return options
 
 
-def overlay(plan: Plan, *, num_nodes: int, accelerator: str | None, batch_size_in: str | None) -> dict[str, Any]:
+def overlay(plan: Plan, *, num_nodes: int, accelerator: str | None, sets_batch_size: bool) -> dict[str, Any]:
     """What the file holds.
 
     Args:
         plan: its fastest layout is taken.
         num_nodes: of the run.
         accelerator: the Trainer's; None: the recipe's.
-        batch_size_in: where the recipe's data has its batch size: "init_args", "" for the data's own arguments, or
-            None if it has none.
+        sets_batch_size: whether the recipe's data has an argument `batch_size`.
     """
     candidate = plan.first.candidate
     trainer: dict[str, Any] = {
@@ -67,9 +66,8 @@ def overlay(plan: Plan, *, num_nodes: int, accelerator: str | None, batch_size_i
     if accelerator is not None:
         trainer["accelerator"] = accelerator
     made: dict[str, Any] = {"trainer": trainer}
-    if batch_size_in is not None:
-        size: dict[str, Any] = {"batch_size": candidate.batch_size}
-        made["data"] = {batch_size_in: size} if batch_size_in else size
+    if sets_batch_size:
+        made["data"] = {"init_args": {"batch_size": candidate.batch_size}}
     return made
 
 

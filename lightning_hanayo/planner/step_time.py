@@ -328,18 +328,15 @@ class StepModel:
 
     @cached_property
     def _sizes(self) -> list[float]:
+        """Each block's work, in that of the mean block."""
         mean = self.facts.mean(lambda block: block.flops)
         return [block.flops / mean if mean else 1.0 for block in self.facts.blocks]
-
-    def _size(self, block: int) -> float:
-        """A block's work, in that of the mean block."""
-        return self._sizes[block]
 
     def _costs(self, candidate: Candidate) -> CostModel:
         """Seconds of each stage."""
         outside = self._outside(candidate)
         stages = self._stages(candidate)
-        times = [self._stage(candidate, sum(self._size(block) for block in blocks)) for blocks in stages]
+        times = [self._stage(candidate, sum(self._sizes[block] for block in blocks)) for blocks in stages]
         times[-1] += PartTimes(outside, 2 * outside, 2 * outside, 0.0)
         split = candidate.schedule == SPLIT
         within, between, per_node = self._hops(candidate)

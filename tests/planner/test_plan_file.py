@@ -19,7 +19,7 @@ def plan() -> Plan:
 
 def test_what_is_saved_is_loaded(plan: Plan, tmp_path: Path) -> None:
     path, first = tmp_path / "plan.yaml", plan.first.candidate
-    save_plan(path, plan, overlay(plan, num_nodes=2, accelerator="gpu", batch_size_in="init_args"))
+    save_plan(path, plan, overlay(plan, num_nodes=2, accelerator="gpu", sets_batch_size=True))
     assert load_plan(path) == strategy_options(first)
     made = yaml.safe_load(path.read_text())
     assert made["trainer"]["devices"] == 8
@@ -30,7 +30,7 @@ def test_what_is_saved_is_loaded(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_data_without_a_batch_size(plan: Plan) -> None:
-    made = overlay(plan, num_nodes=1, accelerator=None, batch_size_in=None)
+    made = overlay(plan, num_nodes=1, accelerator=None, sets_batch_size=False)
     assert list(made) == ["trainer"]
     assert "accelerator" not in made["trainer"]
 

@@ -139,16 +139,16 @@ class PlanCLI(WaveCLI):
         if Path(options.output).resolve() in (Path(one).resolve() for one in configs):
             raise HanayoError(f"--output {options.output}: that is the configuration itself; give another file")
         data = self.config[self.subcommand].get("data")
-        place = None if data is None else "init_args" if "batch_size" in (data.get("init_args") or {}) else None
+        sets_batch_size = data is not None and "batch_size" in (data.get("init_args") or {})
         accelerator = "gpu" if self._machine.is_asynchronous else None
-        content = overlay(plan, num_nodes=options.nodes, accelerator=accelerator, batch_size_in=place)
+        content = overlay(plan, num_nodes=options.nodes, accelerator=accelerator, sets_batch_size=sets_batch_size)
         picture = options.picture or str(Path(options.output).with_suffix(".png"))
         dots = [Dot(*one) for one in plan.points]
         numbered = [Dot(one.seconds, one.memory.total) for one in plan.best]
         title = f"{plan.num_devices} x {plan.machine.name}, {plan.global_batch} samples per step"
         save_layouts(picture, dots, numbered, limit=plan.memory, title=title)
         save_plan(options.output, plan, content)
-        return Shown(options.output, picture, configs, sets_batch_size=place is not None)
+        return Shown(options.output, picture, configs, sets_batch_size=sets_batch_size)
 
 
 def _on_cpu(cls: type[LightningDataModule], *args: Any, **kwargs: Any) -> LightningDataModule:

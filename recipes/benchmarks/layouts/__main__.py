@@ -5,14 +5,19 @@ python -m recipes.benchmarks.layouts --table docs/benchmarks/layouts-tables.md -
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from recipes.benchmarks.cluster import Cluster, Link
-from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run_on_cluster, whole
+from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run, run_on_cluster, whole
+
+if TYPE_CHECKING:
+    from recipes.benchmarks.layouts.rank import Plan, Record
 
 TIMEOUT_S = 1200.0
 CHECK_HIDDEN, CHECK_SEQ = 16, 8
@@ -27,8 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gflops", type=numeric, default=6.0, metavar="N", help="of a host, per second (default 6)")
     parser.add_argument("--some", type=whole, nargs="+", metavar="N", help="some of the layouts, numbered from 1")
     parser.add_argument("--no-paper", action="store_true", help="leave the paper's comparison out")
+    parser.add_argument("--from", type=Path, dest="measured", metavar="FILE.json",
+                        help="instead: the table and the picture of an earlier run with the same options")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="instead: compute small layers for real, and compare")
     options = parser.parse_args(arguments)
+    if options.measured is not None:
+        return run(_again, options)
     return run_on_cluster(_check if options.check else _measure, options)
 
 
@@ -53,21 +62,41 @@ def _check(options: argparse.Namespace) -> Findings:
     return Findings(text, errors, code=0 if max(errors.values()) < 1e-10 else 1)
 
 
-def _measure(options: argparse.Namespace) -> Findings:
-    from recipes.benchmarks.layouts import report
-    from recipes.benchmarks.layouts.cases import HOSTS, Model
-    from recipes.benchmarks.layouts.rank import Plan, work
+def _plan(options: argparse.Namespace) -> "Plan":
+    from recipes.benchmarks.layouts.cases import Model
+    from recipes.benchmarks.layouts.rank import Plan
 
-    link, model = Link(options.mbit), Model(flops_per_second=1e9 * options.gflops)
-    plan = Plan(model, _chosen(options, model.samples), options.rounds, () if options.no_paper else (8, 4))
+    model = Model(flops_per_second=1e9 * options.gflops)
+    return Plan(model, _chosen(options, model.samples), options.rounds, () if options.no_paper else (8, 4))
+
+
+def _measure(options: argparse.Namespace) -> Findings:
+    from recipes.benchmarks.layouts.cases import HOSTS
+    from recipes.benchmarks.layouts.rank import work
+
+    link, plan = Link(options.mbit), _plan(options)
     begin = time.monotonic()
     with Cluster(HOSTS, link) as cluster:
         records = cluster.run(work, plan, TIMEOUT_S)
-    outcome = report.outcome_of(plan, records)
     context = f"gloo, {HOSTS} network namespaces, {link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB)"
-    about = describe(context, f"{time.monotonic() - begin:.0f} s in all, {options.rounds} rounds")
+    return _findings(plan, records, describe(context, f"{time.monotonic() - begin:.0f} s in all, {plan.rounds} rounds"))
+
+
+def _again(options: argparse.Namespace) -> Findings:
+    from recipes.benchmarks.layouts.rank import Record
+
+    data = json.loads(options.measured.read_text())
+    return _findings(_plan(options), list(map(Record.of, data["records"])), data["about"])
+
+
+def _findings(plan: "Plan", records: Sequence["Record"], about: list[str]) -> Findings:
+    from recipes.benchmarks.layouts import report
+
+    outcome = report.outcome_of(plan, records)
     data = {"about": about} | outcome.plain() | {"records": [asdict(record) for record in records]}
-    return Findings(report.table(outcome, about, model), data, {"picture": lambda path: report.draw(outcome, path)})
+    return Findings(
+        report.table(outcome, about, plan.model), data, {"picture": lambda path: report.draw(outcome, path)}
+    )
 
 
 if __name__ == "__main__":

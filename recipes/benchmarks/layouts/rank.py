@@ -1,7 +1,7 @@
 """What each host runs: a probe of the links, all layouts in turn, then the paper's comparison."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
@@ -67,6 +67,13 @@ class Record:
     """by layout"""
     contenders: dict[int, list[list[float]]] = field(default_factory=dict)
     """by P, by contender"""
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> "Record":
+        """From JSON, whose keys are text."""
+        by_number = ("collective", "messages", "contenders")
+        numbered = {name: {int(key): value for key, value in plain[name].items()} for name in by_number}
+        return cls(**{**plain, **numbered})
 
 
 def work(rank: int, plan: Plan) -> Record:
@@ -155,7 +162,6 @@ class LayoutRunner:
         }
         cube_rank = rank % candidate.cube_size
         mesh = Mesh.of(candidate.mesh, cube_rank, lambda names: axes[names] if len(names) == 1 else None)
-        self._mesh = mesh
         layout = Layout(candidate.schedule, candidate.pipe, candidate.num_waves, candidate.num_microbatches)
         self.schedule = layout.table(candidate.num_microbatches)
         self._pipe_rank = topology.coordinates(rank)[1]

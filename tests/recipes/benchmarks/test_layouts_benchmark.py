@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.machine import Link
 from lightning_hanayo.planner.step_time import StepModel
+from recipes.benchmarks.layouts.__main__ import main
 from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Model, contenders, is_megatron, layouts
 from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, Plan, Record, check
 from recipes.benchmarks.layouts.report import (
@@ -127,6 +128,12 @@ def test_the_page_says_what_was_measured() -> None:
     assert f"takes {figures['chosen_over_megatron']:.2f} of Megatron's rule" in page
     assert figures["correlation"] >= 0.95
     assert figures["median_error"] <= 0.05
+
+
+def test_tables_are_what_the_planner_says_of_the_measured_run(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[3] / "docs" / "benchmarks"
+    assert main(["--from", str(folder / "layouts.json")]) == 0
+    assert capsys.readouterr().out.strip() == (folder / "layouts-tables.md").read_text().strip()
 
 
 def test_spearman() -> None:

@@ -23,6 +23,8 @@ class Table:
     one, the others the second, and a micro-batch visits one of the two; empty: no stage has a twin"""
     reduction_order: tuple[int, ...] = ()
     """the order of stages in which all ranks start their gradient reductions; empty: as the gradients are ready"""
+    pairs: frozenset[tuple[Action, Action]] = frozenset()
+    """actions of two micro-batches that a rank works on at once: neighbours in its row, in this order"""
 
     @property
     def num_ranks(self) -> int:
@@ -43,6 +45,11 @@ class Table:
     def stages_per_replica(self) -> int:
         """Stages that a micro-batch visits."""
         return self.num_stages // self.num_replicas
+
+    @cached_property
+    def partner_of(self) -> dict[Action, Action]:
+        """For the first action of each pair the second."""
+        return dict(self.pairs)
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:

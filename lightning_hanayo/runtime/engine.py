@@ -3,16 +3,18 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.message import Message, MessageKey
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
+from lightning_hanayo.runtime.pairs import Pairs
 from lightning_hanayo.runtime.profiling.memory_trace import MemoryWatch
 from lightning_hanayo.runtime.profiling.ranges import action_range
 from lightning_hanayo.runtime.profiling.trace import Trace
-from lightning_hanayo.runtime.program import Communicate, Compute, Program
+from lightning_hanayo.runtime.program import Communicate, Compute, Pair, Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.runtime.values import MadeValues
@@ -44,6 +46,8 @@ class Engine:
     """notes what stages make; it is off unless somebody turns it on"""
     memory: MemoryWatch = field(default_factory=MemoryWatch, kw_only=True)
     """measures what actions hold, if it is a `MemoryTrace`"""
+    pairs: Pairs | None = field(default=None, kw_only=True)
+    """runs pairs of actions; None: their actions run one after the other"""
     _messages: dict[MessageKey, Message] = field(default_factory=dict, init=False)
     """made on this rank, and not yet sent or used by another stage of this rank"""
     num_steps: int = field(default=0, init=False)
@@ -65,16 +69,21 @@ class Engine:
         if self.streams is not None:
             self.streams.begin_pass(number)
         self.trace.begin()
+        if self.pairs is not None:
+            self.pairs.begin_batch(mix(batch.signature, number), program.pairs)
         for step in program.steps:
             self.num_steps += 1
             if isinstance(step, Compute):
-                with self.memory.action(step.action):
-                    self._compute(step, batch)
+                self._compute(step, batch)
+            elif isinstance(step, Pair):
+                self._pair(step, batch)
             elif isinstance(step, Communicate):
                 self._communicate(step)
-            elif batch.reduce_gradients:
-                self._copy_waiting_gradients()
-                self.reduce_gradients(step.stage)
+            else:
+                self.stages[step.stage].hooks.finish_gradients()
+                if batch.reduce_gradients:
+                    self._copy_waiting_gradients()
+                    self.reduce_gradients(step.stage)
         if program.is_whole:
             self.trace.end()
 
@@ -95,13 +104,41 @@ class Engine:
                 self._messages[key] = Message(message.skeleton, tuple(tensor.clone() for tensor in message.tensors))
 
     def _compute(self, step: Compute, batch: Batch) -> None:
-        action, source, clock = step.action, step.input_key, self.trace.clock
+        reached = self.trace.clock.mark()
+        with self.memory.action(step.action):
+            received = self._receive(step)
+            self.trace.add(step.action, reached, *self._run(step, batch, received))
+
+    def _pair(self, pair: Pair, batch: Batch) -> None:
+        if self.pairs is None or self.memory.is_measuring:
+            for one in (pair.first, pair.second):
+                self._compute(one, batch)
+            return
+        first, second = pair.first, pair.second
+        reached = self.trace.clock.mark()
+        received = [self._receive(one) for one in (first, second)]
+        ran = self.pairs.run(
+            first.action,
+            lambda: self._run(first, batch, received[0]),
+            second.action,
+            lambda: self._run(second, batch, received[1]),
+        )
+        for step, marks in zip((first, second), ran, strict=True):
+            self.trace.add(step.action, reached, *marks)
+
+    def _receive(self, step: Compute) -> Message | None:
+        """The message that the action needs."""
+        source = step.input_key
+        if source is None:
+            return None
+        return self._messages.pop(source).detached() if step.is_local else self.channel.wait_receive(source)
+
+    def _run(self, step: Compute, batch: Batch, received: Message | None) -> tuple[Any, Any]:
+        """Run an action, and return the clock's marks of its start and its end."""
+        action, clock = step.action, self.trace.clock
         assert action.microbatch is not None
-        reached = start = clock.mark()
-        received = None
-        if source is not None:
-            received = self._messages.pop(source).detached() if step.is_local else self.channel.wait_receive(source)
-            start = clock.mark()
+        start = clock.mark()
+        if received is not None:
             self.memory.note_input(received)
         if action.kind is Kind.F:
             self.before_forward(action.stage)
@@ -118,4 +155,4 @@ class Engine:
         if step.output_key is not None and made is not None:
             self._messages[step.output_key] = made
             self.memory.note_output(made)
-        self.trace.add(action, reached, start)
+        return start, clock.mark()

@@ -3,7 +3,7 @@
 Each computation knows the keys of the messages it needs and makes. Consecutive messages start together.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -33,27 +33,52 @@ class Compute:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Two computations, of different micro-batches, that run at once."""
+
+    first: Compute
+    second: Compute
+
+
+@dataclass(frozen=True)
 class Program:
     """What one rank does, in order. A bare action is the reduction of its stage's gradients."""
 
-    steps: tuple[Compute | Communicate | Action, ...]
+    steps: tuple[Compute | Pair | Communicate | Action, ...]
     is_whole: bool
     """whether it has forward and backward of each micro-batch"""
+
+    @property
+    def pairs(self) -> list[tuple[Action, Action]]:
+        """The actions that run at once."""
+        return [(step.first.action, step.second.action) for step in self.steps if isinstance(step, Pair)]
 
     @staticmethod
     def from_schedule(schedule: Schedule, rank: int) -> "Program":
         """The program of pipeline rank `rank` in `schedule`."""
-        steps: list[Compute | Communicate | Action] = []
+        steps: list[Compute | Pair | Communicate | Action] = []
         for is_message, run in groupby(complete(schedule)[rank], key=lambda action: action.kind.is_message):
             if is_message:
                 steps.append(_communicate(run, schedule))
             else:
-                steps.extend(_compute(a, schedule) if a.kind.is_compute else a for a in run)
+                steps.extend(_paired([_compute(a, schedule) if a.kind.is_compute else a for a in run], schedule))
         forwards, backwards = (
             {(action.stage, action.microbatch) for action in schedule.actions[rank] if action.kind in kinds}
             for kinds in ((Kind.F,), (Kind.B, Kind.I))
         )
         return Program(tuple(steps), forwards == backwards != set())
+
+
+def _paired(run: Sequence[Compute | Action], schedule: Schedule) -> Iterator[Compute | Pair | Action]:
+    """The actions between messages, with those that run at once in one step."""
+    rest = iter(run)
+    for one in rest:
+        if isinstance(one, Compute) and one.action in schedule.partner_of:
+            second = next(rest)
+            assert isinstance(second, Compute), "a pair's actions are neighbours"
+            yield Pair(one, second)
+        else:
+            yield one
 
 
 def _compute(action: Action, schedule: Schedule) -> Compute:

@@ -78,6 +78,15 @@ class RandomStreams:
         own = seed_of(*self._fixed, self._batch, microbatch, self._cube_rank) if self._cube_rank else self._seed
         self._start(own)
 
+    def save(self) -> tuple[Any, ...]:
+        """What belongs to the action that runs now, while another one runs."""
+        return self._microbatch, self._in_forward, self._seed, self._states()
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """The action runs again: its streams go on."""
+        self._microbatch, self._in_forward, self._seed, states = saved
+        self._restore(states)
+
     @property
     def is_active(self) -> bool:
         """Whether random numbers depend on keys now: in a batch, but not under a transform of `torch.func`."""

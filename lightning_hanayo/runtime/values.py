@@ -79,6 +79,14 @@ class MadeValues:
         """Called before each action of a stage."""
         self._action = microbatch, pass_number, is_forward
 
+    def save(self) -> tuple[int, int, bool]:
+        """What belongs to the action that runs now, while another one runs."""
+        return self._action
+
+    def restore(self, saved: tuple[int, int, bool]) -> None:
+        """The action runs again."""
+        self._action = saved
+
     def note_block(self, index: int, output: object, nan_line: str = "") -> None:
         """Called with each block's output, and which line made a NaN; with `BEFORE_STACK` and its arguments."""
         if self._is_on and self._action[2]:  # in a backward it is made again, to save memory

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.topology import Topology
 
 AXIS_NAMES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
@@ -87,12 +88,14 @@ class MeshAxis:
         group: the process group of these ranks; None if there is only one.
         size: the number of ranks.
         rank: this rank's number among them.
+        queue: puts this rank's collectives on the wire, one at a time; None: each starts at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int, queue: LinkQueue | None = None) -> None:
         self.group = group
         self.size = size
         self.rank = rank
+        self._queue = queue
         self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
         """the group, unless its backend is gloo, whose collectives this class replaces by faster ones"""
 
@@ -101,7 +104,7 @@ class MeshAxis:
         return {"size": self.size, "rank": self.rank}
 
     def __setstate__(self, state: dict[str, int]) -> None:
-        vars(self).update(state)
+        vars(self).update(state, _queue=None)
         self.disconnect(_PICKLED)
 
     def disconnect(self, reason: str) -> None:
@@ -124,12 +127,11 @@ class MeshAxis:
         own = [tensor.contiguous() for tensor in tensors]
         if self._native is None:
             pairs = zip(wholes, own, strict=True)
-            return Transfers(
-                [self._send_and_receive([one] * self.size, whole.view(self.size, *one.shape)) for whole, one in pairs]
-            )
+            return self._exchange([([one] * self.size, whole.view(self.size, *one.shape)) for whole, one in pairs])
+        native = self._native
         if len(own) == 1:
-            return self._native._allgather_base(wholes[0], own[0])
-        return self._native.allgather_into_tensor_coalesced(list(wholes), own)
+            return self._start(lambda: native._allgather_base(wholes[0], own[0]))
+        return self._start(lambda: native.allgather_into_tensor_coalesced(list(wholes), own))
 
     def reduce_scatter(self, parts: Tensor) -> Pending[Tensor]:
         """[size, ...] on each rank to [...]: this rank's part of the sum over all ranks."""
@@ -143,23 +145,36 @@ class MeshAxis:
         """
         if self.size == 1:
             return Pending.done([one.squeeze(0) for one in parts])
-        if self._native is None:
-            pending = [self.all_to_all(one) for one in parts]
-            return Pending(None, lambda: [one.wait().sum(0) for one in pending])
+        native = self._native
+        if native is None:
+            sent = [one.contiguous() for one in parts]
+            received = [torch.empty_like(one) for one in sent]
+            works = self._exchange(list(zip(sent, received, strict=True)))
+            return Pending(works, lambda: [one.sum(0) for one in received])
         whole = [one.contiguous().flatten(0, 1) for one in parts]
         own = [one.new_empty(one.shape[1:]) for one in parts]
         if len(own) == 1:
-            return Pending(self._native._reduce_scatter_base(own[0], whole[0], _SUM), lambda: own)
-        return Pending(self._native.reduce_scatter_tensor_coalesced(own, whole, _SUM), lambda: own)
+            return Pending(self._start(lambda: native._reduce_scatter_base(own[0], whole[0], _SUM)), lambda: own)
+        return Pending(self._start(lambda: native.reduce_scatter_tensor_coalesced(own, whole, _SUM)), lambda: own)
 
     def all_to_all(self, parts: Tensor) -> Pending[Tensor]:
         """[size, ...], whose i-th part goes to rank i, to [size, ...], whose i-th part came from rank i."""
         if self.size == 1:
             return Pending.done(parts)
         out, received = parts.contiguous(), torch.empty_like(parts, memory_format=torch.contiguous_format)
-        if self._native is not None:
-            return Pending(self._native.alltoall_base(received, out, [], []), lambda: received)
-        return Pending(self._send_and_receive(out, received), lambda: received)
+        native = self._native
+        if native is not None:
+            return Pending(self._start(lambda: native.alltoall_base(received, out, [], [])), lambda: received)
+        return Pending(self._exchange([(out, received)]), lambda: received)
+
+    def _start(self, post: Callable[[], Waitable]) -> Waitable:
+        return post() if self._queue is None else self._queue.start(post)
+
+    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Waitable:
+        """Start to send and receive, of each what is sent and where what comes goes: one collective."""
+        for out, into in exchanges:
+            into[self.rank] = out[self.rank]
+        return self._start(lambda: Transfers([self._send_and_receive(out, into) for out, into in exchanges]))
 
     def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> "Waitable":
         """Send `out[i]` to rank i and receive `into[i]` from it. Receives are posted first.
@@ -169,7 +184,6 @@ class MeshAxis:
         follow one another instead of overlapping.
         """
         assert self.group is not None
-        into[self.rank] = out[self.rank]
         if not into.numel():
             return Transfers([])
         steps = range(1, self.size)  # from its neighbour on, so that no rank is the first peer of all others
@@ -182,15 +196,17 @@ class MeshAxis:
         """The sum over all ranks. `tensor` is overwritten."""
         if self.group is None:
             return Pending.done(tensor)
-        return Pending(self.group.allreduce([tensor]), lambda: tensor)
+        group = self.group
+        return Pending(self._start(lambda: group.allreduce([tensor])), lambda: tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending[Tensor]:
         """The elementwise maximum over all ranks. `tensor` is overwritten."""
-        if self.group is None:
+        group = self.group
+        if group is None:
             return Pending.done(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        return Pending(self.group.allreduce([tensor], options), lambda: tensor)
+        return Pending(self._start(lambda: group.allreduce([tensor], options)), lambda: tensor)
 
 
 class _LostGroup:
@@ -238,16 +254,18 @@ class Mesh:
         make_group: MakeGroup,
         axis: type[MeshAxis] = MeshAxis,
         control: dist.ProcessGroup | None = None,
+        queue: LinkQueue | None = None,
     ) -> "Mesh":
         """Returns the mesh as its rank `rank` sees it. All ranks call it, and make their groups in the same order.
 
-        Without a `control` group the one of all axes takes its place: then it must carry tensors in host memory.
+        Without a `control` group the one of all axes takes its place: then it must carry tensors in host memory. All
+        collectives go through the `queue`, if there is one.
         """
         x, y, z = Topology(cube=sizes).coordinates(rank)[2:]
-        mesh = Mesh(sizes, (x, y, z), {}, MeshAxis(control, prod(sizes), rank))
+        mesh = Mesh(sizes, (x, y, z), {}, MeshAxis(control, prod(sizes), rank, queue))
         for names in AXIS_NAMES:
             group = make_group(names) if mesh.size(names) > 1 else None
-            mesh._axes[names] = axis(group, mesh.size(names), mesh.index(names))
+            mesh._axes[names] = axis(group, mesh.size(names), mesh.index(names), queue=queue)
         if control is None:
             mesh._control = mesh._axes["xyz"]
         return mesh

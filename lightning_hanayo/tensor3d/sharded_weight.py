@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
 from lightning_hanayo.weight_gradients import WeightGradients, gradient_dtype
 
@@ -91,6 +92,7 @@ class ShardedWeight:
         axis: the ranks that gather the weight.
         pending_gradients: takes gradients whose reduce-scatter is under way while a backward runs.
         queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.
+        turns: which of two actions runs now; each prefetches for itself.
     """
 
     def __init__(
@@ -99,10 +101,12 @@ class ShardedWeight:
         axis: MeshAxis,
         pending_gradients: "PendingGradients",
         queue: WeightGradients | None = None,
+        turns: DeviceTurns | None = None,
     ) -> None:
         self.parts = list(parts)
         self._axis = axis
-        self._prefetched: tuple[_Key, Pending[list[Tensor]]] | None = None
+        self._turns = DeviceTurns() if turns is None else turns
+        self._prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = {}
         self.pending_gradients = pending_gradients
         self.queue = queue
         self.sizes = [part.shape[0] for part in parts]
@@ -113,7 +117,7 @@ class ShardedWeight:
     def __deepcopy__(self, memo: Any) -> "ShardedWeight":
         twin = memo[id(self)] = copy(self)
         twin.parts = deepcopy(self.parts, memo)  # of the modules' copies
-        twin._prefetched = None
+        twin._prefetched = {}
         return twin
 
     @property
@@ -135,20 +139,21 @@ class ShardedWeight:
 
     def start_all_gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
         """Start to gather the matrices in `dtype`, or take the prefetched ones. Called by all ranks of x."""
-        if self._prefetched is not None and self._prefetched[0] == self._key(dtype):
-            (_, pending), self._prefetched = self._prefetched, None
-            return pending
+        prefetched = self._prefetched.get(self._turns.slot)
+        if prefetched is not None and prefetched[0] == self._key(dtype):
+            del self._prefetched[self._turns.slot]
+            return prefetched[1]
         self.drop_prefetched()
         return self._start(dtype)
 
     def prefetch(self, dtype: torch.dtype) -> None:
         """Start to gather the weight for its next product, while another layer computes."""
-        if self._prefetched is None and self._axis.size > 1:
-            self._prefetched = self._key(dtype), self._start(dtype)
+        if self._turns.slot not in self._prefetched and self._axis.size > 1:
+            self._prefetched[self._turns.slot] = self._key(dtype), self._start(dtype)
 
     def drop_prefetched(self) -> None:
         """Free a prefetched weight, once its collective has ended."""
-        prefetched, self._prefetched = self._prefetched, None
+        prefetched = self._prefetched.pop(self._turns.slot, None)
         if prefetched is not None:
             prefetched[1].wait()
 
@@ -216,6 +221,12 @@ class PrefetchOrder:
         self._last: ShardedWeight | None = None
         self._prefetched: list[ShardedWeight] = []
 
+    def twin(self) -> "PrefetchOrder":
+        """Of another action that may run at the same time: it follows the same order, at a place of its own."""
+        made = PrefetchOrder()
+        made._forward, made._recomputation = self._forward, self._recomputation
+        return made
+
     def begin(self, *, recomputes: bool = False) -> None:
         """A stage's forward or backward begins: its first weight doesn't follow the last one of the run before."""
         self._following = self._recomputation if recomputes else self._forward
@@ -248,15 +259,19 @@ class PrefetchOrder:
 
 
 class PendingGradients:
-    """Weight gradients whose reduce-scatter over x is under way, while the backward goes on."""
+    """Weight gradients whose reduce-scatter over x is under way, while the backward goes on.
+
+    If it `ends_late`, the last ones are also under way while the next actions run, until `finish` is called.
+    """
 
     def __init__(self) -> None:
+        self.ends_late = False
         self._pending: list[tuple[Sequence[Tensor], Pending[list[Tensor]], Sequence[bool]]] = []
         self._has_callback = False
 
     def add(self, parameters: Sequence[Tensor], gradients: Pending[list[Tensor]], trained: Sequence[bool]) -> None:
-        """Called inside a backward. At its end those of `trained` parameters have been added to their `grad`."""
-        if not self._has_callback:
+        """Called inside a backward. At its end, or after `finish`, those of `trained` parameters have been added."""
+        if not self._has_callback and not self.ends_late:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
             self._has_callback = True

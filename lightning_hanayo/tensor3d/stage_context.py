@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor3d.call_order import CallOrder
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
@@ -29,6 +30,8 @@ class StageContext:
         queue: takes weight gradients while the stage's backward is split; None: it never is.
         num_pieces: in how many pieces a product runs, so that communication overlaps compute.
         sequence_length: of all sequences, for a model that runs without stages; None if y divides it.
+        turns: which of two actions runs now, each with a sequence length and a place in the order of weights; None:
+            there is one at a time.
     """
 
     def __init__(
@@ -39,15 +42,18 @@ class StageContext:
         *,
         num_pieces: int = 1,
         sequence_length: int | None = None,
+        turns: DeviceTurns | None = None,
     ) -> None:
         self._mesh = mesh
+        self._turns = DeviceTurns() if turns is None else turns
         self._closed = ""
         self.keep: Keep = keep
         self.queue = queue
         self.num_pieces = num_pieces
-        self.sequence_length = sequence_length
+        self._sequence_lengths = [sequence_length, sequence_length]
         self.pending_gradients = PendingGradients()
-        self.prefetch_order = PrefetchOrder()
+        order = PrefetchOrder()
+        self._prefetch_orders = order, order.twin()
         self.call_order = CallOrder(mesh)
 
     def __deepcopy__(self, memo: Any) -> "StageContext":
@@ -62,6 +68,16 @@ class StageContext:
         """
         self.check_open()
         return self._mesh
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Of the action that runs now; None if parts of its sequences need no padding."""
+        return self._sequence_lengths[self._turns.slot]
+
+    @property
+    def prefetch_order(self) -> PrefetchOrder:
+        """The order of weights, with the place of the action that runs now."""
+        return self._prefetch_orders[self._turns.slot]
 
     def close(self, reason: str) -> None:
         """Refuse all calls of the layers with this `reason`, until `open`."""
@@ -78,7 +94,7 @@ class StageContext:
 
     def weight(self, *parts: StoredWeight, axis: str = "x") -> ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
-        return ShardedWeight(parts, self.mesh.axis(axis), self.pending_gradients, self.queue)
+        return ShardedWeight(parts, self.mesh.axis(axis), self.pending_gradients, self.queue, self._turns)
 
     def check_open(self) -> None:
         """Check that layers may be called.
@@ -92,17 +108,28 @@ class StageContext:
     def begin_batch(self) -> None:
         """A batch begins: drop what a failure in the batch before may have left."""
         self.pending_gradients.discard()
-        self.prefetch_order.drop_prefetched()
+        self.pending_gradients.ends_late = True
+        for order in self._prefetch_orders:
+            order.drop_prefetched()
 
     def before_forward(self, sequence_length: int) -> None:
         """The stage's forward runs next, on sequences of this length; 0 if no all-gather needs it."""
-        self.sequence_length = self._padded_length(sequence_length)
+        self._sequence_lengths[self._turns.slot] = self._padded_length(sequence_length)
         self.prefetch_order.begin()
 
     def before_backward(self, sequence_length: int) -> None:
         """The stage's backward runs next, with the length that its forward had."""
-        self.sequence_length = self._padded_length(sequence_length)
+        self._sequence_lengths[self._turns.slot] = self._padded_length(sequence_length)
         self.prefetch_order.begin(recomputes=True)
+
+    def finish_gradients(self) -> None:
+        """The stage's gradients are complete once this returns: the last sums have arrived."""
+        self.pending_gradients.finish()
+
+    def end_batch(self) -> None:
+        """A batch has ended: backwards outside of batches leave nothing under way."""
+        self.pending_gradients.finish()
+        self.pending_gradients.ends_late = False
 
     def _padded_length(self, sequence_length: int) -> int | None:
         """The length, if parts of such sequences are padded. Compiled code has a graph for each that it reads here."""

@@ -59,7 +59,7 @@ class CountingGroup:
 class _CountingAxis(MeshAxis):
     """Takes its group for a native one."""
 
-    def __init__(self, group: Any, size: int, rank: int) -> None:
+    def __init__(self, group: Any, size: int, rank: int, **_: Any) -> None:
         super().__init__(None, size, rank)
         self.group = self._native = group
 

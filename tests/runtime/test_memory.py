@@ -61,9 +61,9 @@ class Watch(Trace):
         self.live = live
         self.held: list[int] = []
 
-    def add(self, action: Action, reached: float, start: float) -> None:
+    def add(self, action: Action, reached: float, start: float, end: float) -> None:
         self.held.append(self.live.num_bytes)
-        super().add(action, reached, start)
+        super().add(action, reached, start, end)
 
 
 @contextmanager

@@ -29,6 +29,14 @@ class WeightGradientQueue:
         """Whether layers leave their weight gradients here."""
         return self._open is not None
 
+    def save(self) -> "dict[Tensor, _Computations] | None":
+        """What belongs to the action that runs now, while another one runs."""
+        return self._open
+
+    def restore(self, saved: "dict[Tensor, _Computations] | None") -> None:
+        """The action runs again."""
+        self._open = saved
+
     def collecting(self, microbatch: int) -> Self:
         """Open the queue for `microbatch`, in a `with` statement."""
         self._open = self._waiting[microbatch] = {}

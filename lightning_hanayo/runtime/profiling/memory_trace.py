@@ -29,6 +29,9 @@ _NOT_MEASURED = nullcontext()
 class MemoryWatch:
     """What the engine, and the code around it, tell of a rank's memory. This one does nothing with it."""
 
+    is_measuring = False
+    """whether actions are measured, and so run one at a time"""
+
     def action(self, action: Action) -> AbstractContextManager[None]:
         """Entered for each action."""
         return _NOT_MEASURED
@@ -84,6 +87,7 @@ class BatchBytes:
 class MemoryTrace(MemoryWatch):
     """Measures the batches of one rank, and keeps the one that held the most."""
 
+    is_measuring = True
     blocks: Sequence[nn.Module]
     """of the stack: what they make in a forward are activations"""
     parameters: Sequence[nn.Parameter]

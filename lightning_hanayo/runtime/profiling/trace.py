@@ -82,9 +82,9 @@ class Trace:
         """Start a batch."""
         self._current = RecordedBatch(self.clock)
 
-    def add(self, action: Action, reached: Any, start: Any) -> None:
-        """Record an action that ends now, by the clock's marks."""
-        self._current.add(action, reached, start, self.clock.mark())
+    def add(self, action: Action, reached: Any, start: Any, end: Any) -> None:
+        """Record an action by the clock's marks, in the order of the table."""
+        self._current.add(action, reached, start, end)
 
     def end(self) -> None:
         """Keep the batch."""

@@ -72,6 +72,7 @@ class Stage(ABC):
 
     def end_batch(self) -> None:
         """Let layers drop copies of their weights: the optimizer may change the weights now."""
+        self.hooks.end_batch()
         self.queue.clear()
 
 

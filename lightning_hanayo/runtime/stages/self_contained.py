@@ -1,6 +1,7 @@
 """Self-contained stages: of a stack whose last block computes the loss, with no user's step around it.
 
     inputs[m] -> SelfContainedFirstStage -> MiddleStage ... -> SelfContainedLastStage -> results[m], the loss
+    inputs[m] -> SelfContainedSingleStage -> results[m]
 
 The first block takes a micro-batch, which may be any tree; each block passes on what later blocks need of it (targets,
 say). Each other block takes what the block before it returned. The first and the last stage need nothing of each other,
@@ -56,6 +57,24 @@ class SelfContainedLastStage(MiddleStage):
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
-        weight = batch.loss_weights[microbatch]  # with weight 0 not even a NaN counts
-        gradient = torch.full_like(batch.results[microbatch], weight) if weight else None
-        return super().backward(batch, microbatch, gradient_message([gradient]))
+        return super().backward(batch, microbatch, loss_gradient(batch, microbatch))
+
+
+class SelfContainedSingleStage(SelfContainedFirstStage):
+    """The whole stack on one rank."""
+
+    @override
+    def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
+        made = super().forward(batch, microbatch, received)
+        assert made is not None
+        batch.results[microbatch] = StageInput.from_message(made).output.detach()
+
+    @override
+    def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
+        super().backward(batch, microbatch, loss_gradient(batch, microbatch))
+
+
+def loss_gradient(batch: Batch, microbatch: int) -> Message:
+    """The gradient of the micro-batch's loss: its weight."""
+    weight = batch.loss_weights[microbatch]  # with weight 0 not even a NaN counts
+    return gradient_message([torch.full_like(batch.results[microbatch], weight) if weight else None])

@@ -38,10 +38,16 @@ class BoundaryReshard(Protocol):
 
 
 class StageHooks(Protocol):
-    """Called before each forward and backward of a stage's blocks."""
+    """Called before each forward and backward of a stage's blocks, and around batches."""
 
     def begin_batch(self) -> None:
         """Called when a batch begins."""
+
+    def finish_gradients(self) -> None:
+        """Called when the stage's last weight gradient has been made: sums that are under way must end."""
+
+    def end_batch(self) -> None:
+        """Called when a batch has ended."""
 
     def before_forward(self, sequence_length: int) -> None:
         """Called before a forward of the blocks on a micro-batch, whose whole sequences have that length."""
@@ -55,6 +61,8 @@ class NoHooks:
 
     def begin_batch(self) -> None:
         """Do nothing."""
+
+    finish_gradients = end_batch = begin_batch
 
     def before_forward(self, sequence_length: int) -> None:
         """Do nothing."""

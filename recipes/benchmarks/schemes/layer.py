@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.runtime.stages.tensor_parallel_protocols import NoHooks, StageHooks
 from recipes.benchmarks.schemes.device import Device
 
 NAMES = ("qkv", "out", "fc1", "fc2")
@@ -56,6 +57,11 @@ class WholeLinear(nn.Module):
 
 class Scheme(ABC):
     """A way to parallelize layers over hosts."""
+
+    @property
+    def hooks(self) -> StageHooks:
+        """What a stage of such layers calls."""
+        return NoHooks()
 
     @abstractmethod
     def linear(self, index: int, weight: Tensor) -> nn.Module:

@@ -14,6 +14,7 @@ from lightning_hanayo.topology import Topology
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from lightning_hanayo.overlap.link_queue import LinkQueue
     from recipes.benchmarks.schemes.layer import Scheme
     from recipes.benchmarks.schemes.log import Log
 
@@ -68,8 +69,8 @@ def groups(name: str, hosts: int) -> dict[str, list[Group]]:
     return {axis: [tuple(group) for group in topology.groups(axis)] for axis in "xyz"}
 
 
-def make(name: str, hosts: int, rank: int, find: Find, log: "Log") -> "Scheme":
-    """Returns the scheme as host `rank` sees it."""
+def make(name: str, hosts: int, rank: int, find: Find, log: "Log", queue: "LinkQueue | None" = None) -> "Scheme":
+    """Returns the scheme as host `rank` sees it, whose transfers go through the `queue`, if there is one."""
     from lightning_hanayo.tensor3d.mesh import Mesh
     from recipes.benchmarks.schemes.one_d import OneD
     from recipes.benchmarks.schemes.three_d import ThreeD
@@ -80,14 +81,14 @@ def make(name: str, hosts: int, rank: int, find: Find, log: "Log") -> "Scheme":
 
     def wire(axis: str) -> Wire:
         own = next(group for group in along[axis] if rank in group)
-        return Wire(find(along[axis]) if len(own) > 1 else None, len(own), own.index(rank), log)
+        return Wire(find(along[axis]) if len(own) > 1 else None, len(own), own.index(rank), log, queue)
 
     if name in ONE_D:
         return OneD(wire("all"), by_sequence=name == ONE_D[0])
     if name == TWO_D:
         return TwoD(wire("row"), wire("column"))
-    mesh = Mesh.of(mesh_of(name), rank, partial(_of_axis, along, find), wires(log))
-    return ThreeD(mesh, int(name.partition(" in ")[2] or 1))
+    mesh = Mesh.of(mesh_of(name), rank, partial(_of_axis, along, find), wires(log), queue=queue)
+    return ThreeD(mesh, int(name.partition(" in ")[2] or 1), turns=None if queue is None else queue.turns)
 
 
 def _of_axis(along: dict[str, list[Group]], find: Find, axes: str) -> "ProcessGroup | None":

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor3d.layers.linear import Linear3D
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import SEQUENCE
@@ -22,11 +23,23 @@ class ThreeD(Scheme):
         mesh: the ranks.
         num_pieces: in how many pieces each product runs.
         queue: takes the weights' gradients while a backward is split; None: it never is.
+        turns: which of two micro-batches runs now; None: there is one at a time.
     """
 
-    def __init__(self, mesh: Mesh, num_pieces: int = 1, queue: WeightGradients | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        num_pieces: int = 1,
+        queue: WeightGradients | None = None,
+        turns: DeviceTurns | None = None,
+    ) -> None:
         self._mesh = mesh
-        self.context = StageContext(mesh, num_pieces=num_pieces, queue=queue)
+        self.context = StageContext(mesh, num_pieces=num_pieces, queue=queue, turns=turns)
+
+    @property
+    @override
+    def hooks(self) -> StageContext:
+        return self.context
 
     @override
     def linear(self, index: int, weight: Tensor) -> nn.Module:

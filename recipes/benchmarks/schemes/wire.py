@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending, Transfers, Waitable
 from recipes.benchmarks.schemes.log import Log
 
@@ -32,36 +33,45 @@ class Wire(MeshAxis):
         size: the number of ranks.
         rank: this rank's number among them.
         log: of this host.
+        queue: of this host; None: transfers start at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int, log: Log) -> None:
-        super().__init__(group, size, rank)
+    def __init__(
+        self, group: dist.ProcessGroup | None, size: int, rank: int, log: Log, queue: LinkQueue | None = None
+    ) -> None:
+        super().__init__(group, size, rank, queue)
         self._log = log
 
     @override
-    def _send_and_receive(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> Waitable:
-        number = self._log.start(into[0].numel() * (self.size - 1))
-        return _LoggedTransfers(
-            Transfers([]) if self.group is None else super()._send_and_receive(out, into), self._log, number
-        )
+    def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Waitable:
+        number = self._log.start(sum(into[0].numel() for _, into in exchanges) * (self.size - 1))
+        works = Transfers([]) if self.group is None else super()._exchange(exchanges)
+        return _LoggedTransfers(works, self._log, number)
 
     @override
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
         if self.size == 1:
             return super().all_reduce(tensor)
         number = self._log.start(2 * tensor.numel() * (self.size - 1) / self.size)
-        works = [] if self.group is None else [self.group.allreduce([tensor])]
-        return Pending(_LoggedTransfers(Transfers(works), self._log, number), lambda: tensor)
+        group = self.group
+        works = Transfers([]) if group is None else self._start(lambda: group.allreduce([tensor]))
+        return Pending(_LoggedTransfers(works, self._log, number), lambda: tensor)
 
     def shift(self, own: Tensor, step: int) -> Pending[Tensor]:
         """Receive from the rank `step` further on, and send `own` to the one `step` back. Called by all ranks."""
         if step % self.size == 0:
             return Pending(None, lambda: own)
-        received, works = torch.empty_like(own), []
-        if self.group is not None:
-            works = [self.group.recv([received], (self.rank + step) % self.size, 0)]
-            works.append(self.group.send([own], (self.rank - step) % self.size, 0))
-        return Pending(_LoggedTransfers(Transfers(works), self._log, self._log.start(own.numel())), lambda: received)
+        received, group = torch.empty_like(own), self.group
+        number = self._log.start(own.numel())
+
+        def post() -> Waitable:
+            assert group is not None
+            works = [group.recv([received], (self.rank + step) % self.size, 0)]
+            works.append(group.send([own], (self.rank - step) % self.size, 0))
+            return Transfers(works)
+
+        works = Transfers([]) if group is None else self._start(post)
+        return Pending(_LoggedTransfers(works, self._log, number), lambda: received)
 
 
 def wires(log: Log) -> type[MeshAxis]:

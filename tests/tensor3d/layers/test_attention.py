@@ -172,7 +172,7 @@ def drops(ranks: Mesh) -> None:
 def pads(ranks: Mesh) -> None:
     """A sequence of 5 in parts of 3: the padding takes no part, in a deep copy either."""
     reference, module = pair(ranks, "shards", batch_first=True)
-    module.projections.context.sequence_length = LENGTH - 1
+    module.projections.context.before_forward(LENGTH - 1)
     x = torch.randn(BATCH_SIZE, LENGTH, E, dtype=torch.float64)
     own, whole = part(x, ranks, "x", "y", "z").requires_grad_(), x[:, :-1].clone().requires_grad_()
     twin = deepcopy(module)

@@ -1,0 +1,1 @@
+"""Two micro-batches at once on one rank: the collectives of one hide behind the compute of the other."""

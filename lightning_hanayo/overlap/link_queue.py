@@ -1,0 +1,231 @@
+"""The link queue: puts the collectives of one rank on the wire one at a time, in an order that all ranks share.
+
+    actions     start a   start b          start c      wait for b
+    queue            | a          | b             | c           |
+
+Two collectives at a time would share the link, so that both arrive late. Of a pair of actions the order can be planned;
+else it is that in which they start. A thread of the queue's own puts them on the wire.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any, Protocol
+
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.overlap.pair_time import Order, Segment
+from lightning_hanayo.overlap.turns import DeviceTurns
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> Any:
+        """Block until the transfer has ended."""
+
+
+class Ticket:
+    """A collective in the queue, or on the wire."""
+
+    __slots__ = ("_done", "_error", "_queue", "number", "post", "recorded", "seconds")
+
+    def __init__(self, queue: "LinkQueue", post: Callable[[], Work]) -> None:
+        self._queue = queue
+        self.post: Callable[[], Work] | None = post
+        self.number = 0
+        """among those of its action"""
+        self.recorded: Recording | None = None
+        """of its action"""
+        self.seconds = 0.0
+        """how long the link carried it"""
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Block until the collective has ended; in a pair the other action has the device meanwhile."""
+        self._queue.wait(self)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self._done.is_set()
+
+    def block(self) -> None:
+        """Block until it has ended, and raise its error."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def carry(self) -> None:
+        """Put it on the wire, and wait for it. Called by the queue's thread."""
+        begin = perf_counter()
+        try:
+            post, self.post = self.post, None  # frees the tensors that it has sent
+            if post is not None:
+                post().wait()
+        except BaseException as error:  # raised by who waits for it
+            self._error = error
+        self.seconds = perf_counter() - begin
+        self._done.set()
+
+    def cancel(self, error: BaseException) -> None:
+        """Let who waits for it go on, with this error."""
+        if not self.is_done:
+            self.post, self._error = None, error
+            self._done.set()
+
+
+class Recording:
+    """What one action does, as it runs: when it computes, and which collectives it starts and waits for."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[float, Ticket | None, int | None]] = []
+        self._mark = perf_counter()
+
+    def start(self, ticket: Ticket) -> None:
+        """The action starts a collective."""
+        self._add(ticket, None)
+
+    def wait(self, ticket: Ticket) -> None:
+        """It needs the collective's result. One that another action has started counts for nothing."""
+        if ticket.recorded is self:
+            self._add(None, ticket.number)
+
+    def go_on(self) -> None:
+        """It has the device again."""
+        self._mark = perf_counter()
+
+    def end(self) -> None:
+        """It has ended."""
+        self._add(None, None)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """What was recorded. Call it when its collectives have ended."""
+        return tuple(
+            Segment(compute, None if ticket is None else ticket.seconds, wait) for compute, ticket, wait in self._parts
+        )
+
+    def _add(self, ticket: Ticket | None, wait: int | None) -> None:
+        now = perf_counter()
+        self._parts.append((now - self._mark, ticket, wait))
+        self._mark = now
+
+
+class LinkQueue:
+    """One rank's queue, for one link. The action that has the device starts collectives and waits for them.
+
+    All ranks that share collectives give their queues the same collectives in the same order, or the same plans.
+    """
+
+    def __init__(self, turns: DeviceTurns | None = None) -> None:
+        self.turns = DeviceTurns() if turns is None else turns
+        self.turns.on_failure = self.cancel
+        self.recordings: dict[int, Recording] = {}
+        """by slot: of the actions that run now"""
+        self._carried: SimpleQueue[Ticket | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._plan: Order | None = None
+        self._next = 0
+        """the place in the plan of the collective that the link carries next"""
+        self._numbers: defaultdict[int, int] = defaultdict(int)
+        self._held: dict[tuple[int, int], Ticket] = {}
+        """started, but not yet carried: their turn hasn't come"""
+        self._under_way: list[Ticket] = []
+
+    def start(self, post: Callable[[], Work]) -> Ticket:
+        """Start a collective: `post` puts it on the wire. The queue's thread calls it when its turn has come.
+
+        Raises:
+            HanayoError: it wasn't planned.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._carry, daemon=True, name="hanayo-link")
+            self._thread.start()
+        ticket, slot = Ticket(self, post), self.turns.slot
+        ticket.number = self._numbers[slot]
+        self._numbers[slot] += 1
+        if (recording := self.recordings.get(slot)) is not None:
+            ticket.recorded = recording
+            recording.start(ticket)
+        if self._plan is None:
+            self._put(ticket)
+            return ticket
+        if (slot, ticket.number) not in self._plan:
+            raise HanayoError(_unplanned(self._plan, self._numbers))
+        self._held[slot, ticket.number] = ticket
+        while self._next < len(self._plan) and self._plan[self._next] in self._held:
+            self._put(self._held.pop(self._plan[self._next]))
+            self._next += 1
+        self.turns.offer()
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """Wait until the collective has ended; in a pair the other action has the device meanwhile."""
+        recording = self.recordings.get(self.turns.slot)
+        if recording is not None:
+            recording.wait(ticket)
+        self.turns.wait(lambda: ticket.is_done, ticket.block)
+        if recording is not None:
+            recording.go_on()
+
+    def record(self, slot: int = 0) -> Recording:
+        """Record the action that begins now in this slot."""
+        self.recordings[slot] = made = Recording()
+        self._numbers[slot] = 0
+        return made
+
+    def begin_pair(self, plan: Order | None) -> None:
+        """Two actions begin. `plan`: the order of all their collectives; None: as they start."""
+        self._numbers.clear()
+        self._held.clear()
+        self._plan, self._next = plan, 0
+
+    def end_pair(self) -> None:
+        """Both have ended."""
+        self._plan = None
+        self.recordings.clear()
+
+    def check_action(self, slot: int) -> None:
+        """An action of a pair has ended: check that it has started all of its collectives that were planned.
+
+        Raises:
+            HanayoError: it hasn't, so that those behind them would never be carried.
+        """
+        if self._plan is not None and sum(one == slot for one, _ in self._plan) != self._numbers[slot]:
+            raise HanayoError(_unplanned(self._plan, self._numbers))
+
+    def cancel(self) -> None:
+        """An action has failed: nothing that is held or on the wire holds up the other one."""
+        error = HanayoError("the other one of two actions that ran at once has failed")
+        for ticket in (*self._held.values(), *self._under_way):
+            ticket.cancel(error)
+        self._held.clear()
+        self._under_way.clear()
+
+    def close(self) -> None:
+        """End the queue's thread, and that of second actions."""
+        self.turns.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._carried.put(None)
+            thread.join(timeout=5)
+
+    def _put(self, ticket: Ticket) -> None:
+        self._under_way = [one for one in self._under_way if not one.is_done]
+        self._under_way.append(ticket)
+        self._carried.put(ticket)
+
+    def _carry(self) -> None:
+        while (ticket := self._carried.get()) is not None:
+            ticket.carry()
+            del ticket  # frees what it has received
+
+
+def _unplanned(plan: Order, numbers: defaultdict[int, int]) -> str:
+    planned, started = ([sum(one == slot for one, _ in plan) for slot in (0, 1)], [numbers[slot] for slot in (0, 1)])
+    return (
+        f"two actions that ran at once were planned with {planned[0]} and {planned[1]} collectives, but started "
+        f"{started[0]} and {started[1]}. Blocks that start collectives only sometimes can't run in pairs: pairs=False."
+    )

@@ -1,0 +1,158 @@
+"""Pairs: two actions of a rank that run at once, so that the collectives of one hide behind the compute of the other.
+
+    batches 1 and 2 of their shapes   by turns; what each action does, and how long it takes, is recorded in the second
+    before batch 3                    one rank of each cube plans in which order collectives go on the wire
+    from then on                      each action goes on as soon as it can; the link keeps to the plan
+
+By turns and planned, all ranks of a cube give their links the same collectives in the same order, whatever their
+clocks say.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from lightning_hanayo.overlap.link_queue import LinkQueue, Recording
+from lightning_hanayo.overlap.pair_time import PairRun, Segment, Segments, best_order
+from lightning_hanayo.overlap.turns import ActionState
+from lightning_hanayo.runtime.capture.thread_state import ThreadState
+from lightning_hanayo.schedule import Action, Kind
+
+T = TypeVar("T")
+RECORDED = 2
+"""the batch that is recorded, counted from 1: in the first one layers don't know yet which weights come next"""
+
+ALL_TRIES, LEAST_TRIES = 12_000, 500
+"""orders that are tried for all kinds of pairs together, and for each at least: a few seconds, once"""
+
+_Pair = tuple[Action, Action]
+_Kind = tuple[int, Kind]
+"""the stage of an action, and what it does there"""
+Plans = dict[tuple[_Kind, _Kind], PairRun]
+
+
+class Pairs:
+    """Runs the pairs of one rank.
+
+    Args:
+        queue: through which all collectives of the actions go.
+        states: what belongs to the action that has the device.
+        share: returns what the first rank of the cube gives it, on all of its ranks, which call it together.
+        is_first: whether this is that rank.
+        is_planned: whether collectives may go in a planned order; else actions always take turns.
+    """
+
+    def __init__(
+        self,
+        queue: LinkQueue,
+        states: Sequence[ActionState],
+        share: Callable[[Plans | None], Plans],
+        *,
+        is_first: bool,
+        is_planned: bool = True,
+    ) -> None:
+        self._queue = queue
+        self._share = share
+        self._is_first = is_first
+        self._is_planned = is_planned
+        queue.turns.states = states
+        self._seen: Counter[int] = Counter()
+        """batches, by their signature"""
+        self.plans: dict[int, Plans] = {}
+        """by signature: how the pairs of such batches are expected to run"""
+        self._signature = 0
+        self._recordings: dict[Action, Recording] | None = None
+        """of the batch that runs, if it is recorded"""
+
+    def begin_batch(self, signature: int, pairs: Sequence[_Pair]) -> None:
+        """A batch begins whose program has these pairs. Called by all ranks of the cube.
+
+        Batches with the same `signature` have the same shapes.
+        """
+        self._signature = signature
+        self._seen[signature] += 1
+        if self._recordings is not None:
+            recorded, self._recordings = self._recordings, None
+            if self._seen[signature] == RECORDED + 1 and self._is_planned:
+                made = make_plans(pairs, recorded) if self._is_first else None
+                self.plans[signature] = self._share(made)
+        if self._seen[signature] == RECORDED and self._is_planned and pairs:
+            self._recordings = {}
+
+    def run(
+        self, first: Action, run_first: Callable[[], T], second: Action, run_second: Callable[[], T]
+    ) -> tuple[T, T]:
+        """Run both actions, and return what they return."""
+        plan = self.plans.get(self._signature, {}).get((_kind(first), _kind(second)))
+        queue, state = self._queue, ThreadState.current()
+
+        def act(slot: int, action: Action, run: Callable[[], T]) -> T:
+            recording = self._begin(slot, action)
+            with torch.autograd.set_multithreading_enabled(False):  # a device's thread would run one of both at a time
+                result = run()
+            if recording is not None:
+                recording.end()
+            queue.check_action(slot)
+            return result
+
+        def act_second() -> T:
+            with state.applied():
+                return act(1, second, run_second)
+
+        queue.begin_pair(None if plan is None else plan.order)
+        try:
+            return queue.turns.run(
+                lambda: act(0, first, run_first),
+                act_second,
+                by_turns=plan is None,
+                prefer=plan.prefer if plan else None,
+            )
+        finally:
+            queue.end_pair()
+
+    def _begin(self, slot: int, action: Action) -> Recording | None:
+        if self._recordings is None:
+            return None
+        self._recordings[action] = made = self._queue.record(slot)
+        return made
+
+
+def make_plans(pairs: Sequence[_Pair], recorded: dict[Action, Recording]) -> Plans:
+    """The order of the collectives of each kind of pair, from what was recorded of its actions.
+
+    Each part of an action takes the median of its times over micro-batches. Where these don't all do the same on a
+    stage, there is no plan for it.
+    """
+    alike: defaultdict[_Kind, list[Segments]] = defaultdict(list)
+    for action, recording in recorded.items():
+        alike[_kind(action)].append(recording.segments())
+    typical = {kind: _median(several) for kind, several in alike.items() if len(set(map(_shape, several))) == 1}
+    plans: Plans = {}
+    kinds = dict.fromkeys((_kind(first), _kind(second)) for first, second in pairs)
+    for first, second in kinds:
+        if first in typical and second in typical:
+            tries = max(LEAST_TRIES, ALL_TRIES // len(kinds))
+            plans[first, second] = best_order(typical[first], typical[second], tries)
+    return plans
+
+
+def _kind(action: Action) -> _Kind:
+    return action.stage, action.kind
+
+
+def _shape(segments: Segments) -> tuple[tuple[bool, int | None], ...]:
+    return tuple((one.start is None, one.wait) for one in segments)
+
+
+def _median(several: Sequence[Segments]) -> Segments:
+    return [
+        Segment(
+            median(one.compute for one in same),
+            None if same[0].start is None else median(one.start or 0.0 for one in same),
+            same[0].wait,
+        )
+        for same in zip(*several, strict=True)
+    ]

@@ -103,7 +103,7 @@ def best_order(first: Segments, second: Segments, tries: int = TRIES) -> PairRun
 
 
 def _run_as_they_come(first: Segments, second: Segments, prefer: int | None, link_prefer: int | None) -> PairRun:
-    """Each collective is carried when the link is free; of several that wait, first those of the action `link_prefer`."""
+    """The link carries the collective that started first; of several that wait, one of the action `link_prefer`."""
     run = _Run([first, second], None, prefer, link_prefer)
     end, other = run.run()
     return PairRun((end, other), tuple(run.carried), prefer)

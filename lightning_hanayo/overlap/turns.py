@@ -11,7 +11,7 @@ Otherwise it depends on clocks, and a queue must put collectives in a planned or
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 class ActionState(Protocol):
     """State of the process that belongs to the action that has the device."""
 
-    def save(self) -> object:
+    def save(self) -> Any:
         """Called when the action gives the device away. Returns what `restore` needs."""
 
-    def restore(self, saved: object) -> None:
+    def restore(self, saved: Any) -> None:
         """Called when it has the device again."""
 
 

@@ -14,6 +14,8 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.pair_time import Order, Segment
 from lightning_hanayo.overlap.turns import DeviceTurns
@@ -29,7 +31,7 @@ class Work(Protocol):
 class Ticket:
     """A collective in the queue, or on the wire."""
 
-    __slots__ = ("_done", "_error", "_queue", "number", "post", "recorded", "seconds")
+    __slots__ = ("_done", "_error", "_queue", "_work", "number", "post", "recorded", "seconds")
 
     def __init__(self, queue: "LinkQueue", post: Callable[[], Work]) -> None:
         self._queue = queue
@@ -42,6 +44,7 @@ class Ticket:
         """how long the link carried it"""
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._work: Work | None = None
 
     def wait(self) -> None:
         """Block until the collective has ended; in a pair the other action has the device meanwhile."""
@@ -57,6 +60,16 @@ class Ticket:
         self._done.wait()
         if self._error is not None:
             raise self._error
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def post_now(self) -> None:
+        """Put it on the wire, and let `block` wait for it itself."""
+        post, self.post = self.post, None
+        assert post is not None
+        self._work = post()
+        self._done.set()
 
     def carry(self) -> None:
         """Put it on the wire, and wait for it. Called by the queue's thread."""
@@ -204,13 +217,13 @@ class LinkQueue:
         self._held.clear()
         self._under_way.clear()
 
-    def close(self) -> None:
-        """End the queue's thread, and that of second actions."""
-        self.turns.close()
+    def close(self, timeout: float = 5.0) -> None:
+        """End the queue's thread, and that of second actions; wait for so many seconds until they have ended."""
+        self.turns.close(timeout)
         thread, self._thread = self._thread, None
         if thread is not None:
             self._carried.put(None)
-            thread.join(timeout=5)
+            thread.join(timeout)
 
     def _put(self, ticket: Ticket) -> None:
         self._under_way = [one for one in self._under_way if not one.is_done]
@@ -221,6 +234,20 @@ class LinkQueue:
         while (ticket := self._carried.get()) is not None:
             ticket.carry()
             del ticket  # frees what it has received
+
+
+class DeviceLink(LinkQueue):
+    """For collectives that a device queues itself (NCCL): they start at once, in the order in which they are called.
+
+    Hosts don't wait for them, so both actions put their work into one stream: each time an action would wait for a
+    collective, the other one goes on, and only what comes behind in the stream waits for it.
+    """
+
+    @override
+    def start(self, post: Callable[[], Work]) -> Ticket:
+        ticket = Ticket(self, post)
+        ticket.post_now()
+        return ticket
 
 
 def _unplanned(plan: Order, numbers: defaultdict[int, int]) -> str:

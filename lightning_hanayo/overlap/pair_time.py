@@ -32,6 +32,10 @@ class Segment(NamedTuple):
     wait: int | None = None
     """the number of the collective whose result is needed then"""
 
+    def scaled(self, factor: float) -> "Segment":
+        """The same in another unit of time."""
+        return Segment(factor * self.compute, None if self.start is None else factor * self.start, self.wait)
+
 
 Segments = Sequence[Segment]
 """All of an action, in order."""

@@ -110,10 +110,10 @@ class DeviceTurns:
         if self.is_pair and not self._by_turns and self._prefer != self.slot and self._prefer in self._waiting:
             self._hand_over(lambda: None, stands_in_line=True)
 
-    def close(self) -> None:
-        """End the thread."""
+    def close(self, timeout: float = 5.0) -> None:
+        """End the thread, and wait for so many seconds until it has ended."""
         if self._partner is not None:
-            self._partner.close()
+            self._partner.close(timeout)
             self._partner = None
 
     def _hand_over(self, block: Callable[[], None], *, stands_in_line: bool) -> None:
@@ -177,6 +177,6 @@ class _Partner(threading.Thread):
             done.set()
             del task, one  # frees what the action has used
 
-    def close(self) -> None:
+    def close(self, timeout: float) -> None:
         self._tasks.put(None)
-        self.join(timeout=5)
+        self.join(timeout)

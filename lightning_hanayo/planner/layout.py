@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.overlap.pair_time import Segment
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
 from lightning_hanayo.schedule.build import AUTO, WAVES
 from lightning_hanayo.schedule.passes.subset import first_microbatches
@@ -17,6 +18,9 @@ COSTS = CostModel(message=0.05)
 """T_F = 1, T_B = 2, and T_C between the paper's NVLink and PCIe clusters: the guess until anything is measured"""
 RECOMPUTING = {"blocks": replace(COSTS, backward_input=2.0), "attention": replace(COSTS, backward_input=1 + 1 / 3)}
 """the guess where the backward of inputs runs blocks again, or their attention: 4 of 12 of their weights"""
+_PART = (Segment(start=0.5), Segment(wait=0), Segment(1.0, start=0.5), Segment(wait=1))
+PAIR_SEGMENTS = tuple((kind, _PART) for kind in ("F", "B", "I"))
+"""the guess for pairs: a gather, a product and a scatter, as on a cube whose link is busy as long as its devices"""
 SINGLE_STAGE = "1f1b"
 """what `"auto"` is on one rank: one stage, whose micro-batches run one after another"""
 
@@ -42,6 +46,8 @@ class Layout:
     """whether steps follow each other without a barrier, and the order is optimized for that"""
     separate_loss_stage: bool = False
     """whether head and loss are a stage of their own even if the stack is one stage"""
+    pairs: bool = False
+    """whether ranks run two micro-batches at once"""
 
     @property
     def num_stages(self) -> int:
@@ -106,14 +112,17 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
     if _is_file(layout.schedule):
         return _of_file(layout.schedule, num_microbatches)
     depth = _depth(layout.schedule)
-    sizes = sizes_for(layout.schedule, layout.num_waves) if depth == "stages" else {"num_waves": layout.num_waves}
+    sizes: dict[str, Any] = {"num_waves": layout.num_waves}
+    if depth == "stages":
+        sizes = sizes_for(layout.schedule, layout.num_waves)
     schedule = build(
         layout.schedule,
         num_ranks=layout.num_ranks,
         num_microbatches=num_microbatches,
-        costs=layout.stage_costs if depth == "waves" else None,  # the order of other schedules is fixed
+        costs=layout.stage_costs if depth == "waves" or layout.pairs else None,  # the order of other schedules is fixed
         activation_budget=layout.activation_budget,
         steady=layout.steady,
+        pairs=layout.pairs,
         **sizes,
     )
     return _ending_on_rank_0(schedule, layout.separate_loss_stage)
@@ -145,6 +154,7 @@ def choose(
     costs: CostModel | None = None,
     steady: bool = False,
     separate_loss_stage: bool = False,
+    pairs: bool = False,
 ) -> Layout:
     """Choose everything that is `"auto"`: the wave schedule and W that simulate best, two micro-batches per rank.
 
@@ -161,6 +171,8 @@ def choose(
         steady: whether ranks begin their next step while others still end this one. Then layouts are compared by the
             time that each step adds.
         separate_loss_stage: give head and loss a stage of their own even if the stack is one stage.
+        pairs: let ranks run two micro-batches at once. The order is chosen for a cube whose link is busy as long as its
+            devices, unless `costs` have segments.
 
     Raises:
         HanayoError: an unknown schedule, fewer blocks than stages, or costs of other stages; the message names the
@@ -172,6 +184,8 @@ def choose(
         num_microbatches = _microbatches_of_file(schedule) or (2 * num_ranks if num_ranks > 1 else 1)
     waves = [num_waves] if num_waves != "auto" else WAVES if _depth(names[0]) in ("waves", "stages") else [1]
     relative = COSTS if costs is None else _relative(costs, num_ranks)
+    if pairs and not relative.segments:
+        relative = replace(relative, segments=PAIR_SEGMENTS)
     layouts = [
         Layout(
             schedule=name,
@@ -182,6 +196,7 @@ def choose(
             costs=relative,
             steady=steady,
             separate_loss_stage=separate_loss_stage,
+            pairs=pairs,
         )
         for wave in waves
         for name in names

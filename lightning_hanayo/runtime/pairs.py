@@ -67,6 +67,15 @@ class Pairs:
         self._recordings: dict[Action, Recording] | None = None
         """of the batch that runs, if it is recorded"""
 
+    def close(self) -> None:
+        """End the threads. They begin anew if another batch comes."""
+        self._queue.close()
+
+    def abandon(self) -> None:
+        """After a failure: let nothing wait for what is under way."""
+        self._queue.cancel()
+        self._queue.close(timeout=0)
+
     def begin_batch(self, signature: int, pairs: Sequence[_Pair]) -> None:
         """A batch begins whose program has these pairs. Called by all ranks of the cube.
 

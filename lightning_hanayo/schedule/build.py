@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.cost import CostModel, WrongLength
 from lightning_hanayo.schedule.number_checks import MAX_TRIED, check_num_actions
+from lightning_hanayo.schedule.passes.pairing import pair_up
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.registry import Request, registered, schedule_names, sizes_for
 from lightning_hanayo.schedule.schedule import Schedule
@@ -28,6 +29,7 @@ def build(
     costs: CostModel | None = None,
     activation_budget: float | None = None,
     steady: bool = False,
+    pairs: bool = False,
 ) -> Schedule:
     """The schedule `name` for these sizes, validated. The same arguments always give the same table.
 
@@ -44,6 +46,8 @@ def build(
             whole share); default P for schedules that choose their order and for `"auto"`, no limit for the others.
         steady: what "best" means where an order or a schedule is chosen. True: the least time that each step adds if
             steps follow each other without a barrier (without norm clipping, say). False: the least time of one step.
+        pairs: whether a rank may run two actions at once, of different micro-batches, where `costs` with `segments` say
+            that the step gets shorter by that. A rank then holds one micro-batch more, unless there is a budget.
 
     Raises:
         HanayoError: the name is unknown, a size is below 1 or too large, or the schedule can't keep to the budget.
@@ -56,7 +60,7 @@ def build(
     """
     waves = WAVES if num_waves == "auto" else (num_waves,)
     sizes = (num_ranks, num_microbatches, waves[0], num_stages_per_rank)
-    request = Request(name, *sizes, costs, activation_budget, steady)
+    request = Request(name, *sizes, costs, activation_budget, steady, pairs)
     if name == AUTO or len(waves) > 1:
         check_num_actions(num_ranks, num_microbatches, num_stages_per_rank or 2 * max(waves), most=MAX_TRIED)
     if name != AUTO and len(waves) == 1:
@@ -69,7 +73,12 @@ def build(
 
 
 def _build(request: Request) -> Schedule:
-    schedule = registered(request.name).build(request)
+    builder = registered(request.name)
+    schedule = builder.build(request)
+    if request.pairs and request.costs is not None and request.costs.segments:
+        if builder.num_replicas > 1:
+            raise HanayoError(f"schedule {request.name!r} has two copies of the model, and no pairs: pairs=False")
+        schedule = _paired(schedule, request)
     validate(schedule)
     if request.activation_budget is not None:
         peaks = simulate(schedule).peak_activations
@@ -80,6 +89,19 @@ def _build(request: Request) -> Schedule:
                 "budget ('hanayo')"
             )
     return schedule
+
+
+def _paired(schedule: Schedule, request: Request) -> Schedule:
+    """The schedule in pairs. Waves also try an order for one more micro-batch under way, and for whole backwards."""
+    budget, steady = request.activation_budget, request.steady
+    orders = [schedule]
+    if registered(request.name).depth == "waves":
+        roomy = replace(request, activation_budget=budget or request.num_ranks + 1.0)
+        names = dict.fromkeys((request.name, "hanayo"))
+        orders += [replace(registered(name).build(roomy), name=request.name) for name in names]
+    most = budget or max(simulate(schedule).peak_activations) + 1
+    found = [pair_up(one, request.costs, budget=most, steady=steady) for one in orders]
+    return min(found, key=lambda one: simulate(one, request.costs, steps=2 if steady else 1).step_times[-1])
 
 
 def _fastest(request: Request, choices: Iterable[tuple[str, int]]) -> Schedule:

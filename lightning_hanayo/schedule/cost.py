@@ -4,11 +4,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.overlap.pair_time import Segment, Segments, best_order, run_alone
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.number_checks import check_numbers, is_size
 from lightning_hanayo.schedule.table import Table
 
 Cost = float | tuple[float, ...]
+_NO_TIMES = ("ranks_per_node", "segments")
+_TRIES = 200
+"""orders of a pair's collectives that are tried, where only its time matters"""
 
 
 class WrongLength(HanayoError):
@@ -43,9 +47,14 @@ class CostModel:
     """one hop between ranks of different nodes; `message`, a number then, is the hop within a node"""
     ranks_per_node: int | None = None
     """pipeline ranks 0 to ranks_per_node - 1 are the first node, and so on"""
+    segments: tuple[tuple[str, Segments], ...] = ()
+    """for kinds of actions ("F", "B", "I"), when they compute and when they use their rank's link, in any unit: the
+    times above say how long they take alone. A pair takes as long as both actions one after the other, unless one of
+    them can compute while the other one waits for its link"""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "a cost is a finite number of at least 0, or one per stage")
+        check_numbers(self, "a cost is a finite number of at least 0, or one per stage", but=("segments",))
+        self._check_segments()
         nodes = (self.message_between_nodes, self.ranks_per_node)
         if nodes == (None, None):
             return
@@ -57,6 +66,30 @@ class CostModel:
                 "messages already gives the time of each hop, so leave the other two out"
             )
 
+    def _check_segments(self) -> None:
+        kinds = [kind for kind, _ in self.segments]
+        if len(set(kinds)) < len(kinds) or not set(kinds) <= {"F", "B", "I"}:
+            raise HanayoError(f"CostModel: segments are of {', '.join(kinds)}; expected 'F', 'B' and 'I', each once")
+        for kind, segments in self.segments:
+            if not segments or not run_alone(segments) > 0:
+                raise HanayoError(f"CostModel: the segments of {kind} take no time; leave them out")
+
+    def pair(self, table: Table, first: Action, second: Action) -> tuple[float, float]:
+        """How long each of two actions of a rank takes if it begins both at once."""
+        own = [self._segments(table, action) for action in (first, second)]
+        return best_order(own[0], own[1], _TRIES).ends
+
+    def _segments(self, table: Table, action: Action) -> Segments:
+        """Of an action, in the unit of the costs."""
+        takes = self.of(table, action)
+        given = dict(self.segments).get(action.kind)
+        if given is None:
+            return (Segment(takes),)
+        factor = takes / run_alone(given)
+        return [
+            Segment(factor * one.compute, None if one.start is None else factor * one.start, one.wait) for one in given
+        ]
+
     def scaled(self, factor: float) -> "CostModel":
         """The same costs in another unit of time: all times multiplied by `factor`.
 
@@ -64,7 +97,7 @@ class CostModel:
             >>> CostModel(forward=0.02, backward_input=(0.1, 0.2), message=0.001).scaled(1e3).backward_input
             (100.0, 200.0)
         """
-        times = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "ranks_per_node"}
+        times = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_TIMES}
         return replace(self, **{name: _scaled(factor, time) for name, time in times.items()})
 
     def merged(self, num_stages: int) -> "CostModel":
@@ -76,13 +109,15 @@ class CostModel:
         Raises:
             HanayoError: the given number of values can't be divided so.
         """
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NO_TIMES}
         return replace(self, **{name: _merged(name, value, num_stages) for name, value in values.items()})
 
     @property
     def is_per_stage(self) -> bool:
         """Whether any cost is a tuple of per-stage values."""
-        return any(isinstance(getattr(self, field.name), tuple) for field in fields(self))
+        return any(
+            isinstance(getattr(self, field.name), tuple) for field in fields(self) if field.name not in _NO_TIMES
+        )
 
     def of(self, table: Table, action: Action) -> float:
         """How long `action` takes in `table`."""

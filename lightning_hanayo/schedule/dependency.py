@@ -118,6 +118,14 @@ def table_waits(table: Table, rows: Rows | None = None) -> dict[Action, tuple[Ac
     return waits_in(rows, table.num_stages, table.num_microbatches, table.num_replicas)
 
 
+def cell_waits(table: Table) -> dict[Action, tuple[Action, ...]]:
+    """The rule applied to `table`, where a pair runs once both of its actions can: so the first one waits for both."""
+    waits = table_waits(table)
+    for first, second in table.pairs:
+        waits[first] = tuple(dict.fromkeys((*waits[first], *waits[second])))
+    return waits
+
+
 def producers(table: Table) -> dict[Action, Action]:
     """For each compute action that works on another stage's output: the action that computes this output."""
     present = {action for row in table.actions for action in row}

@@ -1,5 +1,6 @@
 """Number: checks the sizes, costs, bytes and budgets that a user gives."""
 
+from collections.abc import Collection
 from dataclasses import fields
 from numbers import Integral, Real
 from reprlib import repr as repr_of
@@ -56,12 +57,14 @@ def check_num_actions(num_ranks: int, num_microbatches: int, stages_per_rank: in
     )
 
 
-def check_numbers(model: Any, meaning: str) -> None:
+def check_numbers(model: Any, meaning: str, but: Collection[str] = ()) -> None:
     """Raise `HanayoError` unless each field of a frozen dataclass is a moderate number or a tuple of such.
 
-    A list becomes a tuple. A field whose default is None may be None.
+    A list becomes a tuple. A field whose default is None may be None. Fields named in `but` are left out.
     """
     for field in fields(model):
+        if field.name in but:
+            continue
         value = getattr(model, field.name)
         if value is None and field.default is None:
             continue

@@ -27,6 +27,7 @@ class Request:
     costs: CostModel | None = None
     activation_budget: float | None = None
     steady: bool = False
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):

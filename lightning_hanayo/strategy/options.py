@@ -50,6 +50,7 @@ class Options:
     costs: CostModel | None
     cube_memory: Literal["gathered", "shards"]
     cube_pieces: int
+    pairs: bool
     cube_tokens: int | None
     cube_exclude: Sequence[str]
     timeout: timedelta
@@ -194,7 +195,7 @@ class Options:
 
     def _check_checkpoints(self) -> None:
         flags = ("save_full", "save_async", "verify_checkpoints")
-        for name in (*flags, "shard_optimizer", "offload_optimizer", "measure_memory"):
+        for name in (*flags, "pairs", "shard_optimizer", "offload_optimizer", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise HanayoError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.save_full and self.save_async:

@@ -178,11 +178,15 @@ class Pipeline:
     def close(self) -> None:
         """End the threads, once the other ranks have received what this one sent."""
         self.engine.channel.finish()
+        if self.engine.pairs is not None:
+            self.engine.pairs.close()
         self._stop_user_code()
 
     def abandon(self) -> None:
         """After a failure: drop everything under way, without waiting for other ranks, and close the connections."""
         self.engine.channel.forget()
+        if self.engine.pairs is not None:
+            self.engine.pairs.abandon()
         self.gradients.forget()
         self.step_state.forget()
         self.engine.channel.transport.close()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hanayo.overlap.link_queue import DeviceLink, LinkQueue
 from lightning_hanayo.strategy.groups.channels import Channels
 from lightning_hanayo.strategy.groups.factory import CUBE, DATA, REPLICA, GroupFactory, GroupSettings
 from lightning_hanayo.tensor3d.mesh import Mesh
@@ -25,6 +26,8 @@ class CubeGroups:
     plane: dist.ProcessGroup
     """the ranks that differ along y and z"""
     whole: dist.ProcessGroup
+    queue: LinkQueue | None = None
+    """through which the mesh's collectives go, if two actions may run at once"""
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,19 @@ class ProcessGroups:
     """for gradients that are partial over these axes of the cube: the ranks, data ranks too, that sum them"""
 
     @staticmethod
-    def create(topology: Topology, rank: int, factory: GroupFactory, *, shares_samples: bool = True) -> "ProcessGroups":
-        """Create all groups. Called by all ranks of the world alike. `shares_samples`: whether the ranks of a cube do.
+    def create(
+        topology: Topology, rank: int, factory: GroupFactory, *, shares_samples: bool = True, pairs: bool = False
+    ) -> "ProcessGroups":
+        """Create all groups. Called by all ranks of the world alike.
 
         Equal groups are one: without a cube `replica` is `control`, and `metrics` is `data`.
+
+        Args:
+            topology: the ranks.
+            rank: this one.
+            factory: makes the groups.
+            shares_samples: whether the ranks of a cube do.
+            pairs: whether a rank may run two actions at once.
         """
 
         def control(*axes: str) -> dist.ProcessGroup:
@@ -69,8 +81,9 @@ class ProcessGroups:
         cube, gradient_groups = None, {}
         if is_cube:
             whole, place = control("x", "y", "z"), rank % prod(topology.cube)
-            mesh = Mesh.of(topology.cube, place, lambda axes: tensors(CUBE, *axes), control=whole)
-            cube = CubeGroups(mesh, control("y", "z"), whole)
+            queue = (DeviceLink if factory.is_native else LinkQueue)() if pairs else None
+            mesh = Mesh.of(topology.cube, place, lambda axes: tensors(CUBE, *axes), control=whole, queue=queue)
+            cube = CubeGroups(mesh, control("y", "z"), whole, queue)
             if replicates:
                 partial = [axes for axes in PARTIAL_AXES if mesh.size(axes) > 1]
                 gradient_groups = {axes: tensors(DATA, "data", *axes) for axes in partial}

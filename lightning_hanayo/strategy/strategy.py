@@ -117,6 +117,8 @@ class HanayoStrategy(MeshParallelStrategy):
         cube_memory: what 3-D layers save for the backward: "gathered" operands, or "shards" that are gathered again.
         cube_pieces: the number of pieces in which a 3-D product is computed, so that communication and computation
             overlap: worth it where both take long.
+        pairs: in a cube, let a rank work on two micro-batches at once, the forward of one and the backward of another,
+            so that the collectives of one hide behind the compute of the other. A rank holds one micro-batch more.
         cube_tokens: tokens per micro-batch, for choosing how linear layers in unregistered blocks are sharded;
             None: 2048.
         cube_exclude: names of modules in blocks whose linear layers stay whole while a batch runs, with those inside
@@ -194,6 +196,7 @@ class HanayoStrategy(MeshParallelStrategy):
         balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
         cube_memory: Literal["gathered", "shards"] = "gathered",
         cube_pieces: int = 1,
+        pairs: bool = False,
         cube_tokens: int | None = None,
         cube_exclude: Sequence[str] = ("experts",),
         costs: Any = None,  # were CostModel named, jsonargparse would take a profile's path for its fields

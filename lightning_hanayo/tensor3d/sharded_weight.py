@@ -6,6 +6,7 @@ gathered    [N/y, K/z]        what one rank multiplies with
 Parts that don't divide are padded with zeros before the collective. What is stored has no padding.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -261,12 +262,15 @@ class PrefetchOrder:
 class PendingGradients:
     """Weight gradients whose reduce-scatter over x is under way, while the backward goes on.
 
-    If it `ends_late`, the last ones are also under way while the next actions run, until `finish` is called.
+    If it `ends_late`, the last ones are also under way while the next actions run, until `finish` is called. Of two
+    actions that run at once, each waits for its own only: the other one's may be planned behind what it starts itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: DeviceTurns | None = None) -> None:
         self.ends_late = False
-        self._pending: list[tuple[Sequence[Tensor], Pending[list[Tensor]], Sequence[bool]]] = []
+        self._turns = DeviceTurns() if turns is None else turns
+        self._pending: defaultdict[int, deque[_Sum]] = defaultdict(deque)
+        """by the action's slot"""
         self._has_callback = False
 
     def add(self, parameters: Sequence[Tensor], gradients: Pending[list[Tensor]], trained: Sequence[bool]) -> None:
@@ -275,27 +279,34 @@ class PendingGradients:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
             self._has_callback = True
-        self._pending.append((parameters, gradients, trained))
-        while len(self._pending) > _MAX_PENDING:
-            self._finish_first()
+        own = self._pending[self._turns.slot]
+        own.append((parameters, gradients, trained))
+        while len(own) > _MAX_PENDING:
+            _finish(own.popleft())
 
     def finish(self) -> None:
         """Wait for all, and add them to their parameters' gradients."""
         self._has_callback = False
-        while self._pending:
-            self._finish_first()
+        for slot in sorted(self._pending):
+            while self._pending[slot]:
+                _finish(self._pending[slot].popleft())
 
     def discard(self) -> None:
         """Drop all, after a failure."""
         self._pending.clear()
         self._has_callback = False
 
-    def _finish_first(self) -> None:
-        parameters, pending, trained = self._pending.pop(0)
-        for parameter, gradient, trains in zip(parameters, pending.wait(), trained, strict=True):
-            if not trains:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+
+_Sum = tuple[Sequence[Tensor], Pending[list[Tensor]], Sequence[bool]]
+"""the parameters, their gradients, and which of them are trained"""
+
+
+def _finish(one: _Sum) -> None:
+    parameters, pending, trained = one
+    for parameter, gradient, trains in zip(parameters, pending.wait(), trained, strict=True):
+        if not trains:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)

@@ -51,7 +51,7 @@ class StageContext:
         self.queue = queue
         self.num_pieces = num_pieces
         self._sequence_lengths = [sequence_length, sequence_length]
-        self.pending_gradients = PendingGradients()
+        self.pending_gradients = PendingGradients(self._turns)
         order = PrefetchOrder()
         self._prefetch_orders = order, order.twin()
         self.call_order = CallOrder(mesh)

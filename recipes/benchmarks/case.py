@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, build
@@ -72,13 +72,14 @@ class Case:
         times = (self.forward, self.backward_input, self.backward_weight)
         # Without compute times there is nothing to plan with: keep the order for equal stages
         planned = CostModel(*times, message=self.planned_message) if self.forward else CostModel()
+        sizes: dict[str, Any] = sizes_for(candidate.schedule_name, candidate.waves)
         return build(
             candidate.schedule_name,
             num_ranks=self.num_ranks,
             num_microbatches=self.num_microbatches,
             costs=planned,
             steady=self.steps > 1,
-            **sizes_for(candidate.schedule_name, candidate.waves),
+            **sizes,
         )
 
     def times(self, num_stages: int) -> StageTimes:

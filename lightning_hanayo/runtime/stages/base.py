@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ RunAction = Callable[[Batch, int, Message | None], Message | None]
 @dataclass(eq=False, repr=False, kw_only=True)
 class Stage(ABC):
     """Runs the actions of one stage. Forward messages are stage inputs, backward messages their gradients."""
+
+    has_user_code: ClassVar[bool] = False
+    """whether it runs user code, of which two forwards, or two backwards, never run at once"""
 
     queue: WeightGradientQueue
     """where the stage's layers leave their weight gradients while the backward is split"""

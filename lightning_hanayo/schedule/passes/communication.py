@@ -13,7 +13,8 @@ a channel, or synchronization of the device holds up the host): the earliest one
 table hangs, even if each message holds up both ranks (tests/schedule/passes/test_rendezvous.py). A rank receives from
 another in the order of its sends, by which NCCL matches them.
 
-A message needs a send and a receive only between different ranks.
+A message needs a send and a receive only between different ranks. Nothing comes between the actions of a pair: the
+receives of both are before them, their sends behind them.
 
 A stage's reduction comes right after its last weight gradient. Twins reduce together, when both are ready, each rank
 with an action of its own (also where one of them had no micro-batch). So that both ranks of every pair start them in
@@ -30,11 +31,11 @@ from operator import itemgetter
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.dependency import (
+    cell_waits,
     executable_order,
     last_gradients,
     producers,
     source_stage,
-    table_waits,
 )
 from lightning_hanayo.schedule.table import Table
 
@@ -51,8 +52,9 @@ def complete(table: Table) -> tuple[tuple[Action, ...], ...]:
         sender, receiver = rank_of[producer.stage], rank_of[consumer.stage]
         if sender != receiver:
             send, receive = _send_and_receive(producer, consumer)
-            cells[sender].append(((place[producer], 1), send))
-            cells[receiver].append(((place[producer], 1), receive))
+            behind = place[table.partner_of.get(producer, producer)]
+            cells[sender].append(((behind, 1), send))
+            cells[receiver].append(((behind, 1), receive))
     for action, behind in _reductions(table, place):
         cells[rank_of[action.stage]].append(((behind, 2), action))
     return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in cells)
@@ -86,13 +88,17 @@ def _places(table: Table) -> dict[Action, int]:
     Messages take a little time in that run. Without it, actions would end at the same time where in a real run one of
     them ends first, and with the places the other way round a transfer could not overlap with it.
     """
-    waits, rank_of = table_waits(table), table.stage_ranks
+    waits, rank_of = cell_waits(table), table.stage_ranks
     free = [0.0] * table.num_ranks
     ends: dict[Action, float] = {}
+    seconds = set(table.partner_of.values())
     for action in executable_order(table.actions, waits):
-        rank = rank_of[action.stage]
+        if action in seconds:
+            continue
+        rank, cell = rank_of[action.stage], [action, *([second] if (second := table.partner_of.get(action)) else [])]
         arrivals = [ends[other] + _HOP * (rank_of[other.stage] != rank) for other in waits[action]]
-        ends[action] = free[rank] = max(free[rank], *arrivals, 0.0) + _COSTS.of(table, action)
+        free[rank] = max(free[rank], *arrivals, 0.0) + sum(_COSTS.of(table, one) for one in cell)
+        ends |= dict.fromkeys(cell, free[rank])
     in_order = sorted(ends, key=ends.__getitem__)  # among equals, what others wait for stays first
     return {action: place for place, action in enumerate(in_order)}
 

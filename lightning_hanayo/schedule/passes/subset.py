@@ -37,8 +37,18 @@ def first_microbatches(schedule: AnyTable, num_microbatches: int) -> AnyTable:
         for row in schedule.actions
     )
     order = reduction_order(schedule)
-    return replace(schedule, actions=rows, num_microbatches=num_microbatches, reduction_order=order)
+    made = replace(schedule, actions=rows, num_microbatches=num_microbatches, reduction_order=order)
+    return _with_whole_pairs(made)
 
 
 def _only(schedule: AnyTable, keeps: Callable[[Action], bool]) -> AnyTable:
-    return replace(schedule, actions=tuple(tuple(filter(keeps, row)) for row in schedule.actions))
+    made = replace(schedule, actions=tuple(tuple(filter(keeps, row)) for row in schedule.actions))
+    return _with_whole_pairs(made)
+
+
+def _with_whole_pairs(schedule: AnyTable) -> AnyTable:
+    """The same without the pairs of which an action was left out."""
+    if not schedule.pairs:
+        return schedule
+    held = {action for row in schedule.actions for action in row}
+    return replace(schedule, pairs=frozenset(pair for pair in schedule.pairs if held.issuperset(pair)))

@@ -5,7 +5,7 @@ from collections import defaultdict
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
-from lightning_hanayo.schedule.dependency import Dependencies, executable_order, table_waits
+from lightning_hanayo.schedule.dependency import Dependencies, cell_waits, executable_order
 from lightning_hanayo.schedule.passes.table_error import reject
 from lightning_hanayo.schedule.search.evaluator import Evaluator
 from lightning_hanayo.schedule.table import Table
@@ -24,6 +24,7 @@ def validate(schedule: Table) -> None:
     _check_shape(schedule)
     _check_cells(schedule)
     _check_coverage(schedule)
+    _check_pairs(schedule)
     _check_order(schedule)
 
 
@@ -108,11 +109,34 @@ def _check_coverage(table: Table) -> None:
                 reject(table, here, f"stage {stage} has no whole backward of micro-batch {m}: {wanted}, {got}")
 
 
+def _check_pairs(table: Table) -> None:
+    """The actions of a pair are neighbours in this order, of two micro-batches; neither is in another pair."""
+    if not table.pairs:
+        return
+    cells = {action: (rank, position) for rank, row in enumerate(table.actions) for position, action in enumerate(row)}
+    seen: set[Action] = set()
+    for first, second in sorted(table.pairs, key=lambda pair: cells.get(pair[0], (0, 0))):
+        name = f"the pair of {first} and {second}"
+        if first not in cells or second not in cells:
+            missing = first if first not in cells else second
+            raise HanayoError(f"schedule {table.name!r}: {name}: the table has no {missing}")
+        rank, position = cells[first]
+        if cells[second] != (rank, position + 1):
+            reject(table, cells[second], f"{name}: the second one must come right behind the first one, on one rank")
+        if first.microbatch == second.microbatch:
+            reject(table, cells[second], f"{name}: they are of one micro-batch; two run at once")
+        if Kind.W in (first.kind, second.kind):
+            reject(table, cells[first], f"{name}: a weight gradient (W) runs alone; pair F, B and I")
+        if not seen.isdisjoint((first, second)):
+            reject(table, cells[first], f"{name}: one of them is in another pair, too")
+        seen |= {first, second}
+
+
 def _check_order(table: Table) -> None:
     evaluator = Evaluator(table, CostModel())
     if evaluator.run(evaluator.encode(table.actions)) is not None:
         return
-    waits = table_waits(table)
+    waits = cell_waits(table)
     done = set(executable_order(table.actions, waits))
     stuck: dict[int, int] = {}
     for rank, row in enumerate(table.actions):

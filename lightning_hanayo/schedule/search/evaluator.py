@@ -8,8 +8,9 @@ An action is one whole number, its code. What it waits for has a code at a fixed
          ^-----------'  1F1 waits for the code B positions to its left
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 
 from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
@@ -52,6 +53,8 @@ class Evaluator:
         self._num_ranks = shape.num_ranks
         stages = range(shape.num_stages)
         self._nodes = [_node(shape, costs, Action(stage, kind, 0)) for kind in _KINDS for stage in stages]
+        self._pair_ends = cache(lambda first, second: costs.pair(shape, self._at(first), self._at(second)))
+        self._pairs = self.encode_pairs(shape.pairs)
 
     def code(self, action: Action) -> int:
         """The number of a compute action of this shape."""
@@ -63,6 +66,13 @@ class Evaluator:
         node, microbatch = divmod(code, self._num_microbatches)
         kind, stage = divmod(node, self._num_stages)
         return Action(stage, _KINDS[kind], microbatch)
+
+    def _at(self, node: int) -> Action:
+        return self.action(node * self._num_microbatches)
+
+    def encode_pairs(self, pairs: Iterable[tuple[Action, Action]]) -> dict[int, int]:
+        """Of each pair the code of its first action, and that of its second."""
+        return {self.code(first): self.code(second) for first, second in pairs}
 
     def encode(self, rows: Iterable[Iterable[Action]]) -> list[list[int]]:
         """The codes of a table's actions."""
@@ -77,17 +87,27 @@ class Evaluator:
         kind = self._num_stages * self._num_microbatches
         return [[code if code < kind else code + 2 * kind for code in row] for row in rows]
 
-    def makespan(self, rows: CodeRows) -> float:
+    def makespan(self, rows: CodeRows, pairs: Mapping[int, int] | None = None) -> float:
         """How long the table takes; infinity if its ranks deadlock."""
-        times = self.run(rows)
+        times = self.run(rows, pairs=pairs)
         return inf if times is None else times.makespan
 
-    def run(self, rows: CodeRows, begin: Sequence[float] | None = None) -> ActionTimes | None:
+    def run(
+        self, rows: CodeRows, begin: Sequence[float] | None = None, pairs: Mapping[int, int] | None = None
+    ) -> ActionTimes | None:
         """Start each action as soon as its rank is free and what it waits for has arrived. None: the ranks deadlock.
 
-        `begin`: when each rank may start, at least 0 (default 0). Linear: a rank that waits is woken by what it waits
-        for. Of the table only dependencies are checked.
+        A pair starts when what both wait for has arrived. Linear: a rank that waits is woken by what it waits for. Of
+        the table only dependencies are checked.
+
+        Args:
+            rows: of each rank, in order.
+            begin: when each rank may start, at least 0 (default 0).
+            pairs: neighbours in a row that run at once (default: those of the shape).
         """
+        pairs = self._pairs if pairs is None else pairs
+        if pairs:
+            return self._run_cells(rows, begin, pairs)
         nodes, num_microbatches = self._nodes, self._num_microbatches
         done = [-1.0] * (3 * self._num_stages * num_microbatches)
         last = list(begin or [0.0] * self._num_ranks)
@@ -120,6 +140,40 @@ class Evaluator:
                     continue
                 break
             last[rank] = time
+        stuck = any(len(row) > len(row_ends) for row, row_ends in zip(rows, ends, strict=True))
+        return None if stuck else ActionTimes(starts, ends, last)
+
+    def _run_cells(self, rows: CodeRows, begin: Sequence[float] | None, pairs: Mapping[int, int]) -> ActionTimes | None:
+        """The same with pairs: in a cell there are one or two actions. Slower, and so apart."""
+        nodes, count = self._nodes, self._num_microbatches
+        done = [-1.0] * (3 * self._num_stages * count)
+        last = list(begin or [0.0] * self._num_ranks)
+        starts: list[list[float]] = [[] for _ in rows]
+        ends: list[list[float]] = [[] for _ in rows]
+        asleep: dict[int, list[int]] = {}
+        awake = list(range(len(rows)))[::-1]
+        while awake:
+            rank = awake.pop()
+            row, row_ends = rows[rank], ends[rank]
+            while len(row_ends) < len(row):
+                code = row[len(row_ends)]
+                cell = (code, pairs[code]) if code in pairs else (code,)
+                sources = [(one + distance, hop) for one in cell for distance, hop in nodes[one // count][2]]
+                missing = next((source for source, _ in sources if done[source] < 0), None)
+                if missing is not None:
+                    asleep.setdefault(missing, []).append(rank)
+                    break
+                start = max([last[rank], *(done[source] + hop for source, hop in sources)])
+                takes = (
+                    [nodes[code // count][0]] if len(cell) == 1 else self._pair_ends(*(one // count for one in cell))
+                )
+                for one, seconds in zip(cell, takes, strict=True):
+                    starts[rank].append(start)
+                    row_ends.append(start + seconds)
+                    slot = one + nodes[one // count][1]
+                    done[slot] = start + seconds
+                    awake += asleep.pop(slot, ())
+                last[rank] = start + max(takes)
         stuck = any(len(row) > len(row_ends) for row, row_ends in zip(rows, ends, strict=True))
         return None if stuck else ActionTimes(starts, ends, last)
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import inf
+from operator import attrgetter
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import COMPUTE, Action, Kind
@@ -68,11 +70,12 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computed."""
-        total = [0.0] * self.num_ranks
-        for span in self.spans:
+        """How long each rank computed; time in which it ran two actions counts once."""
+        total, until = [0.0] * self.num_ranks, [-inf] * self.num_ranks
+        for span in sorted(self.spans, key=attrgetter("start")):
             if span.action.kind in COMPUTE:
-                total[span.rank] += span.end - span.start
+                total[span.rank] += max(0.0, span.end - max(span.start, until[span.rank]))
+                until[span.rank] = max(until[span.rank], span.end)
         return tuple(total)
 
     @property

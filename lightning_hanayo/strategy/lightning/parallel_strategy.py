@@ -284,7 +284,9 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
         if self._groups is None or not joined_before:
             factory = group_factory(self.root_device, self.options.timeout)
             shares = self.options.cube_outside == "share"
-            self._groups = ProcessGroups.create(self.topology, self.global_rank, factory, shares_samples=shares)
+            self._groups = ProcessGroups.create(
+                self.topology, self.global_rank, factory, shares_samples=shares, pairs=self.options.pairs
+            )
             if not joined_before:
                 leave = leave_at_exit if factory.is_native else pause_at_exit
                 atexit.unregister(leave)  # of an earlier group of this process

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_hanayo.clock import clock_for
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.overlap.turns import ActionState
 from lightning_hanayo.packed_values import stored_tensors
 from lightning_hanayo.partition.block_times import measure_block_times
 from lightning_hanayo.partition.cut import Load, cut, stage_shares
@@ -22,13 +23,16 @@ from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce, sparse_weights
 from lightning_hanayo.runtime.autograd.recomputation import stop_recomputing
 from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import OnFailure, ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.comm.replicated_tensors import ReplicatedTensors
 from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.pairs import Pairs
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.random_streams import RandomStreams
+from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.runtime.values import MadeValues
 from lightning_hanayo.schedule import Schedule
 from lightning_hanayo.schedule.passes.communication import message_pairs
@@ -147,6 +151,7 @@ def build_pipeline(
         before_forward=gradients.finish_gather,
         streams=streams,
         values=context.values,
+        pairs=_pairs(context, stages),
     )
     splitter: BatchSplitter
     if cube is not None:
@@ -167,6 +172,24 @@ def build_pipeline(
         _step_state(model, ownership, rank, cube, context.groups, context.device),
         user_step,
         streams,
+    )
+
+
+def _pairs(context: RankContext, stages: Mapping[int, Stage]) -> Pairs | None:
+    """What runs two actions of this rank at once, if that is asked for."""
+    cube = context.groups.cube
+    if cube is None or cube.queue is None:
+        return None
+    whole = cube.whole
+    states: list[ActionState] = [context.values, *(stage.queue for stage in stages.values())]
+    if context.random_streams is not None:
+        states.append(context.random_streams)
+    return Pairs(
+        cube.queue,
+        states,
+        lambda plans: broadcast_object(plans, whole),
+        is_first=whole.rank() == 0,
+        is_planned=context.device.type == "cpu",
     )
 
 

@@ -172,7 +172,11 @@ class Cube:
     def _convert(self, stage: int, blocks: Sequence[nn.Module]) -> None:
         queue = self.queues[stage] = WeightGradientQueue()
         context = self._contexts[stage] = StageContext(
-            self.mesh, self._options.cube_memory, queue, num_pieces=self._options.cube_pieces
+            self.mesh,
+            self._options.cube_memory,
+            queue,
+            num_pieces=self._options.cube_pieces,
+            turns=None if self._groups.queue is None else self._groups.queue.turns,
         )
         self.plan.install(blocks, context)
         for module in (part for block in blocks for part in block.modules()):

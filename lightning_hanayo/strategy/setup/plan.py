@@ -101,6 +101,7 @@ def plan_model(
         costs=costs,
         steady=steady,
         separate_loss_stage=prod(topology.cube) > 1,
+        pairs=options.pairs and prod(topology.cube) > 1,
     )
     if topology.replica_size > 1 or layout.num_microbatches > 1:
         check_parameter_hooks(dict(model.named_parameters()))

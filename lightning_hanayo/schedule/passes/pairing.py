@@ -1,0 +1,143 @@
+"""The pairing pass: lets a rank run two neighbouring actions at once, where the step gets shorter by that.
+
+rank 0   F0 F1 B0 F2 B1 F3 B2 B3   ->   F0 F1+B0 F2+B1 F3+B2 B3        F of one micro-batch, B of another
+
+It begins with the order that it is given, pairs neighbours, and then moves single actions by a few places and pairs
+them anew, while the simulated step gets no longer and the rank holds no more activations than it may.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from random import Random
+
+from lightning_hanayo.schedule.action import Action, Kind
+from lightning_hanayo.schedule.cost import CostModel
+from lightning_hanayo.schedule.passes.subset import AnyTable
+from lightning_hanayo.schedule.search.evaluator import CodeRows, Evaluator
+
+EFFORT = 300_000
+"""how many actions are run in total, in all orders that are tried"""
+_MOVES = (-4, -3, -2, -1, 1, 2, 3, 4)
+
+_Score = tuple[float, float, float]
+
+
+def pair_up(
+    table: AnyTable, costs: CostModel | None = None, *, budget: float | None = None, steady: bool = False
+) -> AnyTable:
+    """The same actions, some in pairs and maybe in another order; the simulated step is no longer than that of `table`.
+
+    Args:
+        table: a valid schedule.
+        costs: what actions take, with `segments`: without them no two actions are quicker at once.
+        budget: the most activations that a rank may hold, in M_a (default: one more than it holds in `table`, as two
+            micro-batches are under way).
+        steady: whether to compare orders by the time that a following step adds.
+    """
+    search = _Pairing(table, costs or CostModel(), budget, steady=steady)
+    search.pair_neighbours()
+    search.improve()
+    rows = search.evaluator.decode(search.rows)
+    action = search.evaluator.action
+    pairs = frozenset((action(first), action(second)) for first, second in search.pairs.items())
+    return replace(table, actions=rows, pairs=pairs)
+
+
+class _Pairing:
+    def __init__(self, table: AnyTable, costs: CostModel, budget: float | None, *, steady: bool) -> None:
+        self.evaluator = Evaluator(replace(table, pairs=frozenset()), costs)
+        self.rows: CodeRows = self.evaluator.encode(table.actions)
+        self.pairs: dict[int, int] = {}
+        self._steady = steady
+        self._actions = {code: self.evaluator.action(code) for row in self.rows for code in row}
+        self._shares = [table.share_of(stage) for stage in range(table.num_stages)]
+        self._most = [self._held(row, {}) + 1 if budget is None else budget for row in self.rows]
+        self._score = self._score_of(self.rows, {})
+        self._left = EFFORT
+
+    def pair_neighbours(self) -> None:
+        """Pair neighbours where that makes the step no longer: all at once, else one by one."""
+        candidates = [pair for row in self.rows for pair in zip(row, row[1:], strict=False) if self._fits(*pair)]
+        apart: dict[int, int] = {}
+        for first, second in candidates:
+            if first not in apart.values():
+                apart[first] = second
+        if self._try(self.rows, apart):
+            return
+        for first, second in candidates:
+            if self._left <= 0:
+                return
+            if not {first, second} & {*self.pairs, *self.pairs.values()}:
+                self._try(self.rows, {**self.pairs, first: second})
+
+    def improve(self) -> None:
+        """Move actions, and pair them with their new neighbours."""
+        random = Random(0)
+        while self._left > 0:
+            rank = random.randrange(len(self.rows))
+            row = list(self.rows[rank])
+            if len(row) < 2:
+                self._left -= 1
+                continue
+            place = random.randrange(len(row))
+            code = row.pop(place)
+            place = max(0, min(len(row), place + random.choice(_MOVES)))
+            row.insert(place, code)
+            rows = [row if other == rank else same for other, same in enumerate(self.rows)]
+            pairs = {a: b for a, b in self.pairs.items() if code not in (a, b)}
+            neighbours = [at for at in (place - 1, place) if 0 <= at < len(row) - 1]
+            at = random.choice(neighbours)
+            taken = {*pairs, *pairs.values()}
+            if self._fits(row[at], row[at + 1]) and not taken & {row[at], row[at + 1]}:
+                pairs[row[at]] = row[at + 1]
+            if all(a in pairs and pairs[a] == b for a, b in pairs.items()) and self._adjacent(row, pairs):
+                self._try(rows, pairs)
+            else:
+                self._left -= 1
+
+    def _adjacent(self, row: Sequence[int], pairs: dict[int, int]) -> bool:
+        """Whether no pair was torn apart by a move in its row."""
+        return all(code not in pairs or row[at + 1 : at + 2] == [pairs[code]] for at, code in enumerate(row))
+
+    def _fits(self, first: int, second: int) -> bool:
+        one, other = self._actions[first], self._actions[second]
+        return one.microbatch != other.microbatch and Kind.W not in (one.kind, other.kind)
+
+    def _try(self, rows: CodeRows, pairs: dict[int, int]) -> bool:
+        """Keep an order if it is no worse."""
+        self._left -= sum(map(len, rows)) * (2 if self._steady else 1)
+        if any(self._held(row, pairs) > most + 1e-9 for row, most in zip(rows, self._most, strict=True)):
+            return False
+        score = self._score_of(rows, pairs)
+        if score > self._score:
+            return False
+        self.rows, self.pairs, self._score = rows, pairs, score
+        return True
+
+    def _score_of(self, rows: CodeRows, pairs: dict[int, int]) -> _Score:
+        times = self.evaluator.run(rows, pairs=pairs)
+        if times is None:
+            return inf, inf, inf
+        ends = round(sum(map(sum, times.ends)), 6)
+        if not self._steady:
+            return round(times.makespan, 9), -len(pairs), ends
+        following = self.evaluator.run(rows, times.last, pairs)
+        assert following is not None
+        return round(following.makespan - times.makespan, 9), round(times.makespan, 9), ends
+
+    def _held(self, row: Sequence[int], pairs: dict[int, int]) -> float:
+        """The most activations at once, in M_a."""
+        held = most = 0.0
+        freed = 0.0
+        for code in row:
+            action: Action = self._actions[code]
+            share = self._shares[action.stage]
+            if action.kind is Kind.F:
+                held += share
+            elif action.kind in (Kind.B, Kind.W):
+                freed += share
+            if code not in pairs:  # both of a pair hold theirs until it ends
+                most = max(most, held)
+                held, freed = held - freed, 0.0
+        return most

@@ -2,16 +2,19 @@
 
 process "hanayo"          thread "rank 0"  |0F0|0F1|...           a slice per action; arrows are messages
                           thread "rank 1"      |1F0|...
+                          thread "rank 1, at the same time"       the second action of a pair
                           counter "activations, rank 0"           in M_a, a step function
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lightning_hanayo.errors import writing
+from lightning_hanayo.plotting.lanes import span_lanes
 from lightning_hanayo.plotting.palette import KIND_NAMES
 from lightning_hanayo.plotting.timeline_messages import idle_before, timeline_messages
 from lightning_hanayo.schedule import Kind, Span, Timeline
@@ -60,8 +63,10 @@ def chrome_trace(
     """
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items()):
-        own = _TimelineEvents(process, timeline, 1e6 * seconds)
-        events += own.events(name, (waits or {}).get(name, ()), first_flow=len(events))
+        awaited = (waits or {}).get(name, ())
+        compute = [span for span in timeline.spans if span.action.kind.is_compute]
+        own = _TimelineEvents(process, timeline, 1e6 * seconds, awaited, span_lanes([*awaited, *compute]))
+        events += own.events(name, first_flow=len(events))
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -72,11 +77,14 @@ class _TimelineEvents:
     process: int
     timeline: Timeline
     microseconds: float
+    waits: Sequence[Span]
+    lanes: Mapping[Span, int]
+    """of waits and compute actions: slices of one thread must not overlap"""
 
-    def events(self, name: str, waits: Sequence[Span], first_flow: int) -> Iterator[Event]:
+    def events(self, name: str, first_flow: int) -> Iterator[Event]:
         yield self._meta("process_name", None, name)
         yield from self._threads()
-        for span in waits:
+        for span in self.waits:
             yield self._slice(span, f"wait {span.action}", "wait", {})
         idle = idle_before(self.timeline)
         for step in self.timeline.steps:
@@ -91,11 +99,18 @@ class _TimelineEvents:
 
     def _threads(self) -> Iterator[Event]:
         with_communication = {span.rank for span in self.timeline.spans if not span.action.kind.is_compute}
+        lanes = {(span.rank, lane) for span, lane in self.lanes.items()}
         for rank in range(self.timeline.num_ranks):
-            names = [f"rank {rank}", *[f"rank {rank}, communication"] * (rank in with_communication)]
-            for thread, name in enumerate(names, 2 * rank):
-                yield self._meta("thread_name", thread, name)
-                yield self._meta("thread_sort_index", thread, thread)
+            threads = {0: f"rank {rank}"}
+            for lane in range(1, self._num_lanes):
+                if (rank, lane) in lanes:
+                    threads[lane] = f"rank {rank}, at the same time"
+            if rank in with_communication:
+                threads[self._num_lanes] = f"rank {rank}, communication"
+            for thread, name in threads.items():
+                number = self._thread_number(rank, thread)
+                yield self._meta("thread_name", number, name)
+                yield self._meta("thread_sort_index", number, number)
 
     def _meta(self, event_name: str, thread: int | None, value: str | int) -> Event:
         argument = "sort_index" if event_name.endswith("sort_index") else "name"
@@ -121,11 +136,19 @@ class _TimelineEvents:
     def _counters(self) -> Iterator[Event]:
         for rank in range(self.timeline.num_ranks):
             for time, held in self.timeline.activations(rank):
-                event = {"ph": "C", "pid": self.process, "tid": 2 * rank, "name": f"activations, rank {rank}"}
-                yield {**event, "ts": self._time(time), "args": {"M_a": held}}
+                event = {"ph": "C", "pid": self.process, "tid": self._thread_number(rank, 0)}
+                yield {**event, "name": f"activations, rank {rank}", "ts": self._time(time), "args": {"M_a": held}}
 
     def _thread(self, span: Span) -> Event:
-        return {"pid": self.process, "tid": 2 * span.rank + (not span.action.kind.is_compute)}
+        return {"pid": self.process, "tid": self._thread_number(span.rank, self.lanes.get(span, self._num_lanes))}
+
+    def _thread_number(self, rank: int, thread: int) -> int:
+        """The lanes of a rank have the first numbers, its communication has the last one."""
+        return rank * (self._num_lanes + 1) + thread
+
+    @cached_property
+    def _num_lanes(self) -> int:
+        return 1 + max(self.lanes.values(), default=0)
 
     def _time(self, time: float) -> float:
         return self._length(time - self.timeline.begin)

@@ -2,17 +2,19 @@
 
 rank 0 | 0 1 2 3 .  0 0  1 1 ...
 rank 1 |   0 1 2 .  .  ...
-         time ->                  a box per action, with its micro-batch if that fits; idle time shows the background
+         time ->                  a box per action, with its micro-batch if that fits; idle time shows the background;
+                                  while a rank has two actions at once, each has half of the row's height
 
 rank 0 |    ___/~~~~\\___         from zero to the largest peak of all ranks
 rank 1 |  ____/~~~\\_____
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_hanayo.plotting import palette
+from lightning_hanayo.plotting.lanes import Part, Parts, main_part, outline, span_parts
 from lightning_hanayo.schedule import Kind, Span, Timeline
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 BOX_HEIGHT = 0.86
 """as a fraction of the row"""
+
+_THIN_TOP = 1 - 0.18 / BOX_HEIGHT
+"""of the boxes of gradient reductions, which are drawn at the bottom of a row, over the computation"""
 
 SMALLEST_FONT = 2.8
 """points; a number that would have to be smaller is left out"""
@@ -56,14 +61,16 @@ def draw_actions(
     """Draw the actions between the two times of `window`, counted from the timeline's first start. No title."""
     first, last = window
     begin, legs = timeline.begin, palette.wave_legs(timeline)
-    spans = [span for span in palette.drawn_spans(timeline) if span.end > begin + first and span.start < begin + last]
+    drawn = palette.drawn_spans(timeline)
+    boxes = span_parts(span for span in drawn if span.action.kind.is_compute)
+    spans = [span for span in drawn if span.end > begin + first and span.start < begin + last]
     _draw_background(timeline, axes, window)
-    _draw_boxes(spans, begin, axes, legs)
+    _draw_boxes(spans, boxes, begin, axes, legs)
     if numbers:
-        _draw_numbers(spans, timeline, axes, legs)
+        _draw_numbers(spans, boxes, timeline, axes, legs)
     for step in timeline.steps if follow else ():
         for microbatch in follow:
-            _draw_path(axes, step.spans, begin, microbatch)
+            _draw_path(axes, step.spans, boxes, begin, microbatch)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -105,21 +112,38 @@ def _draw_background(timeline: Timeline, axes: "Axes", window: tuple[float, floa
     axes.set_ylim(max(1, timeline.num_ranks) - 0.5, -0.5)
 
 
-def _draw_boxes(spans: Sequence[Span], begin: float, axes: "Axes", legs: palette.WaveLegs) -> None:
+def _draw_boxes(
+    spans: Sequence[Span], boxes: Mapping[Span, Parts], begin: float, axes: "Axes", legs: palette.WaveLegs
+) -> None:
     """Draw all boxes of one row and colour at once: drawing thousands of single boxes would take seconds."""
-    boxes: dict[tuple[int, str, bool], list[tuple[float, float]]] = defaultdict(list)
+    from matplotlib.collections import PolyCollection
+
+    shapes: dict[tuple[int, str, bool], list[Parts]] = defaultdict(list)
     for span in spans:
         key = span.rank, palette.action_colour(span.action, legs), span.action.kind.is_compute
-        boxes[key].append((span.start - begin, span.end - span.start))
-    for (rank, colour, is_compute), extents in boxes.items():
-        narrowest = min(length for _, length in extents)
+        shapes[key].append(boxes.get(span, (Part(span.start, span.end, _THIN_TOP, 1.0),)))
+    for (rank, colour, is_compute), own in shapes.items():
+        narrowest = min(parts[-1].end - parts[0].start for parts in own)
         line = min(0.6, 0.1 * _points(axes, narrowest))
-        below, height = (BOX_HEIGHT / 2, BOX_HEIGHT) if is_compute else (0.18 - BOX_HEIGHT / 2, 0.18)
+        corners = [[(time - begin, _row_y(rank, height)) for time, height in outline(parts)] for parts in own]
         look: Any = {"facecolor": colour, "edgecolor": "white", "linewidth": line, "zorder": 2 if is_compute else 3}
-        axes.broken_barh(extents, (rank - below, height), **look)
+        axes.add_collection(PolyCollection(corners, **look), autolim=False)
 
 
-def _draw_numbers(spans: Sequence[Span], timeline: Timeline, axes: "Axes", legs: palette.WaveLegs) -> None:
+def _middle(span: Span, boxes: Mapping[Span, Parts], begin: float) -> tuple[float, float]:
+    """Time and vertical coordinate of the middle of a box, or of its longest part."""
+    time, height = main_part(boxes[span]).middle if span in boxes else ((span.start + span.end) / 2, 0.5)
+    return time - begin, _row_y(span.rank, height)
+
+
+def _row_y(rank: int, height: float) -> float:
+    """The vertical coordinate of a height in a rank's row, which is a fraction from the row's top."""
+    return rank + BOX_HEIGHT * (height - 0.5)
+
+
+def _draw_numbers(
+    spans: Sequence[Span], boxes: Mapping[Span, Parts], timeline: Timeline, axes: "Axes", legs: palette.WaveLegs
+) -> None:
     """Draw all numbers of the same text, size and colour at once, for the same reason."""
     shown = [span for span in spans if span.action.kind.is_compute]
     num_digits = max((len(str(span.action.microbatch)) for span in shown), default=1)
@@ -127,12 +151,14 @@ def _draw_numbers(spans: Sequence[Span], timeline: Timeline, axes: "Axes", legs:
     places: dict[tuple[str, float, str], list[tuple[float, float]]] = defaultdict(list)
     first, last = axes.get_xlim()
     for span in shown:
-        widest = _points(axes, span.end - span.start) / (0.68 * num_digits)
-        size = round(min(9.0, 0.55 * BOX_HEIGHT * row_height, widest), 1)
-        middle = (span.start + span.end) / 2 - timeline.begin
-        if size >= SMALLEST_FONT and first <= middle <= last:
+        part = main_part(boxes[span])
+        widest = _points(axes, part.end - part.start) / (0.68 * num_digits)
+        height = BOX_HEIGHT * row_height * (part.bottom - part.top)
+        size = round(min(9.0, (0.55 if part.is_whole else 0.7) * height, widest), 1)
+        middle = _middle(span, boxes, timeline.begin)
+        if size >= SMALLEST_FONT and first <= middle[0] <= last:
             key = str(span.action.microbatch), size, palette.text_colour(palette.action_colour(span.action, legs))
-            places[key].append((middle, float(span.rank)))
+            places[key].append(middle)
     for (text, size, colour), offsets in places.items():
         _draw_number(axes, text, size, colour, offsets)
 
@@ -152,13 +178,14 @@ def _draw_number(axes: "Axes", text: str, size: float, colour: str, offsets: lis
     axes.add_collection(numbers, autolim=False)
 
 
-def _draw_path(axes: "Axes", spans: Sequence[Span], begin: float, microbatch: int) -> None:
+def _draw_path(axes: "Axes", spans: Sequence[Span], boxes: Mapping[Span, Parts], begin: float, microbatch: int) -> None:
     """Draw a line through the middles of one micro-batch's forwards and backwards."""
     kinds = (Kind.F, Kind.B, Kind.I)
     path = [span for span in spans if span.action.microbatch == microbatch and span.action.kind in kinds]
     path.sort(key=lambda span: (span.start, span.end))
-    middles = [(span.start + span.end) / 2 - begin for span in path]
-    axes.plot(middles, [span.rank for span in path], color=palette.DARK, linewidth=1.1, alpha=0.7, zorder=5)
+    middles = [_middle(span, boxes, begin) for span in path]
+    times, heights = [time for time, _ in middles], [height for _, height in middles]
+    axes.plot(times, heights, color=palette.DARK, linewidth=1.1, alpha=0.7, zorder=5)
 
 
 def _points(axes: "Axes", length: float) -> float:

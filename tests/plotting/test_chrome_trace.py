@@ -88,6 +88,17 @@ def test_a_measured_timeline_with_its_waits() -> None:
     assert second["args"] == {"stage": 1, "microbatch": 0, "idle_before_us": 6e5}
 
 
+def test_a_pair_of_actions_has_two_threads() -> None:
+    """On rank 1, 0F3 and 1B1 run at once, and 0F4 has waited since before the end of 1B1."""
+    cells = ("0F3", 0.0, 1.0), ("1B1", 0.0, 2.0), ("0F4", 2.5, 3.0)
+    timeline = Timeline(tuple(Span(1, Action.parse(cell), start, end) for cell, start, end in cells))
+    waits = {"it": [Span(1, Action.parse("0F4"), 1.5, 2.5)]}
+    threads = {e["name"]: e["tid"] for e in events(timeline, "X", waits=waits)}
+    assert threads == {"0F3": 3, "1B1": 4, "wait 0F4": 3, "0F4": 3}
+    names = {e["tid"]: e["args"]["name"] for e in events(timeline, "M", waits=waits) if e["name"] == "thread_name"}
+    assert names == {0: "rank 0", 3: "rank 1", 4: "rank 1, at the same time"}
+
+
 def test_the_file_is_json(tmp_path: Path) -> None:
     timelines = {"it": simulate(build("gpipe", num_ranks=2, num_microbatches=2))}
     save_trace(tmp_path / "trace.json", timelines)

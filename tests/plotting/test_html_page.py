@@ -13,7 +13,7 @@ from hypothesis import given
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import html_page, save_page
-from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, simulate
+from lightning_hanayo.schedule import Action, CostModel, Schedule, Span, Timeline, build, simulate
 from tests.schedule.samples import schedules, unhurried
 
 EMPTY = {"meta", "br", "hr", "img", "input", "link"}
@@ -99,6 +99,15 @@ def test_a_span_says_how_long_its_rank_was_idle_and_which_message_it_waited_for(
     spans = {f"{s[1]}{s[2]}{s[3]}": s for s in data(wave)["timelines"][0]["spans"]}
     assert spans["0F0"][7:9] == [0.0, None]
     assert spans["1F0"][7:9] == [0.6, "0F0 on rank 0"]
+
+
+def test_a_pair_of_actions_has_boxes_of_two_parts(tmp_path: Path) -> None:
+    """From start to end, from top to bottom; the box of an action that is alone needs no parts."""
+    spans = [("0F3", 5.0, 6.0), ("1B1", 5.0, 7.0), ("0F4", 7.0, 8.0)]
+    timeline = Timeline(tuple(Span(0, Action.parse(cell), start, end) for cell, start, end in spans))
+    save_page(tmp_path / "pair.html", "a pair", {"it": timeline})
+    shown = data(tmp_path / "pair.html")["timelines"][0]["spans"]
+    assert [span[10] for span in shown] == [[[0, 1, 0, 0.5]], [[0, 1, 0.5, 1], [1, 2, 0, 1]], None]
 
 
 def test_every_colour_is_in_the_legend(wave: Path) -> None:

@@ -16,7 +16,7 @@ from lightning_hanayo.plotting import draw_timeline, save_comparison, save_sched
 from lightning_hanayo.plotting.image import _bands
 from lightning_hanayo.plotting.palette import legend_entries
 from lightning_hanayo.plotting.timeline_axes import draw_actions, draw_activations
-from lightning_hanayo.schedule import CostModel, Timeline, build, simulate, with_loss_stage
+from lightning_hanayo.schedule import Action, CostModel, Span, Timeline, build, simulate, with_loss_stage
 
 
 def wave(num_ranks: int, num_microbatches: int, message: float = 0.0) -> Timeline:
@@ -86,6 +86,19 @@ def test_one_micro_batch_can_be_followed_over_the_ranks() -> None:
     (path,) = axes.lines
     forward, backward = [0, 1, 1, 0] * 2, [0, 1, 1, 0] * 2
     assert list(path.get_ydata()) == forward + backward
+
+
+def test_a_pair_of_actions_has_two_lanes() -> None:
+    """rank 0   |3 |   |      the upper half of the row is 0.215 above its middle, and the second box is whole
+    |1     |      after the first one's end
+    """
+    axes = Figure(figsize=(8, 3)).subplots()
+    pair = Span(0, Action.parse("0F3"), 0.0, 2.0), Span(0, Action.parse("1B1"), 0.0, 3.0)
+    draw_timeline(Timeline(pair), axes, follow=[1])
+    assert numbers(axes) == [(1.0, pytest.approx(-0.215), "3"), (1.0, pytest.approx(0.215), "1")]
+    boxes = [path.get_extents() for boxes in axes.collections[:2] for path in boxes.get_paths()]
+    assert [(box.x0, box.x1) for box in boxes] == [(0.0, 2.0), (0.0, 3.0)]
+    assert [tuple(map(float, line.get_ydata())) for line in axes.lines] == [(pytest.approx(0.215),)]
 
 
 def test_each_step_has_its_own_path() -> None:

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, repeat, zip_longest
 from operator import attrgetter, itemgetter
 
 from lightning_hanayo.schedule.cost import CostModel
@@ -32,6 +32,8 @@ def schedule_text(
 
 def timeline_text(timeline: Timeline, columns: int | None = None, wrap: bool = False) -> str:
     """The timeline, a row per rank: kind and micro-batch at each action's start, dots where the rank is idle.
+
+    Actions that a rank runs at once share a cell: `F3|B1`.
 
     Args:
         timeline: simulated or measured.
@@ -64,47 +66,96 @@ def timeline_lines(timeline: Timeline, columns: int | None = None, wrap: bool = 
     if not compute:
         return
     margin = len(f"rank {timeline.num_ranks - 1}") + 2
-    longest = max(len(_label(span)) for span in compute)
-    lengths = [span.end - span.start for span in compute]
-    too_short = SHORT * max(lengths)
-    shortest = min(length for length in lengths if length >= too_short)  # its label should fit
-    scale = min((longest + 1) / shortest, MAX_COLUMNS / timeline.makespan)
+    rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    for span in sorted(compute, key=attrgetter("start")):
+        rows[span.rank].append(span)
+    cells = [list(_cells(row)) for row in rows]
+    longest = max(cell.size for row in cells for cell in row)
+    scale = min(_ideal_scale(compute, cells), MAX_COLUMNS / timeline.makespan)
     if columns is not None and not wrap:
         scale = min(scale, max(1, columns - margin) / timeline.makespan)
     width = max(1, round(timeline.makespan * scale))
     band = width if columns is None or not wrap else max(longest + 1, columns - margin)
-    spans: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
-    for span in sorted(compute, key=attrgetter("start")):
-        spans[span.rank].append(span)
     for start in range(0, width, band):
         if start:
             yield Line("", ())
         columns_here = range(start, min(width, start + band))
-        for rank, own in enumerate(spans):
+        for rank, own in enumerate(cells):
             yield Line(f"rank {rank}".ljust(margin), tuple(_pieces(_row(own, timeline.begin, scale, columns_here))))
 
 
-_Cell = tuple[str, Span | None]
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """The time from one start to the next one, or to the end, with the spans that a rank has at its start."""
+
+    start: float
+    end: float
+    spans: tuple[Span, ...]
+
+    @property
+    def labels(self) -> Iterator[str]:
+        """Kind and micro-batch of each span: "F3", "|B1"."""
+        for number, span in enumerate(self.spans):
+            yield f"{'|' * (number > 0)}{span.action.kind}{span.action.microbatch}"
+
+    @property
+    def size(self) -> int:
+        """The characters of all labels."""
+        return sum(map(len, self.labels))
+
+    @property
+    def characters(self) -> Iterator[tuple[str, Span]]:
+        """The labels with the span of each character, then spaces, which belong to the span that ends last."""
+        for span, label in zip(self.spans, self.labels, strict=True):
+            yield from zip(label, repeat(span), strict=False)
+        yield from repeat((" ", max(self.spans, key=attrgetter("end"))))
 
 
-def _row(spans: Sequence[Span], begin: float, scale: float, columns: range) -> list[_Cell]:
-    """These columns of a rank's row, whose spans are in order."""
-    cells: list[_Cell] = [(".", None)] * len(columns)
-    ended = bisect_right(spans, columns.start, key=lambda span: round((span.end - begin) * scale))
-    for span in islice(spans, ended, None):
-        first, last = (round((time - begin) * scale) for time in (span.start, span.end))
+def _cells(spans: Sequence[Span]) -> Iterator[_Cell]:
+    """One rank's cells. Its spans are in order of their starts.
+
+    0F3 from 0 to 1, 2B1 from 0 to 2, 0F4 from 2 to 3         |F3|B1   |F4 |
+    """
+    running: list[Span] = []
+    for span, following in zip_longest(spans, spans[1:]):
+        running = [other for other in running if _are_at_once(other, span)] + [span]
+        end = max(other.end for other in running)
+        if following is not None:
+            end = min(end, following.start)
+        if end > span.start:
+            yield _Cell(span.start, end, tuple(running))
+
+
+def _are_at_once(earlier: Span, later: Span) -> bool:
+    """Whether two spans share a tenth of the shorter one. Measured spans may touch by a little."""
+    shorter = min(span.end - span.start for span in (earlier, later))
+    return min(earlier.end, later.end) - later.start > 0.1 * shorter
+
+
+def _ideal_scale(compute: Sequence[Span], cells: Sequence[Sequence[_Cell]]) -> float:
+    """The characters per unit of time with which all labels fit, but those of very short cells."""
+    too_short = SHORT * max(span.end - span.start for span in compute)
+    whole = [cell for row in cells for cell in row if cell.end - cell.start >= too_short]
+    return max(((cell.size + 1) / (cell.end - cell.start) for cell in whole), default=1 / too_short)
+
+
+_Character = tuple[str, Span | None]
+
+
+def _row(cells: Sequence[_Cell], begin: float, scale: float, columns: range) -> list[_Character]:
+    """These columns of a rank's row, whose cells are in order."""
+    row: list[_Character] = [(".", None)] * len(columns)
+    ended = bisect_right(cells, columns.start, key=lambda cell: round((cell.end - begin) * scale))
+    for cell in islice(cells, ended, None):
+        first, last = (round((time - begin) * scale) for time in (cell.start, cell.end))
         if first >= columns.stop:
             break
-        text = _label(span).ljust(last - first)[: last - first]
+        text = list(islice(cell.characters, last - first))
         for column in range(max(first, columns.start), min(last, columns.stop)):
-            cells[column - columns.start] = (text[column - first], span)
-    return cells
+            row[column - columns.start] = text[column - first]
+    return row
 
 
-def _pieces(cells: Sequence[_Cell]) -> Iterator[Piece]:
-    for span, run in groupby(cells, key=itemgetter(1)):
+def _pieces(row: Sequence[_Character]) -> Iterator[Piece]:
+    for span, run in groupby(row, key=itemgetter(1)):
         yield Piece("".join(character for character, _ in run), span)
-
-
-def _label(span: Span) -> str:
-    return f"{span.action.kind}{span.action.microbatch}"

@@ -1,6 +1,6 @@
 """Schedules drawn as text."""
 
-from lightning_hanayo.schedule import CostModel, Timeline, build, schedule_text, simulate, timeline_text
+from lightning_hanayo.schedule import Action, CostModel, Span, Timeline, build, schedule_text, simulate, timeline_text
 from lightning_hanayo.schedule.text.timeline_text import MAX_COLUMNS, timeline_lines
 from tests.schedule.samples import make
 
@@ -51,6 +51,26 @@ def test_pieces_belong_to_their_spans() -> None:
         ("B1    ", "1B1"),
         ("......", None),
     ]
+
+
+def test_a_pair_of_actions_shares_a_cell() -> None:
+    """0F3 and 2B1 start together; then 0F4 is alone, until 2B2 joins it."""
+    cells = ("0F3", 0, 1), ("2B1", 0, 2), ("0F4", 2, 4), ("2B2", 3, 5)
+    pairs = Timeline(tuple(Span(0, Action.parse(cell), start, end) for cell, start, end in cells))
+    assert timeline_text(pairs) == "rank 0  F3|B1 F4 F4|B2"
+    (line,) = timeline_lines(pairs)
+    assert [(piece.text, str(piece.span and piece.span.action)) for piece in line.pieces] == [
+        ("F3", "0F3"),
+        ("|B1 ", "2B1"),
+        ("F4 F4", "0F4"),
+        ("|B2 ", "2B2"),
+    ]
+
+
+def test_spans_that_touch_have_cells_of_their_own() -> None:
+    """Measured: the second one starts a little before the first one's end."""
+    touching = Span(0, Action.parse("0F0"), 0.0, 1.01), Span(0, Action.parse("0F1"), 1.0, 2.0)
+    assert timeline_text(Timeline(touching)) == "rank 0  F0 F1"
 
 
 def test_a_tiny_action_keeps_lines_short() -> None:

@@ -37,6 +37,8 @@ class DeviceTurns:
         self.slot = 0
         """the action that has the device: 0, or 1 in a pair"""
         self.is_pair = False
+        self.number = 0
+        """of the pair that runs, or ran last"""
         self.states: Sequence[ActionState] = ()
         """what is saved and restored whenever the device changes hands"""
         self.on_failure: Callable[[], None] = lambda: None
@@ -68,6 +70,7 @@ class DeviceTurns:
         self._by_turns, self._prefer, self._failed = by_turns, prefer, False
         self._running, self._waiting, self._is_free = {0, 1}, [1], False
         self.slot, self.is_pair = 0, True
+        self.number += 1
         results: dict[int, T] = {}
         errors: list[BaseException] = []
 

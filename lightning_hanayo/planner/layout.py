@@ -119,13 +119,22 @@ def _table(layout: Layout, num_microbatches: int) -> Schedule:
         layout.schedule,
         num_ranks=layout.num_ranks,
         num_microbatches=num_microbatches,
-        costs=layout.stage_costs if depth == "waves" or layout.pairs else None,  # the order of other schedules is fixed
+        costs=_costs_of_order(layout, depth),
         activation_budget=layout.activation_budget,
         steady=layout.steady,
         pairs=layout.pairs,
         **sizes,
     )
     return _ending_on_rank_0(schedule, layout.separate_loss_stage)
+
+
+def _costs_of_order(layout: Layout, depth: Depth | None) -> CostModel | None:
+    """What the order depends on: nothing where it is fixed, up to the pairs."""
+    if depth == "waves":
+        return layout.stage_costs
+    if layout.pairs:
+        return replace(COSTS, segments=layout.costs.segments) if layout.costs.is_per_stage else layout.costs
+    return None
 
 
 def _ending_on_rank_0(schedule: Schedule, separate_loss_stage: bool = False) -> Schedule:

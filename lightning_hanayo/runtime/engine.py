@@ -110,7 +110,7 @@ class Engine:
             self.trace.add(step.action, reached, *self._run(step, batch, received))
 
     def _pair(self, pair: Pair, batch: Batch) -> None:
-        if self.pairs is None or self.memory.is_measuring or self._shares_user_code(pair):
+        if self.pairs is None or self.memory.is_measuring or not self._may_run_at_once(pair):
             for one in (pair.first, pair.second):
                 self._compute(one, batch)
             return
@@ -126,11 +126,11 @@ class Engine:
         for step, marks in zip((first, second), ran, strict=True):
             self.trace.add(step.action, reached, *marks)
 
-    def _shares_user_code(self, pair: Pair) -> bool:
-        """Whether both actions run user code in one direction, which isn't made for that."""
+    def _may_run_at_once(self, pair: Pair) -> bool:
         actions = pair.first.action, pair.second.action
-        same_direction = (actions[0].kind is Kind.F) == (actions[1].kind is Kind.F)
-        return same_direction and all(self.stages[action.stage].has_user_code for action in actions)
+        if (actions[0].kind is Kind.F) != (actions[1].kind is Kind.F):
+            return True
+        return all(self.stages[action.stage].allows_twins for action in actions)
 
     def _receive(self, step: Compute) -> Message | None:
         """The message that the action needs."""

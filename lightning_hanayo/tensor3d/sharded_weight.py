@@ -6,7 +6,7 @@ gathered    [N/y, K/z]        what one rank multiplies with
 Parts that don't divide are padded with zeros before the collective. What is stored has no padding.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -263,14 +263,14 @@ class PendingGradients:
     """Weight gradients whose reduce-scatter over x is under way, while the backward goes on.
 
     If it `ends_late`, the last ones are also under way while the next actions run, until `finish` is called. Of two
-    actions that run at once, each waits for its own only: the other one's may be planned behind what it starts itself.
+    actions that run at once, neither waits for the other one's, which may be planned behind what it starts itself.
     """
 
     def __init__(self, turns: DeviceTurns | None = None) -> None:
         self.ends_late = False
         self._turns = DeviceTurns() if turns is None else turns
-        self._pending: defaultdict[int, deque[_Sum]] = defaultdict(deque)
-        """by the action's slot"""
+        self._pending: deque[tuple[tuple[int, int], _Sum]] = deque()
+        """in the order in which they are added, each with the action that has made it"""
         self._has_callback = False
 
     def add(self, parameters: Sequence[Tensor], gradients: Pending[list[Tensor]], trained: Sequence[bool]) -> None:
@@ -279,17 +279,19 @@ class PendingGradients:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
             self._has_callback = True
-        own = self._pending[self._turns.slot]
-        own.append((parameters, gradients, trained))
-        while len(own) > _MAX_PENDING:
-            _finish(own.popleft())
+        action = self._turns.number, self._turns.slot
+        self._pending.append((action, (parameters, gradients, trained)))
+        while len(self._pending) > _MAX_PENDING:
+            (number, slot), _ = self._pending[0]
+            if number == action[0] and slot != action[1]:
+                return
+            _finish(self._pending.popleft()[1])
 
     def finish(self) -> None:
         """Wait for all, and add them to their parameters' gradients."""
         self._has_callback = False
-        for slot in sorted(self._pending):
-            while self._pending[slot]:
-                _finish(self._pending[slot].popleft())
+        while self._pending:
+            _finish(self._pending.popleft()[1])
 
     def discard(self) -> None:
         """Drop all, after a failure."""
@@ -303,10 +305,12 @@ _Sum = tuple[Sequence[Tensor], Pending[list[Tensor]], Sequence[bool]]
 
 def _finish(one: _Sum) -> None:
     parameters, pending, trained = one
-    for parameter, gradient, trains in zip(parameters, pending.wait(), trained, strict=True):
-        if not trains:
-            continue
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
+    gradients = pending.wait()
+    with torch._C.DisableTorchFunctionSubclass():  # both are this rank's parts
+        for parameter, gradient, trains in zip(parameters, gradients, trained, strict=True):
+            if not trains:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)

@@ -34,8 +34,8 @@ RunAction = Callable[[Batch, int, Message | None], Message | None]
 class Stage(ABC):
     """Runs the actions of one stage. Forward messages are stage inputs, backward messages their gradients."""
 
-    has_user_code: ClassVar[bool] = False
-    """whether it runs user code, of which two forwards, or two backwards, never run at once"""
+    allows_twins: ClassVar[bool] = False
+    """whether two forwards, or two backwards, may run at once: not where user code may see that"""
 
     queue: WeightGradientQueue
     """where the stage's layers leave their weight gradients while the backward is split"""

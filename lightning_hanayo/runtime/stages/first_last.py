@@ -32,8 +32,6 @@ class FirstStage(Stage):
     With several passes, those of the later ones run in the step's thread when the last stage resumes it.
     """
 
-    has_user_code = True
-
     user: UserStep
     """runs the user's step, and in it the first blocks"""
     tied: TiedGradients
@@ -73,8 +71,6 @@ class FirstStage(Stage):
 @dataclass(eq=False, repr=False, kw_only=True)
 class LastStage(Stage):
     """Blocks, and user code after the stack, up to the loss."""
-
-    has_user_code = True
 
     blocks: Sequence[nn.Module]
     """none, if the schedule has a loss stage"""
@@ -148,8 +144,6 @@ class LastStage(Stage):
 @dataclass(eq=False, repr=False, kw_only=True)
 class SingleStage(Stage):
     """The whole of the user's step, on one rank. Nothing is suspended, recorded or sent, as in plain PyTorch."""
-
-    has_user_code = True
 
     user: UserStep
 

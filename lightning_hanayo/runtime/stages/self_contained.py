@@ -1,6 +1,6 @@
 """Self-contained stages: of a stack whose last block computes the loss, with no user's step around it.
 
-    inputs[m] -> SelfContainedFirstStage -> MiddleStage ... -> SelfContainedLastStage -> results[m], the loss
+    inputs[m] -> SelfContainedFirstStage -> ...MiddleStage ... -> ...LastStage -> results[m], the loss
     inputs[m] -> SelfContainedSingleStage -> results[m]
 
 The first block takes a micro-batch, which may be any tree; each block passes on what later blocks need of it (targets,
@@ -28,6 +28,7 @@ _CALL = Flattener().flatten(((Proxy(),), {}))
 class SelfContainedFirstStage(MiddleStage):
     """The first blocks. `Batch.inputs` holds the micro-batches; only those that this stage runs need a value."""
 
+    allows_twins = True
     num_blocks: int
     """of the whole stack"""
 
@@ -46,8 +47,16 @@ class SelfContainedFirstStage(MiddleStage):
         super().backward(batch, microbatch, received)
 
 
+class SelfContainedMiddleStage(MiddleStage):
+    """Blocks between them."""
+
+    allows_twins = True
+
+
 class SelfContainedLastStage(MiddleStage):
     """The last blocks, up to the loss, which becomes the micro-batch's entry in `Batch.results`."""
+
+    allows_twins = True
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:

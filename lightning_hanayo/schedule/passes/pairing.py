@@ -3,7 +3,9 @@
 rank 0   F0 F1 B0 F2 B1 F3 B2 B3   ->   F0 F1+B0 F2+B1 F3+B2 B3        F of one micro-batch, B of another
 
 It begins with the order that it is given, pairs neighbours, and then moves single actions by a few places and pairs
-them anew, while the simulated step gets no longer and the rank holds no more activations than it may.
+them anew, while the simulated step gets no longer and the rank holds no more activations than it may. On each stage,
+micro-batches keep their order, so that sums of gradients are the same to the last bit. A pair is a forward and a
+backward: two forwards, which a table may hold as well, would let user code see that it isn't alone.
 """
 
 from collections.abc import Sequence
@@ -81,9 +83,13 @@ class _Pairing:
                 self._left -= 1
                 continue
             place = random.randrange(len(row))
-            code = row.pop(place)
+            code, before = row.pop(place), place
             place = max(0, min(len(row), place + random.choice(_MOVES)))
             row.insert(place, code)
+            passed = row[min(before, place) : max(before, place) + 1]
+            if any(other != code and self._is_alike(other, code) for other in passed):
+                self._left -= 1
+                continue
             rows = [row if other == rank else same for other, same in enumerate(self.rows)]
             pairs = {a: b for a, b in self.pairs.items() if code not in (a, b)}
             neighbours = [at for at in (place - 1, place) if 0 <= at < len(row) - 1]
@@ -96,13 +102,19 @@ class _Pairing:
             else:
                 self._left -= 1
 
+    def _is_alike(self, first: int, second: int) -> bool:
+        """Whether they do the same on a stage: gradients are added in the order of micro-batches."""
+        one, other = self._actions[first], self._actions[second]
+        return (one.stage, one.kind) == (other.stage, other.kind)
+
     def _adjacent(self, row: Sequence[int], pairs: dict[int, int]) -> bool:
         """Whether no pair was torn apart by a move in its row."""
         return all(code not in pairs or row[at + 1 : at + 2] == [pairs[code]] for at, code in enumerate(row))
 
     def _fits(self, first: int, second: int) -> bool:
         one, other = self._actions[first], self._actions[second]
-        return one.microbatch != other.microbatch and Kind.W not in (one.kind, other.kind)
+        one_forward = (one.kind is Kind.F) != (other.kind is Kind.F)
+        return one_forward and one.microbatch != other.microbatch and Kind.W not in (one.kind, other.kind)
 
     def _try(self, rows: CodeRows, pairs: dict[int, int]) -> bool:
         """Keep an order if it is no worse."""

@@ -171,7 +171,7 @@ def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology:
     check_packed_parameters(model)
     check_batch_statistics(model, stack, options)
     outside = {p for module in modules_outside(model, stack) for p in module.parameters(recurse=False)}
-    return plan_parallelize(
+    plan = plan_parallelize(
         stack.blocks,
         stack.name,
         topology.cube,
@@ -179,3 +179,30 @@ def _plan_conversion(model: nn.Module, stack: Stack, options: Options, topology:
         outside=outside,
         exclude=options.cube_exclude,
     )
+    if options.pairs:
+        _check_pairs(plan, stack, options)
+    return plan
+
+
+def _check_pairs(plan: ParallelizePlan, stack: Stack, options: Options) -> None:
+    """Check that a rank can work on two micro-batches at once, in two threads.
+
+    Raises:
+        HanayoError: the blocks, or the code around them, change something that both threads use.
+    """
+    if not plan.is_registered:
+        raise HanayoError(
+            f"pairs=True: {type(stack.blocks[0]).__name__} is no registered block. Its parameters are changed while "
+            f"its code runs, which two micro-batches at once can't share. Leave pairs out, or register the block "
+            f"(docs/guides/tensor3d-layers.md)."
+        )
+    if options.cube_outside == "tokens":
+        raise HanayoError(
+            "pairs=True and cube_outside='tokens': user code would start collectives, while another micro-batch runs. "
+            "Set cube_outside='share', or leave pairs out."
+        )
+    if options.recompute != "none":
+        raise HanayoError(
+            "pairs=True and recompute: a backward would run blocks again while another micro-batch runs them. Leave "
+            "one of both out; cube_memory='shards' saves memory, too."
+        )

@@ -48,7 +48,6 @@ class DeviceTurns:
         self._changed = threading.Condition()
         self._is_free = False
         self._waiting: list[int] = []
-        self._running: set[int] = set()
         self._failed = False
         self._partner: _Partner | None = None
 
@@ -58,17 +57,18 @@ class DeviceTurns:
         """Run both actions, `second` in a thread of its own, and return what they return.
 
         Args:
-            first: the action 0, which has the device first.
+            first: the action 0.
             second: the action 1.
-            by_turns: whether the device changes hands wherever an action waits, even if it needn't.
-            prefer: otherwise, which of them gets the device where both could use it; None: the one that waits longer.
+            by_turns: whether the device changes hands wherever an action waits, even if it needn't, beginning with 0.
+            prefer: otherwise, which of them gets the device where both could use it; None: the one that waits longer,
+                and first the action 0.
 
         Raises:
             BaseException: what an action has raised; the other one is unwound.
         """
         self._partner = self._partner or _Partner()
         self._by_turns, self._prefer, self._failed = by_turns, prefer, False
-        self._running, self._waiting, self._is_free = {0, 1}, [1], False
+        self._waiting, self._is_free = [0, 1], True
         self.slot, self.is_pair = 0, True
         self.number += 1
         results: dict[int, T] = {}
@@ -76,8 +76,7 @@ class DeviceTurns:
 
         def act(slot: int, action: Callable[[], T]) -> None:
             try:
-                if slot == 1:
-                    self._take(slot)
+                self._take(slot)
                 results[slot] = action()
             except _OtherFailed:
                 pass
@@ -85,7 +84,7 @@ class DeviceTurns:
                 errors.append(error)
                 self._failed = True
                 self.on_failure()
-            self._end(slot)
+            self._give()
 
         done = self._partner.start(lambda: act(1, second))
         act(0, first)
@@ -152,12 +151,6 @@ class DeviceTurns:
 
     def _next(self) -> int:
         return self._prefer if self._prefer in self._waiting else self._waiting[0]
-
-    def _end(self, slot: int) -> None:
-        with self._changed:
-            self._running.discard(slot)
-            self._is_free = True
-            self._changed.notify_all()
 
 
 class _Partner(threading.Thread):

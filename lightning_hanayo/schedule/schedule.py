@@ -10,7 +10,7 @@ from lightning_hanayo.schedule.passes.communication import complete
 from lightning_hanayo.schedule.passes.completeness import check_communication
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.table import Table
-from lightning_hanayo.schedule.text.csv_table import locate_error, read_rows, write_rows
+from lightning_hanayo.schedule.text.csv_table import locate_error, read_pairs, read_rows, write_rows
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Schedule(Table):
     """
 
     def to_csv(self, path: str | Path, communication: bool = False) -> None:
-        """Write the table in the format of torch.distributed.pipelining: a row per rank, a cell per action.
+        """Write the table in the format of torch.distributed.pipelining: a row per rank, a cell per action or pair.
 
         Args:
             path: the file to write.
@@ -35,7 +35,7 @@ class Schedule(Table):
         Raises:
             HanayoError: the file can't be written.
         """
-        write_rows(path, complete(self) if communication else self.actions)
+        write_rows(path, complete(self) if communication else self.actions, self.pairs)
 
     @classmethod
     def from_csv(cls, path: str | Path) -> "Schedule":
@@ -60,6 +60,7 @@ class Schedule(Table):
             actions=tuple(rows),
             num_microbatches=1 + max(action.microbatch or 0 for action, _ in found),
             replica_of=_replicas(found, len(stage_ranks)),
+            pairs=read_pairs(path),
         )
         try:
             validate(schedule)

@@ -22,7 +22,7 @@ def events(timeline: Timeline, phase: str, **options: Any) -> list[Event]:
 
 
 @unhurried
-@given(schedules())
+@given(schedules(pairs=False))
 def test_every_slice_is_a_span(schedule: Schedule) -> None:
     timeline = simulate(schedule, CostModel(message=0.25, gradient_reduce=0.5), steps=2)
     slices = events(timeline, "X", seconds=1.0)

@@ -20,7 +20,7 @@ def test_messages_and_idle_time_of_two_ranks() -> None:
 
 
 @unhurried
-@given(schedules())
+@given(schedules(pairs=False))
 def test_messages_are_sent_before_they_arrive_and_none_is_missing(schedule: Schedule) -> None:
     timeline = simulate(schedule, CostModel(message=0.25), steps=2)
     found = list(timeline_messages(timeline))
@@ -31,7 +31,7 @@ def test_messages_are_sent_before_they_arrive_and_none_is_missing(schedule: Sche
 
 
 @unhurried
-@given(schedules())
+@given(schedules(pairs=False))
 def test_idle_and_busy_time_add_up_to_the_end_of_the_last_action(schedule: Schedule) -> None:
     timeline = simulate(schedule, CostModel(message=0.25))
     idle = idle_before(timeline)

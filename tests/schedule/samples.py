@@ -6,7 +6,9 @@ from unittest.mock import patch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from lightning_hanayo.schedule import Action, Kind, Schedule, build, with_loss_stage
+from lightning_hanayo.overlap.pair_time import Segment
+from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, with_loss_stage
+from lightning_hanayo.schedule.passes.pairing import pair_up
 
 unhurried = settings(deadline=None, max_examples=50)
 """for every property test: no deadline, as the machine may be busy"""
@@ -26,6 +28,8 @@ def table(*rows: str, stage_ranks: tuple[int, ...], num_microbatches: int) -> Sc
 
 def make(name: str, num_ranks: int, num_microbatches: int, depth: int = 1) -> Schedule:
     """`depth` waves, or stages per rank, where the schedule has a choice. Searches are kept short."""
+    if name == "dualpipev":  # which needs as many micro-batches as stages
+        return build(name, num_ranks=num_ranks, num_microbatches=max(num_microbatches, 2 * num_ranks))
     if name in ("hanayo", "hanayo-zb"):
         with patch("lightning_hanayo.schedule.search.search.EFFORT", 2_000):
             return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_waves=depth)
@@ -35,7 +39,7 @@ def make(name: str, num_ranks: int, num_microbatches: int, depth: int = 1) -> Sc
 
 
 def split(schedule: Schedule) -> Schedule:
-    """Each whole backward cut in two, W right after I; every third W waits until its rank's end."""
+    """Each whole backward cut in two, W right after I; every third W waits until its rank's end. There are no pairs."""
 
     def rewritten(row: tuple[Action, ...]) -> tuple[Action, ...]:
         done: list[Action] = []
@@ -48,12 +52,24 @@ def split(schedule: Schedule) -> Schedule:
             (late if len(done) % 3 == 0 else done).append(replace(action, kind=Kind.W))
         return (*done, *late)
 
-    return replace(schedule, name=f"{schedule.name}, split", actions=tuple(map(rewritten, schedule.actions)))
+    return replace(
+        schedule, name=f"{schedule.name}, split", actions=tuple(map(rewritten, schedule.actions)), pairs=frozenset()
+    )
+
+
+LINK = tuple((kind, (Segment(start=1.0), Segment(wait=0), Segment(1.0, start=1.0), Segment(wait=1))) for kind in "FBI")
+"""actions that wait for their link for half of their time"""
+
+
+def paired(schedule: Schedule) -> Schedule:
+    """In pairs where that makes the step shorter. The search is kept short."""
+    with patch("lightning_hanayo.schedule.passes.pairing.EFFORT", 5_000):
+        return pair_up(schedule, CostModel(segments=LINK))
 
 
 @st.composite
-def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 8) -> Schedule:
-    """Any schedule, with or without its loss stage, its backward whole or split."""
+def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 8, *, pairs: bool = True) -> Schedule:
+    """Any schedule, with or without its loss stage, its backward whole or split, with or without `pairs`."""
     name = draw(st.sampled_from((*NAMES, "chimera")))
     num_ranks, num_microbatches = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
     if name == "chimera":
@@ -61,4 +77,5 @@ def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 8) ->
     schedule = make(name, num_ranks, num_microbatches, draw(st.integers(1, 3)))
     if draw(st.booleans()) and not schedule.replica_of:
         schedule = with_loss_stage(schedule)
-    return split(schedule) if draw(st.booleans()) else schedule
+    schedule = split(schedule) if draw(st.booleans()) else schedule
+    return paired(schedule) if pairs and not schedule.replica_of and draw(st.booleans()) else schedule

@@ -99,6 +99,6 @@ def test_every_candidate_does_the_same_work() -> None:
 
 @pytest.mark.parametrize("name", schedule_names())
 def test_messages_are_those_of_the_completed_table(name: str) -> None:
-    schedule = build(name, num_ranks=4, num_microbatches=4)
+    schedule = build(name, num_ranks=4, num_microbatches=8)
     sends = sum(action.kind in ("SEND_F", "SEND_B") for row in complete(schedule) for action in row)
     assert messages_per_microbatch(schedule) * schedule.num_microbatches == sends

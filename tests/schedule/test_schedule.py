@@ -1,6 +1,7 @@
 """Schedules as values, and as CSV files."""
 
 import pickle
+import re
 import tracemalloc
 from copy import deepcopy
 from dataclasses import replace
@@ -121,9 +122,50 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_torchs_other_cells_are_dropped_or_split(tmp_path: Path) -> None:
     """It gathers and frees sharded parameters, and may let a forward and a backward overlap."""
-    text = "0UNSHARD,0F0,0F1,(0B0;0F2)OVERLAP_F_B,0B1,0B2,0RESHARD,0REDUCE_GRAD"
+    text = "0UNSHARD,0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2,0RESHARD,0REDUCE_GRAD"
     schedule = Schedule.from_csv(written(tmp_path, text))
-    assert schedule.actions == (row("0F0 0F1 0B0 0F2 0B1 0B2"),)
+    assert schedule.actions == (row("0F0 0F1 0F2 0B0 0B1 0B2"),)
+    assert schedule.pairs == {row("0F2 0B0")}
+
+
+PAIRED = {
+    "(0F1;0B0)OVERLAP_F_B": "0F0,(0F1;0B0)OVERLAP_F_B,0B1",
+    "(0F1;0I0)OVERLAP_F_B": "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1",
+    "(0F0;0F1)OVERLAP_F_F": "(0F0;0F1)OVERLAP_F_F,(0B0;0B1)OVERLAP_B_B",
+    "(0I0;0I1)OVERLAP_I_I": "0F0,0F1,(0I0;0I1)OVERLAP_I_I,0W0,0W1",
+}
+
+
+@pytest.mark.parametrize("text", PAIRED.values(), ids=PAIRED)
+def test_pairs_are_written_as_they_were_read(tmp_path: Path, text: str) -> None:
+    schedule = Schedule.from_csv(written(tmp_path, text))
+    assert len(schedule.pairs) == text.count("OVERLAP")
+    schedule.to_csv(tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text().strip() == text
+
+
+NO_PAIRS = {
+    "0F0,(0B0;0F1)OVERLAP_B_F,0B1": "the forward comes first, as in 0F1, 0B0",
+    "0F0,(0F1;0F1)OVERLAP_F_F,0B0,0B1": "0F1 appears twice",
+    "(0F0;0B0)OVERLAP_F_B,0F1,0B1": "they are of one micro-batch",
+    "0F0,0I0,(0F1;0W0)OVERLAP_F_B,0B1": "a weight gradient (W) runs alone",
+    "0F0,(0F1)OVERLAP_F_B,0B0,0B1": "is no action",
+    "0F0,(0F1;0B0;0B1)OVERLAP_F_B": "is no action",
+    "(0F0;0F1)OVERLAP_F_F,(1B0;0B1)OVERLAP_B_B,0B0\n1F0,1F1,1B1": "both claim stage 1",
+}
+
+
+@pytest.mark.parametrize("text", NO_PAIRS)
+def test_what_is_no_pair_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(HanayoError, match=re.escape(NO_PAIRS[text])):
+        Schedule.from_csv(written(tmp_path, text))
+
+
+def test_a_pair_that_waits_for_itself_over_another_rank_is_refused(tmp_path: Path) -> None:
+    """0B1 waits for 1B1, that for 1F1, and that for 0F1, which runs at once with 0B0: fine; but 0F1+0B1 can't be."""
+    text = "0F0,(0F2;0B0)OVERLAP_F_B,0F1,0B1,0B2\n1F0,1F2,1B2,1B0,1F1,1B1"
+    with pytest.raises(HanayoError, match="wait for each other and can never run"):
+        Schedule.from_csv(written(tmp_path, text))
 
 
 def test_two_replicas_are_recognized_by_their_micro_batches(tmp_path: Path) -> None:

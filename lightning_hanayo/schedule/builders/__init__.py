@@ -2,6 +2,7 @@
 
 from lightning_hanayo.schedule.builders import (  # noqa: F401 - each registers its schedules
     chimera,
+    dualpipev,
     gpipe,
     hanayo,
     hanayo_zb,

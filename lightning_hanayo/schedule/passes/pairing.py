@@ -61,55 +61,65 @@ class _Pairing:
     def pair_neighbours(self) -> None:
         """Pair neighbours where that makes the step no longer: all at once, else one by one."""
         candidates = [pair for row in self.rows for pair in zip(row, row[1:], strict=False) if self._fits(*pair)]
-        apart: dict[int, int] = {}
-        for first, second in candidates:
-            if first not in apart.values():
-                apart[first] = second
-        if self._try(self.rows, apart):
+        taken: set[int] = set()
+        apart = []
+        for pair in candidates:
+            if taken.isdisjoint(pair):
+                apart.append(pair)
+                taken.update(pair)
+        if self._try(*self._with_pairs(apart)):
             return
-        for first, second in candidates:
+        for pair in candidates:
             if self._left <= 0:
                 return
-            if not {first, second} & {*self.pairs, *self.pairs.values()}:
-                self._try(self.rows, {**self.pairs, first: second})
+            if not {*self.pairs, *self.pairs.values()} & set(pair):
+                self._try(*self._with_pairs([pair]))
 
     def improve(self) -> None:
         """Move actions, and pair them with their new neighbours."""
         random = Random(0)
         while self._left > 0:
+            self._left -= 1
             rank = random.randrange(len(self.rows))
             row = list(self.rows[rank])
-            if len(row) < 2:
-                self._left -= 1
-                continue
             place = random.randrange(len(row))
             code, before = row.pop(place), place
             place = max(0, min(len(row), place + random.choice(_MOVES)))
             row.insert(place, code)
             passed = row[min(before, place) : max(before, place) + 1]
             if any(other != code and self._is_alike(other, code) for other in passed):
-                self._left -= 1
                 continue
+            pairs = {first: second for first, second in self.pairs.items() if code not in (first, second)}
+            if any(one in pairs and row[at + 1 : at + 2] != [pairs[one]] for at, one in enumerate(row)):
+                continue  # another pair was torn apart
             rows = [row if other == rank else same for other, same in enumerate(self.rows)]
-            pairs = {a: b for a, b in self.pairs.items() if code not in (a, b)}
-            neighbours = [at for at in (place - 1, place) if 0 <= at < len(row) - 1]
-            at = random.choice(neighbours)
             taken = {*pairs, *pairs.values()}
-            if self._fits(row[at], row[at + 1]) and not taken & {row[at], row[at + 1]}:
-                pairs[row[at]] = row[at + 1]
-            if all(a in pairs and pairs[a] == b for a, b in pairs.items()) and self._adjacent(row, pairs):
-                self._try(rows, pairs)
-            else:
-                self._left -= 1
+            neighbours = [pair for pair in zip(row, row[1:], strict=False) if code in pair and taken.isdisjoint(pair)]
+            fitting = [pair for pair in neighbours if self._fits(*pair)]
+            chosen = [random.choice(fitting)] if fitting and random.random() < 0.8 else []
+            self._try(*self._with_pairs(chosen, rows, pairs))
+
+    def _with_pairs(
+        self,
+        added: Sequence[tuple[int, int]],
+        rows: Sequence[Sequence[int]] | None = None,
+        pairs: dict[int, int] | None = None,
+    ) -> tuple[list[list[int]], dict[int, int]]:
+        """The rows and pairs with more pairs of neighbours, of each of which the forward comes first."""
+        made = [list(row) for row in (self.rows if rows is None else rows)]
+        pairs = dict(self.pairs if pairs is None else pairs)
+        place = {code: (rank, at) for rank, row in enumerate(made) for at, code in enumerate(row)}
+        for pair in added:
+            forward, backward = sorted(pair, key=lambda code: self._actions[code].kind is not Kind.F)
+            rank, at = place[pair[0]]
+            made[rank][at : at + 2] = [forward, backward]
+            pairs[forward] = backward
+        return made, pairs
 
     def _is_alike(self, first: int, second: int) -> bool:
         """Whether they do the same on a stage: gradients are added in the order of micro-batches."""
         one, other = self._actions[first], self._actions[second]
         return (one.stage, one.kind) == (other.stage, other.kind)
-
-    def _adjacent(self, row: Sequence[int], pairs: dict[int, int]) -> bool:
-        """Whether no pair was torn apart by a move in its row."""
-        return all(code not in pairs or row[at + 1 : at + 2] == [pairs[code]] for at, code in enumerate(row))
 
     def _fits(self, first: int, second: int) -> bool:
         one, other = self._actions[first], self._actions[second]

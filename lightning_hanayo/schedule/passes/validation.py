@@ -127,6 +127,8 @@ def _check_pairs(table: Table) -> None:
             reject(table, cells[second], f"{name}: they are of one micro-batch; two run at once")
         if Kind.W in (first.kind, second.kind):
             reject(table, cells[first], f"{name}: a weight gradient (W) runs alone; pair F, B and I")
+        if second.kind is Kind.F and first.kind is not Kind.F:
+            reject(table, cells[first], f"{name}: the forward comes first, as in {second}, {first}")
         if not seen.isdisjoint((first, second)):
             reject(table, cells[first], f"{name}: one of them is in another pair, too")
         seen |= {first, second}

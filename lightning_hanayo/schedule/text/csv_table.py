@@ -2,7 +2,8 @@
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from lightning_hanayo.errors import HanayoError, writing
@@ -14,13 +15,39 @@ MAX_CELLS = 600_000
 _LONGEST_CELL = 64
 _SMALLER = "that is no schedule, or it is too large: write it without communication, or for fewer micro-batches"
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")
-_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_OVERLAPPED = re.compile(r"\(([^();]*;[^();]*)\)OVERLAP_[FBI]_[FBI]")
+_TORCHS = {"F_I": "F_B"}
+"""torch has one name for a forward and a backward of either kind; other pairs have names of our own"""
 
 
-def write_rows(path: str | Path, rows: Rows) -> None:
+Pairs = Collection[tuple[Action, Action]]
+"""Actions that a rank runs at once, each pair in one cell."""
+
+
+def write_rows(path: str | Path, rows: Rows, pairs: Pairs = ()) -> None:
     """Write one line per rank. Raises `HanayoError` if the file can't be written."""
+    partner_of = dict(pairs)
     with writing(path), open(path, "w", newline="") as file:
-        csv.writer(file).writerows(rows)
+        csv.writer(file).writerows(map(partial(_texts, partner_of), rows))
+
+
+def read_pairs(path: Path) -> frozenset[tuple[Action, Action]]:
+    """The actions that share a cell of the file, which `read_rows` has accepted."""
+    found = (tuple(_actions(cell.strip())) for cells in _cells(path) for cell in cells)
+    return frozenset((cell[0], cell[1]) for cell in found if len(cell) == 2)
+
+
+def _texts(partner_of: Mapping[Action, Action], row: Sequence[Action]) -> Iterator[str]:
+    """The cells of a row."""
+    rest = iter(row)
+    for action in rest:
+        second = partner_of.get(action)
+        if second is None:
+            yield str(action)
+        else:
+            kinds = "_".join(str(one.kind) for one in (action, second))
+            yield f"({action};{second})OVERLAP_{_TORCHS.get(kinds, kinds)}"
+            next(rest)
 
 
 def read_rows(path: Path) -> Rows:
@@ -71,8 +98,9 @@ def _row(path: Path, rank: int, cells: Sequence[str]) -> tuple[Action, ...]:
 
 
 def _actions(cell: str) -> Iterator[Action]:
-    """The actions of a cell. torch's own tables also gather and free sharded parameters (dropped here), and have pairs
-    of actions that may overlap, `(3F1;2B4)OVERLAP_F_B` (read as one after the other).
+    """The actions of a cell: two in torch's `(3F1;2B4)OVERLAP_F_B`, which a rank runs at once.
+
+    torch's own tables also gather and free sharded parameters, which is dropped here.
     """
     if len(cell) > _LONGEST_CELL:
         cell = f"{cell[:_LONGEST_CELL]}..."

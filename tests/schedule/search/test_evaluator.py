@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_hanayo.schedule import Action, CostModel, Schedule, build
 from lightning_hanayo.schedule.dependency import executable_order, table_waits
 from lightning_hanayo.schedule.search.evaluator import Evaluator
-from tests.schedule.samples import schedules, split, table, unhurried
+from tests.schedule.samples import LINK, schedules, split, table, unhurried
 
 COSTS = CostModel(forward=1.0, backward_input=1.25, backward_weight=0.75, message=0.125)
 
@@ -27,7 +27,7 @@ def test_the_codes_of_two_stages_and_three_micro_batches() -> None:
     assert [str(evaluator.action(code)) for code in codes] == cells
 
 
-@given(schedules(), st.floats(1e-9, 1) | st.just(0.0))
+@given(schedules(pairs=False), st.floats(1e-9, 1) | st.just(0.0))
 @unhurried
 def test_each_action_starts_when_its_rank_is_free_and_its_inputs_have_arrived(
     schedule: Schedule, message: float
@@ -46,6 +46,35 @@ def test_each_action_starts_when_its_rank_is_free_and_its_inputs_have_arrived(
     assert played.ends == [[ends[action] for action in row] for row in schedule.actions]
     assert played.last == free
     assert played.makespan == max(free)
+
+
+@given(schedules(), st.floats(1e-9, 1))
+@unhurried
+def test_a_pair_starts_when_the_inputs_of_both_have_arrived(schedule: Schedule, message: float) -> None:
+    costs = CostModel(forward=1.0, backward_input=1.25, backward_weight=0.75, message=message, segments=LINK)
+    waits = table_waits(schedule)
+    rank_of, first_of = schedule.stage_ranks, {second: first for first, second in schedule.pairs}
+    evaluator = Evaluator(schedule, costs)
+    ran = evaluator.run(evaluator.encode(schedule.actions))
+    assert ran is not None
+    starts, ends = (
+        {action: time for row, times in zip(schedule.actions, all_times, strict=True)
+         for action, time in zip(row, times, strict=True)} for all_times in (ran.starts, ran.ends)
+    )  # fmt: skip
+    for row in schedule.actions:
+        free = 0.0
+        for action in row:
+            if action in first_of:
+                continue
+            cell = [action, *([schedule.partner_of[action]] if action in schedule.partner_of else [])]
+            arrivals = [
+                ends[other] + (message if rank_of[other.stage] != rank_of[action.stage] else 0.0)
+                for one in cell for other in waits[one]
+            ]  # fmt: skip
+            takes = costs.pair(schedule, cell[0], cell[1]) if len(cell) == 2 else [costs.of(schedule, action)]
+            assert [starts[one] for one in cell] == pytest.approx([max([free, *arrivals])] * len(cell))
+            assert [ends[one] - starts[one] for one in cell] == pytest.approx(list(takes))
+            free = max(ends[one] for one in cell)
 
 
 def test_whole_and_split_backwards_in_one_table() -> None:

@@ -22,7 +22,7 @@ def test_a_message_delays_only_its_receiver() -> None:
     assert (starts["0F1"], starts["1F0"], starts["1F1"]) == (1.0, 1.5, 2.5)
 
 
-@given(schedules(), times, times, times, times)
+@given(schedules(pairs=False), times, times, times, times)
 @unhurried
 def test_no_action_could_start_earlier_or_later(
     schedule: Schedule, forward: float, backward_input: float, backward_weight: float, message: float
@@ -43,7 +43,7 @@ def test_no_action_could_start_earlier_or_later(
             assert free == span.start + costs.of(schedule, action)
 
 
-@given(schedules(), times, times, times, times)
+@given(schedules(pairs=False), times, times, times, times)
 @unhurried
 def test_a_step_takes_its_busiest_ranks_work_and_one_micro_batchs_latency(
     schedule: Schedule, forward: float, backward_input: float, backward_weight: float, message: float
@@ -93,15 +93,15 @@ def test_the_closed_form_of_gpipe_with_hops_by_node(num_ranks: int, num_microbat
 def test_everything_runs_once_in_order_and_after_what_it_waits_for(schedule: Schedule) -> None:
     timeline = simulate(schedule, CostModel(message=0.1))
     span_of = {span.action: span for span in timeline.spans}
-    waits = table_waits(schedule)
+    waits, seconds = table_waits(schedule), set(schedule.partner_of.values())
     for rank, actions in enumerate(schedule.actions):
         end = 0.0
         for action in actions:
             span = span_of[action]
             assert span.rank == rank
-            assert span.start >= end - 1e-9
+            assert span.start >= end - 1e-9 or action in seconds
             assert all(span.start >= span_of[other].end - 1e-9 for other in waits[action])
-            end = span.end
+            end = max(end, span.end)
 
 
 @given(schedules())

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_hanayo.runtime.comm.message import Message
@@ -71,14 +72,22 @@ def alias(leaf: Tensor) -> Tensor:
 
 
 def edges_of(outputs: Iterable[Tensor]) -> list[GradientEdge]:
-    """Where the gradients of `outputs`, which all require one, enter the graph. They keep the graph, not the outputs.
+    """Where the gradients of `outputs`, which all require one, enter the graph. They keep the graph, not the outputs."""
+    return [_edge_of(output) for output in outputs]
 
-    A view has a node of its own, which saves sizes only. `get_gradient_edge` takes the node of the output itself: of an
-    `autograd.Function` torch 2.10's edge doesn't own the graph.
+
+def _edge_of(output: Tensor) -> GradientEdge:
+    """The edge to the output's node.
+
+    A leaf has none, and that of an `autograd.Function` doesn't own the graph (torch 2.10): there a view adds a node,
+    which saves sizes only.
     """
+    if (node := output.grad_fn) is not None and not isinstance(node, BackwardCFunction):
+        return GradientEdge(node, output.output_nr)
     with torch.enable_grad():
-        nodes = [output.view_as(output).grad_fn for output in outputs]
-    return [GradientEdge(node, 0) for node in nodes if node is not None]
+        node = output.view_as(output).grad_fn
+    assert node is not None, "an output that requires a gradient has views that do"
+    return GradientEdge(node, 0)
 
 
 def run_backward(

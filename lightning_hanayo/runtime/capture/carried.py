@@ -8,7 +8,7 @@ A carrier knows one kind of values: attributes of modules, outputs that transfor
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,9 +87,12 @@ class Carriers:
         left = [carrier.leave(own, begins_pass=begins_pass) for carrier, own in pairs]
         return tuple(tree for tree, _ in left), tuple(own for _, own in left)
 
+    def running(self, trees: Sequence[Any], run: BlockRun) -> AbstractContextManager[list[list[Any]]]:
+        """Make the trees' values known to the blocks of `run`; `carried_after` reads what it gives, at the end."""
+        return self._running(trees, run) if self._carriers else nullcontext([])
+
     @contextmanager
-    def running(self, trees: Sequence[Any], run: BlockRun) -> Iterator[list[list[Any]]]:
-        """Make the trees' values known to the blocks of `run`; `carried_after` reads what is yielded, at the end."""
+    def _running(self, trees: Sequence[Any], run: BlockRun) -> Iterator[list[list[Any]]]:
         with ExitStack() as stack:
             yield [
                 stack.enter_context(carrier.running(tree, run))

@@ -14,7 +14,7 @@ proxy for the output of an earlier block, and becomes that output once the block
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import FunctionType
@@ -41,6 +41,7 @@ from lightning_hanayo.runtime.comm.pytree import (
 
 NO_OUTPUT: Skeleton = ("plain", "NoneType", None)
 NO_TREES: Skeleton = ("tuple",)
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class StageInput:
             outputs = [self.output]
             for block, call in zip(blocks, self.call_of_block, strict=False):
                 args, kwargs = unflatten(self.calls[call], self.tensors, partial(_output, outputs))
-                with _unchanged(block, self.calls[call], args, kwargs):
+                with _unchanged(block, self.calls[call], args, kwargs) if _changeable(self.calls[call]) else _NOTHING:
                     outputs.append(block(*args, **kwargs))
             run.output = outputs[-1]
         return self.after(outputs, len(blocks), carried_after(collected))
@@ -121,9 +122,6 @@ def _unchanged(block: nn.Module, call: Skeleton, args: tuple[Any, ...], kwargs: 
     Raises:
         UnsupportedError: it does.
     """
-    if not any(holds(part, "list", "dict") for part in _arguments(call)):
-        yield
-        return
     before = [(found, _contents(found)) for found in _containers(call, args, kwargs)]
     yield
     for found, old in before:
@@ -134,6 +132,12 @@ def _unchanged(block: nn.Module, call: Skeleton, args: tuple[Any, ...], kwargs: 
                 f"step and blocks on other ranks would not see. Return what it adds, or store it as an attribute of "
                 f"the block (self.value = ...), which the step may read after the stack."
             )
+
+
+@lru_cache(maxsize=256)
+def _changeable(call: Skeleton) -> bool:
+    """Whether a block gets something that it might change."""
+    return any(holds(part, "list", "dict") for part in _arguments(call))
 
 
 def _arguments(call: Skeleton) -> list[Skeleton]:

@@ -62,7 +62,8 @@ def refusal() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        return f"{' and '.join(missing)} not found: install iproute2"
+        install = "Debian and Ubuntu: apt install iproute2; Fedora: dnf install iproute iproute-tc"
+        return f"{' and '.join(missing)} not found: install iproute2 ({install})"
     try:
         with Cluster(1, Link(100)):
             return None

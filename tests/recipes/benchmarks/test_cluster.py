@@ -4,6 +4,7 @@ host 0 --- 80 Mbit/s --- bridge --- 80 Mbit/s --- host 1            1 MB: 0.1 s,
 """
 
 import os
+import shutil
 import subprocess
 import time
 
@@ -70,3 +71,14 @@ def test_without_root_it_prints_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert tensor3d.main(["--check"]) == 3
     assert capsys.readouterr().err == "skipped: network namespaces need root\n"
+
+
+def test_without_iproute2_it_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    assert tensor3d.main(["--check"]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("skipped: tc not found: install iproute2 (") and said.count("\n") == 1
+    assert "Debian and Ubuntu: apt install iproute2" in said and "Fedora: dnf install iproute " in said

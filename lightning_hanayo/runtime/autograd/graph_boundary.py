@@ -72,7 +72,7 @@ def alias(leaf: Tensor) -> Tensor:
 
 
 def edges_of(outputs: Iterable[Tensor]) -> list[GradientEdge]:
-    """Where the gradients of `outputs`, which all require one, enter the graph. They keep the graph, not the outputs."""
+    """Where the gradients of `outputs`, which all require one, enter the graph. They keep it, not the outputs."""
     return [_edge_of(output) for output in outputs]
 
 
@@ -82,7 +82,7 @@ def _edge_of(output: Tensor) -> GradientEdge:
     A leaf has none, and that of an `autograd.Function` doesn't own the graph (torch 2.10): there a view adds a node,
     which saves sizes only.
     """
-    if (node := output.grad_fn) is not None and not isinstance(node, BackwardCFunction):
+    if (node := output.grad_fn) is not None and not issubclass(type(node), BackwardCFunction):
         return GradientEdge(node, output.output_nr)
     with torch.enable_grad():
         node = output.view_as(output).grad_fn

@@ -41,7 +41,7 @@ from lightning_hanayo.runtime.comm.pytree import (
 
 NO_OUTPUT: Skeleton = ("plain", "NoneType", None)
 NO_TREES: Skeleton = ("tuple",)
-_NOTHING = nullcontext()
+_UNCHECKED = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StageInput:
             outputs = [self.output]
             for block, call in zip(blocks, self.call_of_block, strict=False):
                 args, kwargs = unflatten(self.calls[call], self.tensors, partial(_output, outputs))
-                with _unchanged(block, self.calls[call], args, kwargs) if _changeable(self.calls[call]) else _NOTHING:
+                with _unchanged(block, self.calls[call], args, kwargs) if _changeable(self.calls[call]) else _UNCHECKED:
                     outputs.append(block(*args, **kwargs))
             run.output = outputs[-1]
         return self.after(outputs, len(blocks), carried_after(collected))

@@ -56,8 +56,10 @@ class RealOutcome:
     num_rounds: int
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON. The measured costs have no segments."""
+        plain = asdict(self)
+        del plain["costs"]["segments"]
+        return plain
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> "RealOutcome":

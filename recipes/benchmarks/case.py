@@ -49,8 +49,8 @@ class Case:
     backward_weight: float
     message_bytes: int
     steps: int
-    planned_message: float = 0.0
-    """the message time for which searched schedules choose their order"""
+    planned_message: float | None = 0.0
+    """the message time for which searched schedules choose their order; None: the ranks measure it first"""
 
     @property
     def width(self) -> int:
@@ -69,6 +69,7 @@ class Case:
 
     def schedule(self, candidate: Candidate) -> Schedule:
         """Our table for a candidate. The loss is computed on the rank that holds the last stage."""
+        assert self.planned_message is not None, "the message time is known before schedules are built"
         times = (self.forward, self.backward_input, self.backward_weight)
         # Without compute times there is nothing to plan with: keep the order for equal stages
         planned = CostModel(*times, message=self.planned_message) if self.forward else CostModel()

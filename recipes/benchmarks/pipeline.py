@@ -38,8 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backward", type=numeric, nargs=2, default=[1.0, 1.0], metavar=("I", "W"),
                         help="input and weight gradient, in forwards (default 1 1)")  # fmt: skip
     parser.add_argument("--message-bytes", type=whole, default=[4096], help="(default 4096)", **many)
-    parser.add_argument("--hop-ms", type=numeric, default=0.5, metavar="MS",
-                        help="message time for which hanayo-zb chooses its order (default 0.5)")  # fmt: skip
+    parser.add_argument("--hop-ms", type=numeric, metavar="MS",
+                        help="message time for which hanayo-zb chooses its order (default: as measured before each "
+                        "case, with messages of its size)")  # fmt: skip
     parser.add_argument("--schedules", nargs="+", default=list(NAMES), metavar="NAME",
                         help=f"of {', '.join(NAMES)} (default: all)")  # fmt: skip
     parser.add_argument("--rounds", type=whole, default=7, metavar="N", help="runs of each candidate (default 7)")
@@ -63,11 +64,12 @@ def _emulated(options: argparse.Namespace) -> Findings:
     chosen = tuple(candidates(options.schedules, options.waves))
     forward, (inputs, weights) = options.forward_ms / 1e3, options.backward
     outcomes, priority = [], ""
+    hop = None if options.hop_ms is None else options.hop_ms / 1e3
     for ranks in options.ranks:
         if ranks < 2:
             raise HanayoError(f"--ranks {ranks}: a pipeline has at least 2")
         cases = tuple(
-            Case(ranks, count, forward, inputs * forward, weights * forward, size, options.steps, options.hop_ms / 1e3)
+            Case(ranks, count, forward, inputs * forward, weights * forward, size, options.steps, hop)
             for count, size in product(options.microbatches, options.message_bytes)
         )
         plan = Plan(cases, chosen, options.rounds)

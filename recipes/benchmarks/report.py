@@ -67,6 +67,8 @@ def table(outcomes: Sequence[Outcome], machine: Sequence[str]) -> str:
     for outcome in outcomes:
         notes = [f"- `{label}` can't run: {why}" for label, why in outcome.refused.items()]
         about = f"{outcome.num_rounds} rounds; a rank's forward sleeps {outcome.oversleep_us:.0f} us too long."
+        if outcome.hop is not None and outcome.case.forward:
+            about += f" hanayo-zb is planned for the measured message time, {1e3 * outcome.hop:.2f} ms."
         parts += [f"## {title(outcome.case)}", about, markdown(HEAD, map(_row, outcome.results)), "\n".join(notes)]
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -64,10 +64,15 @@ class Outcome:
     """how late a sleep of a rank's forward ends, the median over the ranks"""
     results: tuple[Result, ...]
     refused: dict[str, str]
+    hop: float | None = None
+    """the measured message time in seconds, if orders were chosen for it"""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON; `hop` only if it was measured."""
+        plain = asdict(self)
+        if self.hop is None:
+            del plain["hop"]
+        return plain
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> "Outcome":
@@ -79,12 +84,16 @@ class Outcome:
 
 def outcome_of(case: Case, ranks: Sequence[Records]) -> Outcome:
     """Combine the ranks' records of one case."""
+    hop = ranks[0].hop
+    if hop is not None:
+        case = replace(case, planned_message=hop)
     found = [_result(case, candidate, [records.records[candidate] for records in ranks])
              for candidate in ranks[0].records]  # fmt: skip
     rounds = max((len(record.rounds) for record in ranks[0].records.values()), default=0)
     refused = {candidate.label: why for candidate, why in ranks[0].refused.items()}
     late = 1e6 * median(records.oversleep for records in ranks)
-    return Outcome(case, rounds, late, tuple(_with_ratios(one, found, case.num_ranks) for one in found), refused)
+    with_ratios = tuple(_with_ratios(one, found, case.num_ranks) for one in found)
+    return Outcome(case, rounds, late, with_ratios, refused, hop)
 
 
 def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Result:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning_hanayo.schedule import simulate
 from recipes.benchmarks.bare import BareRunner
 from recipes.benchmarks.case import Candidate, Case
+from recipes.benchmarks.hop import measure_hop
 from recipes.benchmarks.machine import oversleep
 from recipes.benchmarks.ours import OurRunner
 from recipes.benchmarks.peer import TorchRunner
@@ -63,6 +64,8 @@ class Records:
     """candidates that a runtime can't run, and why"""
     oversleep: float
     """how late a stage's sleep ends, in seconds"""
+    hop: float | None
+    """the measured message time in seconds, if orders were chosen for it"""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ def run_all(rank: int, plan: Plan) -> list[Records]:
 
 
 def _run_case(case: Case, plan: Plan) -> Records:
+    hop = None if case.planned_message is not None else measure_hop(case.width, case.forward / 4)
+    if hop is not None:
+        case = replace(case, planned_message=hop)
     runners, refused = _runners(case, plan.candidates)
     for runner in runners.values():
         for _ in range(WARM_UP):
@@ -92,7 +98,8 @@ def _run_case(case: Case, plan: Plan) -> Records:
         for candidate in order[first:] + order[:first]:
             rounds[candidate].append(time_steps(runners[candidate], case.steps))
     records = {candidate: _record(runner, rounds[candidate], case) for candidate, runner in runners.items()}
-    return Records(records, refused, oversleep(case.forward) if case.forward else 0.0)
+    late = oversleep(case.forward) if case.forward else 0.0
+    return Records(records, refused, late, hop)
 
 
 def _runners(case: Case, candidates: tuple[Candidate, ...]) -> tuple[dict[Candidate, Runner], dict[Candidate, str]]:

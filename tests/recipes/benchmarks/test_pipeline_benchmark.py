@@ -33,6 +33,7 @@ def test_both_runtimes_run_every_candidate_exactly(
     (case,) = json.loads(files["json"].read_text())["cases"]
     assert [result["name"] for result in case["results"]] == list(NAMES)
     assert case["refused"] == {}
+    assert 0 < case["hop"] == case["case"]["planned_message"] < 0.1
     for result in case["results"]:
         assert (result["max_error"] or 0) < 1e-5 and (result["max_error"] is None) == (result["runtime"] == "bare")
         assert result["step"]["median"] > 0.999 * result["ideal_step"], result["label"]
@@ -52,7 +53,7 @@ def records(starts: tuple[float, float], ends: tuple[float, float], gradient: fl
         for name, factor in (("1f1b", 1.0), ("torch-1f1b", 2.0)):
             timing = RoundTiming(starts[rank] * factor, (ends[rank] * factor,), cpu=0.5)
             made[Candidate(name, 1)] = Record((timing,), mine, losses, (0.009,), (2.0, 1.0), (4, 4), 2)
-        found.append(Records(made, {}, oversleep=1e-5))
+        found.append(Records(made, {}, oversleep=1e-5, hop=None))
     return found
 
 

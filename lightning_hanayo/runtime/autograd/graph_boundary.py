@@ -71,23 +71,22 @@ def alias(leaf: Tensor) -> Tensor:
     return _unsafe_view(leaf, leaf.shape)  # type: ignore[no-any-return]
 
 
-def edges_of(outputs: Iterable[Tensor]) -> list[GradientEdge]:
-    """Where the gradients of `outputs`, which all require one, enter the graph. They keep it, not the outputs."""
-    return [_edge_of(output) for output in outputs]
+def edges_of(outputs: Sequence[Tensor]) -> list[GradientEdge]:
+    """Where the gradients of `outputs`, which all require one, enter the graph. They keep the graph, not the outputs.
 
-
-def _edge_of(output: Tensor) -> GradientEdge:
-    """The edge to the output's node.
-
-    A leaf has none, and that of an `autograd.Function` doesn't own the graph (torch 2.10): there a view adds a node,
-    which saves sizes only.
+    A leaf has no node, and that of an `autograd.Function` doesn't own the graph (torch 2.10). Then all outputs get
+    views, whose nodes save sizes only: autograd runs them first, so gradients are added in the same order either way.
     """
-    if (node := output.grad_fn) is not None and not issubclass(type(node), BackwardCFunction):
-        return GradientEdge(node, output.output_nr)
+    nodes = [output.grad_fn for output in outputs]
+    if all(node is not None and not issubclass(type(node), BackwardCFunction) for node in nodes):
+        return [
+            GradientEdge(node, output.output_nr)
+            for node, output in zip(nodes, outputs, strict=True)
+            if node is not None
+        ]
     with torch.enable_grad():
-        node = output.view_as(output).grad_fn
-    assert node is not None, "an output that requires a gradient has views that do"
-    return GradientEdge(node, 0)
+        nodes = [output.view_as(output).grad_fn for output in outputs]
+    return [GradientEdge(node, 0) for node in nodes if node is not None]
 
 
 def run_backward(

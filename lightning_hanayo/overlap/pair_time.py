@@ -18,7 +18,7 @@ TRIES = 2000
 """orders that `best_order` tries at most: about half a second for 100 collectives"""
 ENOUGH = 1.002
 """it stops where a pair takes at most this multiple of the bound"""
-_MOVES = (-12, -6, -4, -3, -2, -1, 1, 2, 3, 4, 6, 12)
+_SHIFTS = (-12, -6, -4, -3, -2, -1, 1, 2, 3, 4, 6, 12)
 """by how many places a collective may move at a time"""
 
 
@@ -97,7 +97,7 @@ def best_order(first: Segments, second: Segments, tries: int = TRIES) -> PairRun
         for _ in range(random.choice((0, 1, 1, 1, 2))):
             place = random.randrange(len(order))
             moved = order.pop(place)
-            order.insert(max(0, min(len(order), place + random.choice(_MOVES))), moved)
+            order.insert(max(0, min(len(order), place + random.choice(_SHIFTS))), moved)
         prefer = random.choice((None, 0, 1, best.prefer))
         run = _Run([first, second], order, prefer)
         end, other = run.run()

@@ -51,6 +51,10 @@ class DeviceTurns:
         self._failed = False
         self._partner: _Partner | None = None
 
+    def __reduce__(self) -> tuple[type["DeviceTurns"], tuple[()]]:
+        """A copy, in another process maybe, has turns of its own."""
+        return DeviceTurns, ()
+
     def run(
         self, first: Callable[[], T], second: Callable[[], T], *, by_turns: bool = True, prefer: int | None = None
     ) -> tuple[T, T]:

@@ -9,7 +9,7 @@ clocks say.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
@@ -29,9 +29,9 @@ ALL_TRIES, LEAST_TRIES = 12_000, 500
 """orders that are tried for all kinds of pairs together, and for each at least: a few seconds, once"""
 
 _Pair = tuple[Action, Action]
-_Kind = tuple[int, Kind]
-"""the stage of an action, and what it does there"""
-Plans = dict[tuple[_Kind, _Kind], PairRun]
+Kinds = tuple[int, Kind, int]
+"""the stage of an action, what it does there, and whether it is the first one of its pair (0) or the second (1)"""
+Plans = dict[tuple[Kinds, Kinds], PairRun]
 
 
 class Pairs:
@@ -63,8 +63,10 @@ class Pairs:
         """batches, by their signature"""
         self.plans: dict[int, Plans] = {}
         """by signature: how the pairs of such batches are expected to run"""
+        self.segments: dict[Kinds, Segments] = {}
+        """what actions of each kind do, as the first rank has recorded it"""
         self._signature = 0
-        self._recordings: dict[Action, Recording] | None = None
+        self._recordings: dict[tuple[Action, int], Recording] | None = None
         """of the batch that runs, if it is recorded"""
 
     def close(self) -> None:
@@ -86,7 +88,10 @@ class Pairs:
         if self._recordings is not None:
             recorded, self._recordings = self._recordings, None
             if self._seen[signature] == RECORDED + 1 and self._is_planned:
-                made = make_plans(pairs, recorded) if self._is_first else None
+                made = None
+                if self._is_first:
+                    self.segments = typical_segments(recorded)
+                    made = make_plans(pairs, self.segments)
                 self.plans[signature] = self._share(made)
         if self._seen[signature] == RECORDED and self._is_planned and pairs:
             self._recordings = {}
@@ -95,7 +100,7 @@ class Pairs:
         self, first: Action, run_first: Callable[[], T], second: Action, run_second: Callable[[], T]
     ) -> tuple[T, T]:
         """Run both actions, and return what they return."""
-        plan = self.plans.get(self._signature, {}).get((_kind(first), _kind(second)))
+        plan = self.plans.get(self._signature, {}).get((kind_of(first, 0), kind_of(second, 1)))
         queue, state = self._queue, ThreadState.current()
 
         def act(slot: int, action: Action, run: Callable[[], T]) -> T:
@@ -125,31 +130,35 @@ class Pairs:
     def _begin(self, slot: int, action: Action) -> Recording | None:
         if self._recordings is None:
             return None
-        self._recordings[action] = made = self._queue.record(slot)
+        self._recordings[action, slot] = made = self._queue.record(slot)
         return made
 
 
-def make_plans(pairs: Sequence[_Pair], recorded: dict[Action, Recording]) -> Plans:
-    """The order of the collectives of each kind of pair, from what was recorded of its actions.
+def typical_segments(recorded: Mapping[tuple[Action, int], Recording]) -> dict[Kinds, Segments]:
+    """What each kind of action does: each part takes the median of its times over micro-batches.
 
-    Each part of an action takes the median of its times over micro-batches. Where these don't all do the same on a
-    stage, there is no plan for it.
+    Kinds of which not all micro-batches do the same are left out.
     """
-    alike: defaultdict[_Kind, list[Segments]] = defaultdict(list)
-    for action, recording in recorded.items():
-        alike[_kind(action)].append(recording.segments())
-    typical = {kind: _median(several) for kind, several in alike.items() if len(set(map(_shape, several))) == 1}
+    alike: defaultdict[Kinds, list[Segments]] = defaultdict(list)
+    for (action, slot), recording in recorded.items():
+        alike[kind_of(action, slot)].append(recording.segments())
+    return {kind: _median(several) for kind, several in alike.items() if len(set(map(_shape, several))) == 1}
+
+
+def make_plans(pairs: Sequence[_Pair], segments: Mapping[Kinds, Segments]) -> Plans:
+    """The order of the collectives of each kind of pair; none where it isn't known what its actions do."""
     plans: Plans = {}
-    kinds = dict.fromkeys((_kind(first), _kind(second)) for first, second in pairs)
+    kinds = dict.fromkeys((kind_of(first, 0), kind_of(second, 1)) for first, second in pairs)
     for first, second in kinds:
-        if first in typical and second in typical:
+        if first in segments and second in segments:
             tries = max(LEAST_TRIES, ALL_TRIES // len(kinds))
-            plans[first, second] = best_order(typical[first], typical[second], tries)
+            plans[first, second] = best_order(segments[first], segments[second], tries)
     return plans
 
 
-def _kind(action: Action) -> _Kind:
-    return action.stage, action.kind
+def kind_of(action: Action, slot: int) -> Kinds:
+    """The kind of a pair's action."""
+    return action.stage, action.kind, slot
 
 
 def _shape(segments: Segments) -> tuple[tuple[bool, int | None], ...]:

@@ -67,7 +67,9 @@ class CostModel:
             )
 
     def _check_segments(self) -> None:
-        kinds = [kind for kind, _ in self.segments]
+        given = tuple((kind, tuple(Segment(*one) for one in segments)) for kind, segments in self.segments)
+        object.__setattr__(self, "segments", given)  # of lists, where they come from a file
+        kinds = [kind for kind, _ in given]
         if len(set(kinds)) < len(kinds) or not set(kinds) <= {"F", "B", "I"}:
             raise HanayoError(f"CostModel: segments are of {', '.join(kinds)}; expected 'F', 'B' and 'I', each once")
         for kind, segments in self.segments:

@@ -262,15 +262,15 @@ class PrefetchOrder:
 class PendingGradients:
     """Weight gradients whose reduce-scatter over x is under way, while the backward goes on.
 
-    If it `ends_late`, the last ones are also under way while the next actions run, until `finish` is called. Of two
-    actions that run at once, neither waits for the other one's, which may be planned behind what it starts itself.
+    If it `ends_late`, the last ones are also under way while the next actions run, until the next backward makes its
+    own or `finish` is called. Of two actions that run at once, each waits for its own only, as planned.
     """
 
     def __init__(self, turns: DeviceTurns | None = None) -> None:
         self.ends_late = False
         self._turns = DeviceTurns() if turns is None else turns
-        self._pending: deque[tuple[tuple[int, int], _Sum]] = deque()
-        """in the order in which they are added, each with the action that has made it"""
+        self._pending: dict[tuple[int, int], deque[_Sum]] = {}
+        """by the pair and the slot of the action that has made them, in their order"""
         self._has_callback = False
 
     def add(self, parameters: Sequence[Tensor], gradients: Pending[list[Tensor]], trained: Sequence[bool]) -> None:
@@ -280,23 +280,27 @@ class PendingGradients:
             engine.queue_callback(self.finish)
             self._has_callback = True
         action = self._turns.number, self._turns.slot
-        self._pending.append((action, (parameters, gradients, trained)))
-        while len(self._pending) > _MAX_PENDING:
-            (number, slot), _ = self._pending[0]
-            if number == action[0] and slot != action[1]:
-                return
-            _finish(self._pending.popleft()[1])
+        for earlier in [one for one in self._pending if one[0] != action[0]]:
+            self._finish(self._pending.pop(earlier))
+        own = self._pending.setdefault(action, deque())
+        own.append((parameters, gradients, trained))
+        while len(own) > _MAX_PENDING:
+            _finish(own.popleft())
 
     def finish(self) -> None:
         """Wait for all, and add them to their parameters' gradients."""
         self._has_callback = False
         while self._pending:
-            _finish(self._pending.popleft()[1])
+            self._finish(self._pending.pop(next(iter(self._pending))))
 
     def discard(self) -> None:
         """Drop all, after a failure."""
         self._pending.clear()
         self._has_callback = False
+
+    def _finish(self, several: "deque[_Sum]") -> None:
+        while several:
+            _finish(several.popleft())
 
 
 _Sum = tuple[Sequence[Tensor], Pending[list[Tensor]], Sequence[bool]]

@@ -234,7 +234,7 @@ def weights_ahead(model: Any, layout: Layout) -> tuple[int, int, Outcome]:
     weights: list[ShardedWeight] = []
 
     def num_ahead() -> int:
-        return sum(weight._prefetched is not None for weight in weights)
+        return sum(len(weight._prefetched) for weight in weights)
 
     def counted(order: PrefetchOrder, weight: ShardedWeight) -> list[ShardedWeight]:
         nonlocal most

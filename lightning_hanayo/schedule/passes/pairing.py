@@ -20,7 +20,7 @@ from lightning_hanayo.schedule.search.evaluator import CodeRows, Evaluator
 
 EFFORT = 300_000
 """how many actions are run in total, in all orders that are tried"""
-_MOVES = (-4, -3, -2, -1, 1, 2, 3, 4)
+_SHIFTS = (-4, -3, -2, -1, 1, 2, 3, 4)
 
 _Score = tuple[float, float, float]
 
@@ -84,7 +84,7 @@ class _Pairing:
             row = list(self.rows[rank])
             place = random.randrange(len(row))
             code, before = row.pop(place), place
-            place = max(0, min(len(row), place + random.choice(_MOVES)))
+            place = max(0, min(len(row), place + random.choice(_SHIFTS)))
             row.insert(place, code)
             passed = row[min(before, place) : max(before, place) + 1]
             if any(other != code and self._is_alike(other, code) for other in passed):

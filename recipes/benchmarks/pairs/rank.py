@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.overlap.link_queue import LinkQueue
+from lightning_hanayo.overlap.pair_time import run_alone
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.pairs import Pairs
+from lightning_hanayo.runtime.pairs import RECORDED, Pairs, kind_of
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stages.self_contained import SelfContainedSingleStage
@@ -57,6 +58,8 @@ class Record:
 
     steps: list[dict[int, list[float]]] = field(default_factory=list)
     """by run, by number of micro-batches: seconds from the agreed start, by round"""
+    predicted: list[dict[int, float]] = field(default_factory=list)
+    """by run in pairs, by number of micro-batches: what the first host planned with; empty on other hosts"""
 
 
 def work(rank: int, plan: Plan) -> Record:
@@ -64,7 +67,7 @@ def work(rank: int, plan: Plan) -> Record:
     process_groups = Groups(rank)
     runners = [Runner(plan.case, run, process_groups) for run in plan.runs]
     for runner in runners:
-        for _ in range(1 if runner.way == ALONE else 3):
+        for _ in range(1 if runner.way == ALONE else RECORDED + 1):
             runner.step(WARM)
     record = Record([{count: [] for count in plan.microbatches} for _ in runners])
     for turn in range(plan.rounds):
@@ -73,6 +76,7 @@ def work(rank: int, plan: Plan) -> Record:
             for count in plan.microbatches:
                 record.steps[place][count].append(runners[place].step(count))
     for runner in runners:
+        record.predicted.append({count: runner.predict(count) for count in plan.microbatches if runner.knows_pairs})
         runner.close()
     return record
 
@@ -109,7 +113,7 @@ class Runner:
         transport = ProcessGroupTransport(
             [rank], control=world, channels={}, device=torch.device("cpu"), on_failure=_fail
         )
-        pairs = Pairs(self._queue, [weight_queue], broadcast_object, is_first=rank == 0)
+        pairs = self._pairs = Pairs(self._queue, [weight_queue], broadcast_object, is_first=rank == 0)
         self._engine = Engine({0: stage}, PointToPointChannel(transport), lambda _: None, Trace(), pairs=pairs)
         self._parameters = list(layers.parameters())
 
@@ -129,6 +133,26 @@ class Runner:
         dist.barrier()
         time.sleep(QUIET)
         return end
+
+    @property
+    def knows_pairs(self) -> bool:
+        """Whether this host has recorded what pairs do, and planned them."""
+        return bool(self._pairs.segments)
+
+    def predict(self, num_microbatches: int) -> float:
+        """Seconds of such a step in the simulation that the plans are made with."""
+        (plans,) = self._pairs.plans.values()
+        table, segments = table_of(self.way, num_microbatches), self._pairs.segments
+        seconds = set(table.partner_of.values())
+        total = 0.0
+        for action in table.actions[0]:
+            partner = table.partner_of.get(action)
+            if partner is not None:
+                total += plans[kind_of(action, 0), kind_of(partner, 1)].seconds
+            elif action not in seconds:
+                alone = next(own for kind, own in segments.items() if kind[:2] == (action.stage, action.kind))
+                total += run_alone(alone)
+        return total
 
     def close(self) -> None:
         """End the threads."""

@@ -1,0 +1,49 @@
+"""The benchmark of pairs: a rank works on two micro-batches at once, on a cluster of emulated hosts.
+
+python -m recipes.benchmarks.pairs --table docs/benchmarks/pairs-tables.md --json docs/benchmarks/pairs.json
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from recipes.benchmarks.cluster import Cluster, Link
+from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run_on_cluster, whole
+
+TIMEOUT_S = 3000.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write what was asked for. Returns the exit code: 3 where there can be no cluster."""
+    parser = new_parser("pairs", __doc__, picture="draw steps, one by one and in pairs")
+    parser.add_argument("--rounds", type=whole, default=2, metavar="N", help="each step once in each (default 2)")
+    parser.add_argument("--mbit", type=numeric, default=200.0, metavar="N", help="of each link (default 200)")
+    parser.add_argument("--hidden", type=whole, default=384, metavar="N", help="of the layers (default 384)")
+    parser.add_argument("--tokens", type=whole, nargs="+", default=[8, 2], metavar="N",
+                        help="of a micro-batch, in multiples of the hidden size (default 8 2)")  # fmt: skip
+    parser.add_argument("--microbatches", type=whole, nargs="+", default=[2, 4, 8], metavar="N",
+                        help="of a step, even numbers (default 2 4 8)")  # fmt: skip
+    return run_on_cluster(_measure, parser.parse_args(arguments))
+
+
+def _measure(options: argparse.Namespace) -> Findings:
+    from recipes.benchmarks.pairs import report
+    from recipes.benchmarks.pairs.cases import HOSTS, plan_of
+    from recipes.benchmarks.pairs.rank import work
+
+    link, begin = Link(options.mbit), time.monotonic()
+    outcomes = []
+    for multiple in options.tokens:
+        plan = plan_of(link, options.hidden, multiple, options.microbatches, options.rounds)
+        with Cluster(HOSTS, link) as cluster:
+            outcomes.append(report.outcome_of(plan, link, cluster.run(work, plan, TIMEOUT_S)))
+    context = f"gloo, {HOSTS} network namespaces, {link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB)"
+    about = describe(context, f"{time.monotonic() - begin:.0f} s in all, {options.rounds} rounds")
+    data = {"about": about, "cases": [asdict(one) for one in outcomes]}
+    return Findings(report.table(outcomes, about), data, {"picture": lambda path: report.draw(outcomes, path)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

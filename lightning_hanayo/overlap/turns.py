@@ -38,7 +38,7 @@ class DeviceTurns:
         """the action that has the device: 0, or 1 in a pair"""
         self.is_pair = False
         self.number = 0
-        """of the pair that runs, or ran last"""
+        """of the pair that runs; between two pairs a number of its own"""
         self.states: Sequence[ActionState] = ()
         """what is saved and restored whenever the device changes hands"""
         self.on_failure: Callable[[], None] = lambda: None
@@ -94,6 +94,7 @@ class DeviceTurns:
         act(0, first)
         done.wait()
         self.slot, self.is_pair = 0, False
+        self.number += 1
         if errors:
             raise errors[0]
         return results[0], results[1]

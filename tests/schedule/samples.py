@@ -1,13 +1,15 @@
 """Schedules for tests: every family, drawn by hypothesis or listed."""
 
 from dataclasses import replace
+from itertools import pairwise
 from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.pair_time import Segment
-from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, with_loss_stage
+from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, build, validate, with_loss_stage
 from lightning_hanayo.schedule.passes.pairing import pair_up
 
 unhurried = settings(deadline=None, max_examples=50)
@@ -68,6 +70,39 @@ def paired(schedule: Schedule) -> Schedule:
 
 
 @st.composite
+def in_some_pairs(draw: st.DrawFn, schedule: Schedule, *, valid: bool = True) -> Schedule:
+    """The same with some neighbours in pairs; if `valid`, only those with which it can run."""
+    neighbours = [(rank, both) for rank, row in enumerate(schedule.actions) for both in pairwise(row)]
+    fitting = [(rank, both) for rank, both in neighbours if _may_run_at_once(*both)]
+    chosen = st.lists(st.sampled_from(fitting), max_size=12, unique=True) if fitting else st.just([])
+    for rank, both in draw(chosen):
+        more = _with_pair(schedule, rank, both)
+        if not {action for pair in schedule.pairs for action in pair} & set(both) and (not valid or _can_run(more)):
+            schedule = more
+    return schedule
+
+
+def _may_run_at_once(first: Action, second: Action) -> bool:
+    return first.microbatch != second.microbatch and Kind.W not in (first.kind, second.kind)
+
+
+def _with_pair(schedule: Schedule, rank: int, both: tuple[Action, Action]) -> Schedule:
+    """The same with one more pair of neighbours, of which a forward comes first."""
+    first, second = sorted(both, key=lambda action: action.kind is not Kind.F)
+    rows, at = list(schedule.actions), schedule.actions[rank].index(both[0])
+    rows[rank] = (*rows[rank][:at], first, second, *rows[rank][at + 2 :])
+    return replace(schedule, actions=tuple(rows), pairs=schedule.pairs | {(first, second)})
+
+
+def _can_run(schedule: Schedule) -> bool:
+    try:
+        validate(schedule)
+    except HanayoError:
+        return False
+    return True
+
+
+@st.composite
 def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 8, *, pairs: bool = True) -> Schedule:
     """Any schedule, with or without its loss stage, its backward whole or split, with or without `pairs`."""
     name = draw(st.sampled_from((*NAMES, "chimera")))
@@ -78,4 +113,8 @@ def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 8, *,
     if draw(st.booleans()) and not schedule.replica_of:
         schedule = with_loss_stage(schedule)
     schedule = split(schedule) if draw(st.booleans()) else schedule
-    return paired(schedule) if pairs and not schedule.replica_of and draw(st.booleans()) else schedule
+    if not pairs or draw(st.booleans()):
+        return schedule
+    if schedule.replica_of or draw(st.booleans()):
+        return draw(in_some_pairs(schedule))
+    return paired(schedule)

@@ -14,7 +14,7 @@ table hangs, even if each message holds up both ranks (tests/schedule/passes/tes
 another in the order of its sends, by which NCCL matches them.
 
 A message needs a send and a receive only between different ranks. Nothing comes between the actions of a pair: the
-receives of both are before them, their sends behind them.
+receives of both are before them, their sends and reductions behind them.
 
 A stage's reduction comes right after its last weight gradient. Twins reduce together, when both are ready, each rank
 with an action of its own (also where one of them had no micro-batch). So that both ranks of every pair start them in
@@ -131,11 +131,13 @@ def _twins(table: Table) -> Sequence[int]:
 def _reductions(table: Table, place: Mapping[Action, int]) -> Iterator[tuple[Action, int]]:
     """The reductions in one order, each with the place in the sequence behind which it is started, as is its twin's."""
     last, twins, rank_of = _last_gradients(table), _twins(table), table.stage_ranks
+    behind_pair = {first: place[second] for first, second in table.pairs}
     begun = [-1] * table.num_ranks
     for stage in reduction_order(table):
         if stage in last:
             both = {stage, twins[stage]}
-            ready = (place[table.actions[rank_of[one]][last[one]]] for one in both if last[one] >= 0)
+            makers = [table.actions[rank_of[one]][last[one]] for one in both if last[one] >= 0]
+            ready = (behind_pair.get(maker, place[maker]) for maker in makers)
             behind = max(*ready, *(begun[rank_of[one]] for one in both))
             for one in both:
                 begun[rank_of[one]] = behind

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_hanayo.schedule import Schedule, with_loss_stage
-from tests.schedule.samples import NAMES, make, split
+from tests.schedule.samples import NAMES, make, paired, split
 from tests.schedule.torch_orders import as_text, torch_order
 
 SIZES = [(1, 1, 1), (1, 3, 2), (2, 2, 1), (2, 5, 2), (3, 2, 1), (4, 4, 1), (4, 6, 2), (4, 8, 3), (5, 12, 2)]
@@ -53,7 +53,7 @@ def test_torch_accepts_our_tables(torchs: Any, tmp_path: Path, name: str, size: 
         torchs._simulate_comms_compute(lowered, rank_of, schedule.num_stages)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, "dualpipev"))
 def test_torch_reads_our_communication_too(torchs: Any, tmp_path: Path, name: str) -> None:
     schedule = make(name, 3, 4, 2)
     schedule.to_csv(tmp_path / "table.csv", communication=True)
@@ -79,7 +79,7 @@ def test_we_read_the_tables_torch_makes(tmp_path: Path, name: str) -> None:
     assert as_text(schedule) == [sum(row, []) for row in cells]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, "dualpipev"))
 def test_we_read_what_torch_completed(torchs: Any, tmp_path: Path, name: str) -> None:
     schedule = make(name, 4, 8, 2)
     schedule.to_csv(tmp_path / "table.csv")
@@ -89,4 +89,18 @@ def test_we_read_what_torch_completed(torchs: Any, tmp_path: Path, name: str) ->
     completed = [",".join(map(str, torchs._add_reduce_grad(row, 8))) for row in lowered.values()]
     (tmp_path / "completed.csv").write_text("\n".join(completed))
     again = Schedule.from_csv(tmp_path / "completed.csv")
-    assert (again.actions, again.stage_ranks) == (schedule.actions, schedule.stage_ranks)
+    assert (again.actions, again.stage_ranks, again.pairs) == (schedule.actions, schedule.stage_ranks, schedule.pairs)
+
+
+@pytest.mark.parametrize("name", ["dualpipev", "1f1b", "hanayo", "hanayo-zb"])
+def test_torch_reads_pairs_of_a_forward_and_a_backward(torchs: Any, tmp_path: Path, name: str) -> None:
+    """It gives each pair one cell, and adds its sends behind both. Its simulator knows no pairs, but its runtime does."""
+    schedule = make(name, 2, 4)
+    schedule = schedule if schedule.pairs else paired(schedule)
+    schedule.to_csv(tmp_path / "table.csv")
+    runtime, rank_of = loaded(torchs, tmp_path / "table.csv", schedule)
+    cells = {rank: list(actions) for rank, actions in runtime.pipeline_order.items()}
+    both = [tuple(map(str, cell.sub_actions)) for row in cells.values() for cell in row if cell.sub_actions]
+    assert schedule.pairs
+    assert sorted(both) == sorted((str(first), str(second)) for first, second in schedule.pairs)
+    torchs._add_send_recv(cells, rank_of, schedule.num_stages)

@@ -33,5 +33,13 @@ def test_it_holds_half_a_micro_batch_more_than_zbv() -> None:
 
 
 def test_too_few_micro_batches() -> None:
+    with pytest.raises(ValueError, match="at least as many microbatches as stages"):
+        torch_order("ScheduleDualPipeV", 4, 7, 2)
     with pytest.raises(HanayoError, match="at least one micro-batch per stage, 8 on 4 ranks, got 7"):
         build("dualpipev", num_ranks=4, num_microbatches=7)
+
+
+@pytest.mark.parametrize("wrong", [{"num_waves": 2}, {"num_stages_per_rank": 3}])
+def test_one_wave_only(wrong: dict[str, int]) -> None:
+    with pytest.raises(HanayoError, match="dualpipev"):
+        build("dualpipev", num_ranks=2, num_microbatches=4, **wrong)  # type: ignore[arg-type]

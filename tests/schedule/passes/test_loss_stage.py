@@ -84,3 +84,12 @@ def test_forward_only_may_get_its_loss_later() -> None:
     schedule = with_loss_stage(forward_only(build("1f1b", num_ranks=2, num_microbatches=3)))
     validate(schedule)
     assert schedule.actions[0] == row("0F0 0F1 2F0 0F2 2F1 2F2")
+
+
+@given(schedules(max_ranks=4, max_microbatches=6))
+@unhurried
+def test_losses_never_come_between_the_actions_of_a_pair(schedule: Schedule) -> None:
+    if not schedule.replica_of:
+        extended = with_loss_stage(schedule)
+        validate(extended)
+        assert extended.pairs == schedule.pairs

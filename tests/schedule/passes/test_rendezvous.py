@@ -14,6 +14,7 @@ from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
+from hypothesis import given
 
 from lightning_hanayo.planner.layout import choose
 from lightning_hanayo.schedule import (
@@ -30,7 +31,7 @@ from lightning_hanayo.schedule import (
 from lightning_hanayo.schedule.dependency import source_stage
 from lightning_hanayo.schedule.schedule import check_csv
 from tests.harness.thorough import covered
-from tests.schedule.samples import make, row, split, table
+from tests.schedule.samples import make, row, schedules, split, table, unhurried
 
 Item = tuple[int, Action]
 """An action in one of several parts or copies of a batch."""
@@ -124,6 +125,14 @@ def test_no_table_hangs(name: str, num_ranks: int, depth: int, request: pytest.F
             for schedule in variants(name, num_ranks, num_microbatches, depth):
                 for parts in batches(schedule):
                     assert hangs(*parts) == [], f"{schedule.name}, B = {num_microbatches}"
+
+
+@given(schedules(max_ranks=4, max_microbatches=6))
+@unhurried
+def test_no_table_in_pairs_hangs(schedule: Schedule) -> None:
+    """Hosts wait for the inputs of both before the first, and send what both made behind the second."""
+    for parts in batches(schedule):
+        assert hangs(*parts) == []
 
 
 @pytest.mark.parametrize("name", schedule_names())

@@ -1,9 +1,20 @@
 """A part of a table is a table that can run: some forwards, all but some forwards, the loss's backwards alone."""
 
 import pytest
+from hypothesis import given
 
-from lightning_hanayo.schedule import Schedule, build, complete, forward_only, last_backward_only, without_forwards
+from lightning_hanayo.schedule import (
+    Schedule,
+    build,
+    complete,
+    forward_only,
+    last_backward_only,
+    validate,
+    without_forwards,
+)
 from lightning_hanayo.schedule.dependency import executable_order, table_waits
+from lightning_hanayo.schedule.passes.subset import first_microbatches
+from tests.schedule.samples import schedules, unhurried
 
 TABLE = build("hanayo", num_ranks=2, num_microbatches=3)
 """
@@ -36,3 +47,25 @@ def test_the_parts_run_one_after_the_other(name: str) -> None:
         rows = complete(part)
         waits = table_waits(part, rows)
         assert len(list(executable_order(rows, waits))) == sum(map(len, rows))
+
+
+def test_a_pair_of_which_one_action_is_left_is_no_pair() -> None:
+    table = build("dualpipev", num_ranks=1, num_microbatches=3)
+    assert {(str(first), str(second)) for first, second in table.pairs} == {
+        ("1F1", "0B0"),
+        ("0F2", "1B1"),
+        ("1F2", "0B1"),
+    }
+    assert {(str(first), str(second)) for first, second in first_microbatches(table, 2).pairs} == {("1F1", "0B0")}
+    assert not forward_only(table).pairs
+    assert not without_forwards(table, range(3)).pairs
+
+
+@given(schedules(max_ranks=4, max_microbatches=5))
+@unhurried
+def test_a_smaller_batch_keeps_the_pairs_that_it_can(schedule: Schedule) -> None:
+    for num_microbatches in range(1, schedule.num_microbatches if not schedule.replica_of else 1):
+        part = first_microbatches(schedule, num_microbatches)
+        validate(part)
+        held = {action for row in part.actions for action in row}
+        assert part.pairs == {pair for pair in schedule.pairs if held.issuperset(pair)}

@@ -2,13 +2,17 @@
 
 import time
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule import Schedule, build, forward_only, validate
-from tests.schedule.samples import make, schedules, table, unhurried
+from lightning_hanayo.schedule.dependency import table_waits
+from tests.schedule.samples import in_some_pairs, make, row, schedules, table, unhurried
 
 
 @given(schedules())
@@ -16,6 +20,34 @@ from tests.schedule.samples import make, schedules, table, unhurried
 def test_all_builders_make_valid_tables(schedule: Schedule) -> None:
     validate(schedule)
     validate(forward_only(schedule))
+
+
+def can_run(schedule: Schedule) -> bool:
+    """Whether nothing waits for itself, where the two of a pair wait for each other's inputs and end together."""
+    cell_of = {action: action for cells in schedule.actions for action in cells}
+    cell_of |= {second: first for first, second in schedule.pairs}
+    waits = {cell: set() for cell in cell_of.values()}
+    for action, others in table_waits(schedule).items():
+        waits[cell_of[action]] |= {cell_of[other] for other in others}
+    for cells in schedule.actions:
+        for before, after in pairwise(dict.fromkeys(cell_of[action] for action in cells)):
+            waits[after].add(before)
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError:
+        return False
+    return True
+
+
+@given(schedules(max_ranks=4, max_microbatches=6, pairs=False), st.data())
+@unhurried
+def test_pairs_are_accepted_if_and_only_if_they_can_run(schedule: Schedule, data: st.DataObject) -> None:
+    in_pairs = data.draw(in_some_pairs(schedule, valid=False))
+    if can_run(in_pairs):
+        validate(in_pairs)
+    else:
+        with pytest.raises(HanayoError, match="wait for each other and can never run"):
+            validate(in_pairs)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +69,26 @@ def test_the_wrong_action_is_named_and_marked(rows: tuple[str, ...], why: str, c
         validate(table(*rows, stage_ranks=(0, 1), num_microbatches=2))
     assert why in str(error.value)
     assert cell in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "why", "cell"),
+    [
+        ("1F1 1B1", "they are of one micro-batch; two run at once", "[1B1]"),
+        ("0F0 0F2", "the second one must come right behind the first one, on one rank", "[0F2]"),
+        ("0F0 1F0", "the second one must come right behind the first one, on one rank", "[1F0]"),
+        ("0F0 0F1, 0F1 0B0", "the pair of 0F1 and 0B0: one of them is in another pair, too", "[0F1]"),
+        ("0B0 0F2", "the pair of 0B0 and 0F2: the forward comes first, as in 0F2, 0B0", "[0B0]"),
+        ("0F1 0B0, 1B0 1F1", "the forward comes first", "[1B0]"),
+        ("0F0 0B3", "the pair of 0F0 and 0B3: the table has no 0B3", None),
+    ],
+)
+def test_what_is_no_pair_is_named_and_marked(pairs: str, why: str, cell: str | None) -> None:
+    made = table("0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2", stage_ranks=(0, 1), num_microbatches=3)
+    with pytest.raises(HanayoError) as error:
+        validate(replace(made, pairs=frozenset((row(pair)[0], row(pair)[1]) for pair in pairs.split(", "))))
+    assert why in str(error.value)
+    assert cell is None or cell in str(error.value)
 
 
 def test_a_deadlock_names_which_rank_waits_for_which() -> None:

@@ -94,7 +94,7 @@ def test_we_read_what_torch_completed(torchs: Any, tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", ["dualpipev", "1f1b", "hanayo", "hanayo-zb"])
 def test_torch_reads_pairs_of_a_forward_and_a_backward(torchs: Any, tmp_path: Path, name: str) -> None:
-    """It gives each pair one cell, and adds its sends behind both. Its simulator knows no pairs, but its runtime does."""
+    """A pair is one cell there, and its sends come behind both. The simulator knows no pairs, but the runtime does."""
     schedule = make(name, 2, 4)
     schedule = schedule if schedule.pairs else paired(schedule)
     schedule.to_csv(tmp_path / "table.csv")

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
@@ -132,6 +132,9 @@ class LinkQueue:
     All ranks that share collectives give their queues the same collectives in the same order, or the same plans.
     """
 
+    keeps_plans: ClassVar[bool] = True
+    """whether collectives go on the wire in a planned order, whichever starts first"""
+
     def __init__(self, turns: DeviceTurns | None = None) -> None:
         self.turns = DeviceTurns() if turns is None else turns
         self.turns.on_failure = self.cancel
@@ -242,6 +245,8 @@ class DeviceLink(LinkQueue):
     Hosts don't wait for them, so both actions put their work into one stream: each time an action would wait for a
     collective, the other one goes on, and only what comes behind in the stream waits for it.
     """
+
+    keeps_plans = False
 
     @override
     def start(self, post: Callable[[], Work]) -> Ticket:

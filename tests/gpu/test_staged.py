@@ -30,6 +30,8 @@ LAYOUTS = [
     Layout(2, 1, 1, cube=(1, 2, 1)),
     Layout(4, 1, 1, "zbv"),
     Layout(2, 1, 2, "hanayo-zb"),
+    Layout(cube=(1, 2, 2), pairs=True),
+    Layout(2, 1, 1, cube=(1, 2, 1), pairs=True),
 ]
 
 
@@ -51,7 +53,7 @@ def train_staged(device: str, layout: Layout) -> tuple[Outcome, set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("device", "layout"), on_devices(LAYOUTS, cpu=[Layout(2, 1, 2), Layout(cube=(1, 2, 1))]), ids=str
+    ("device", "layout"), on_devices(LAYOUTS, cpu=[Layout(2, 1, 2), Layout(cube=(1, 2, 1), pairs=True)]), ids=str
 )
 def test_trains_as_one_process_does(launch: Launch, device: str, layout: Layout) -> None:
     (plain,) = launch(device, 1, train_on, None, GPT, BATCHES[device])

@@ -34,6 +34,7 @@ class Layout:
     cube: tuple[int, int, int] = (1, 1, 1)
     outside: str = "share"
     tied_gradients: str = "in_order"
+    pairs: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -45,7 +46,7 @@ class Layout:
 
     def __str__(self) -> str:
         cube = "" if self.cube == (1, 1, 1) else f"-{self.outside}{'x'.join(map(str, self.cube))}"
-        return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}{cube}"
+        return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}{cube}{'-pairs' if self.pairs else ''}"
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
         "cube": layout.cube,
         "cube_outside": layout.outside,
         "tied_gradients": layout.tied_gradients,
+        "pairs": layout.pairs,
     }
     return HanayoStrategy(**of_layout | options)
 

@@ -1,5 +1,6 @@
 """Two micro-batches at once: cubes train as without pairs, and all of their ranks start collectives in one order."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,7 @@ def train(kind: str, layout: Layout, pairs: bool, options: dict[str, Any]) -> tu
         seen = Seen(monkeypatch)
         module = models.build(MODELS[kind], torch.float64)
         batches = models.texts((8,) * STEPS)
-        strategy = make_strategy(layout, pairs=pairs, loss_weight="tokens", **options)
+        strategy = make_strategy(replace(layout, pairs=pairs), loss_weight="tokens", **options)
         trainer = make_trainer(layout, max_epochs=1, strategy=strategy)
         trainer.fit(module, make_loader([_double(batch) for batch in batches]))
         return own_weights(module), (seen.pairs, seen.planned, seen.carried)

@@ -189,7 +189,7 @@ def _pairs(context: RankContext, stages: Mapping[int, Stage]) -> Pairs | None:
         states,
         lambda plans: broadcast_object(plans, whole),
         is_first=whole.rank() == 0,
-        is_planned=context.device.type == "cpu",
+        is_planned=cube.queue.keeps_plans,
     )
 
 

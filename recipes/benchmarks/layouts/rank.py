@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NoReturn
 
@@ -11,18 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.planner.candidates import Candidate
-from lightning_hanayo.planner.layout import Layout
+from lightning_hanayo.planner.layout import COSTS, PAIR_SEGMENTS, Layout
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
+from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.pairs import Pairs, Plans
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
-from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage, SelfContainedLastStage
+from lightning_hanayo.runtime.stages.base import Stage
+from lightning_hanayo.runtime.stages.self_contained import (
+    SelfContainedFirstStage,
+    SelfContainedLastStage,
+    SelfContainedMiddleStage,
+)
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.topology import Topology
 from recipes.benchmarks.case import Candidate as Named
@@ -83,11 +90,11 @@ def work(rank: int, plan: Plan) -> Record:
     _probe(groups, record)
     instant = [LayoutRunner(one, plan.model.instant, rank, groups).run for one in PROBES]
     instant.append(_contender(INSTANT, rank, groups, seconds=0.0, floats=1))
-    record.runtime = [median(ends) for ends in _alternate(instant, REPEATS)]
+    record.runtime = [median(ends) for ends in alternate(instant, REPEATS)]
     runners: list[Callable[[], None]] = [LayoutRunner(one, plan.model, rank, groups).run for one in plan.layouts]
-    record.steps = _alternate(runners, plan.rounds)
+    record.steps = alternate(runners, plan.rounds)
     for pipe in plan.pipes:
-        record.contenders[pipe] = _alternate([_contender(one, rank, groups) for one in contenders(pipe)], plan.rounds)
+        record.contenders[pipe] = alternate([_contender(one, rank, groups) for one in contenders(pipe)], plan.rounds)
     return record
 
 
@@ -120,7 +127,7 @@ def _message(floats: int) -> float:
     return median(taken[1:])
 
 
-def _alternate(runners: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
+def alternate(runners: Sequence[Callable[[], None]], rounds: int) -> list[list[float]]:
     """Run each once in each round, beginning with another one, after a round that isn't counted.
 
     It connects ranks, tells them the shapes of messages, and shows layers in which order weights are gathered.
@@ -148,10 +155,18 @@ class LayoutRunner:
         rank: this host's.
         groups: makes process groups.
         device: computes; None: one that sleeps.
+        pairs: whether two micro-batches run at once.
     """
 
     def __init__(
-        self, candidate: Candidate, model: Model, rank: int, groups: Groups, device: Device | None = None
+        self,
+        candidate: Candidate,
+        model: Model,
+        rank: int,
+        groups: Groups,
+        device: Device | None = None,
+        *,
+        pairs: bool = False,
     ) -> None:
         self._device = Emulated(model.flops_per_second, Log()) if device is None else device
         self._candidate = candidate
@@ -161,8 +176,11 @@ class LayoutRunner:
             axis: groups.find([tuple(one) for one in topology.groups(axis)], axis) for axis in ("pipe", *"xyz", "data")
         }
         cube_rank = rank % candidate.cube_size
-        mesh = Mesh.of(candidate.mesh, cube_rank, lambda names: axes[names] if len(names) == 1 else None)
-        layout = Layout(candidate.schedule, candidate.pipe, candidate.num_waves, candidate.num_microbatches)
+        self._queue = LinkQueue() if pairs else None
+        mesh = Mesh.of(
+            candidate.mesh, cube_rank, lambda names: axes[names] if len(names) == 1 else None, queue=self._queue
+        )
+        layout = self.layout_of(candidate, pairs=pairs)
         self.schedule = layout.table(candidate.num_microbatches)
         self._pipe_rank = topology.coordinates(rank)[1]
         per_stage = model.layers // self.schedule.num_stages
@@ -171,7 +189,8 @@ class LayoutRunner:
         schemes = []
         for number in self.schedule.stages_of(self._pipe_rank):
             queue = WeightGradientQueue()
-            scheme = ThreeD(mesh, queue=queue if candidate.pipe > 1 else None)
+            turns = None if self._queue is None else self._queue.turns
+            scheme = ThreeD(mesh, queue=queue if candidate.pipe > 1 else None, turns=turns)
             schemes.append(scheme)
             weights = [weights_of(model, number * per_stage + place) for place in range(per_stage)]
             self.stages[number] = scheme.layers(weights, self._device, model.seq)
@@ -183,6 +202,7 @@ class LayoutRunner:
             {number: list(stage.parameters()) for number, stage in self.stages.items()}, axes["data"]
         )
         self._engine: Engine | None = None
+        self.pairs: Pairs | None = None
         if candidate.pipe > 1:
             control = axes["pipe"]
             assert control is not None
@@ -190,10 +210,46 @@ class LayoutRunner:
                 topology.group_of(rank, "pipe"), control=control, channels={}, device=torch.device("cpu"),
                 on_failure=_fail,
             )  # fmt: skip
-            self._engine = Engine(runs, PointToPointChannel(transport), self._reduction.start, Trace())
+            self.pairs = None if self._queue is None else self._paired(self._queue, runs, groups)
+            self._engine = Engine(
+                runs, PointToPointChannel(transport), self._reduction.start, Trace(), pairs=self.pairs
+            )
             self._program = Program.from_schedule(self.schedule, self._pipe_rank)
         count = candidate.num_microbatches
         self._batch = Batch(inputs=self._inputs, loss_weights=[1 / count] * count)
+
+    @staticmethod
+    def layout_of(candidate: Candidate, *, pairs: bool) -> Layout:
+        """The candidate's layout, with pairs or without."""
+        costs = replace(COSTS, segments=PAIR_SEGMENTS) if pairs else COSTS
+        return Layout(
+            candidate.schedule,
+            candidate.pipe,
+            candidate.num_waves,
+            candidate.num_microbatches,
+            costs=costs,
+            pairs=pairs,
+        )
+
+    def close(self) -> None:
+        """End the threads of pairs."""
+        if self.pairs is not None:
+            self.pairs.close()
+
+    def _paired(self, queue: LinkQueue, stages: Mapping[int, Stage], groups: Groups) -> Pairs:
+        """What runs two actions of this host at once, in an order that its cube shares."""
+        cube = groups.find([tuple(one) for one in self.topology.groups("x", "y", "z")], "plans")
+
+        def share(plans: Plans | None) -> Plans:
+            shared: Plans = broadcast_object(plans, cube)
+            return shared
+
+        return Pairs(
+            queue,
+            [stage.queue for stage in stages.values()],
+            share,
+            is_first=self.topology.group_of(self.rank, "x", "y", "z")[0] == self.rank,
+        )
 
     def _micro_batches(self, model: Model, scheme: ThreeD) -> list[Tensor]:
         """This rank's part of each micro-batch of its data rank."""
@@ -210,7 +266,7 @@ class LayoutRunner:
         if number == self.schedule.num_stages - 1:
             blocks[-1] = _WithLoss(blocks[-1], self._candidate)
             return SelfContainedLastStage(blocks=blocks, queue=queue, hooks=hooks)
-        return MiddleStage(blocks=blocks, queue=queue, hooks=hooks)
+        return SelfContainedMiddleStage(blocks=blocks, queue=queue, hooks=hooks)
 
     def run(self) -> None:
         """Run a step. Gradients stay until the next one begins."""
@@ -219,7 +275,9 @@ class LayoutRunner:
         multiplies = self._device.multiplies() if isinstance(self._device, Emulated) else nullcontext()
         with multiplies:
             if self._engine is not None:
+                self._engine.begin_batch()
                 self._engine.run(self._program, self._batch)
+                self._engine.end_batch()
             else:
                 self._run_alone()
         self._reduction.finish()

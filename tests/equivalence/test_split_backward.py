@@ -1,8 +1,8 @@
 """Schedules with a split backward (actions I and W) train as one process does.
 
-                 zbv   zb-h1   interleaved-zb   hanayo-zb   a CSV table
-(2, 1, 1)         x      x           x                           x
-(2, 2, 1)                                           x            x        (P, W, D)
+                 zbv   zb-h1   interleaved-zb   hanayo-zb   dualpipev   a CSV table
+(2, 1, 1)         x      x           x                          x            x
+(2, 2, 1)                                           x                        x        (P, W, D)
 (4, 1, 1)         x
 (2, 1, 2)         x                  x
 """
@@ -27,6 +27,7 @@ LAYOUTS = [
     Layout(4, 1, 1, "zbv"),
     Layout(2, 1, 2, "zbv"),
     Layout(2, 1, 2, "interleaved-zb"),
+    Layout(2, 1, 1, "dualpipev"),
 ]
 WINDOWS = partial(models.windows, (8, 8, 8, 8))
 GPT = Training(models.gpt, WINDOWS, accumulate=2, clip=0.1)
@@ -34,7 +35,7 @@ DOUBLE = Training(models.gpt, WINDOWS, torch.float64, accumulate=2, clip=0.1)
 MIXED = Training(models.gpt, WINDOWS, accumulate=2, precision="bf16-mixed")
 
 
-@pytest.mark.parametrize("layout", covered(LAYOUTS, by=[LAYOUTS[i] for i in (0, 1, 2, 4)]), ids=str)
+@pytest.mark.parametrize("layout", covered(LAYOUTS, by=[LAYOUTS[i] for i in (0, 1, 2, 4, 5)]), ids=str)
 def test_gpt_with_tied_embedding(pool: Pool, layout: Layout) -> None:
     outcome, expected = run(pool, DOUBLE, layout), plain(pool, DOUBLE)
     assert_same_training(outcome, expected)

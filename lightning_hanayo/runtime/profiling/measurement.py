@@ -1,7 +1,7 @@
 """Computes a timeline from all ranks' traces, and the costs that a simulation needs to predict it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -9,7 +9,7 @@ from math import inf
 from statistics import fmean, median
 
 from lightning_hanayo.runtime.profiling.trace import BatchTrace, Event
-from lightning_hanayo.schedule import CostModel, Kind, Schedule, Span, Timeline
+from lightning_hanayo.schedule import Action, CostModel, Kind, Schedule, Span, Timeline
 from lightning_hanayo.schedule.dependency import producers
 
 MIN_WAIT = 5e-5
@@ -121,7 +121,7 @@ def waits_of(*batches: BatchTrace) -> list[Span]:
 
 def costs_of(schedule: Schedule, batches: Sequence[BatchTrace]) -> CostModel:
     """Return each stage's mean times and the message delay, in seconds. A whole backward counts half for each part."""
-    means = stage_times(batches)
+    means = stage_times(batches, {action for pair in schedule.pairs for action in pair})
 
     def per_stage(kind: Kind) -> tuple[float, ...]:
         whole = 0.0 if kind is Kind.F else 0.5
@@ -150,12 +150,17 @@ def exposed_communication(schedule: Schedule, batch: BatchTrace) -> float:
     return exposed / (len(batch) * (_end(batch) - _begin(batch)))
 
 
-def stage_times(batches: Sequence[BatchTrace]) -> dict[tuple[int, Kind], float]:
-    """Return the mean seconds of each stage's actions of each kind, over micro-batches and batches."""
-    durations: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+def stage_times(batches: Sequence[BatchTrace], in_pairs: Collection[Action] = ()) -> dict[tuple[int, Kind], float]:
+    """Return the mean seconds of each stage's actions of each kind, over micro-batches and batches.
+
+    Actions that ran in pairs, and so longer than alone, count only where all actions of a stage and kind did.
+    """
+    alone: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    paired: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for event in (event for batch in batches for events in batch for event in events):
+        durations = paired if event.action in in_pairs else alone
         durations[event.action.stage, event.action.kind].append(event.end - event.start)
-    return {key: fmean(values) for key, values in durations.items()}
+    return {key: fmean(values) for key, values in (paired | alone).items()}
 
 
 def _begin(batch: BatchTrace) -> float:

@@ -17,6 +17,7 @@ PICTURED = (
     Contender("zbv"),
     Contender("v-half"),
     Contender("v-min"),
+    Contender("dualpipev"),
     Contender("hanayo-zb", num_waves=1),
     Contender("hanayo-zb", num_waves=2),
 )

@@ -84,6 +84,9 @@ SPLIT = (
 )
 """Other authors' schedules with the backward split into input and weight gradient."""
 
+PAIRED = (Contender("dualpipev"),)
+"""Schedules whose ranks run two actions at once. Here a pair takes as long as both alone."""
+
 OURS = tuple(Contender("hanayo-zb", num_waves=waves) for waves in (1, 2, 4))
 
 BUDGETS = (0.375, 0.5, 0.625, 0.75, 1.0)

@@ -19,7 +19,7 @@ from recipes.paper import (
     variance,
     waves,
 )
-from recipes.paper.contender import OURS, SPLIT, WHOLE
+from recipes.paper.contender import OURS, PAIRED, SPLIT, WHOLE
 from recipes.paper.page import fill
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,7 +70,7 @@ DOCUMENTS = (
     ),
     Document(
         DOCS / "concepts" / "schedules.md",
-        quick={f"all-{size}": partial(peers.table, (*WHOLE, *SPLIT, *OURS), size) for size in peers.SIZES},
+        quick={f"all-{size}": partial(peers.table, (*WHOLE, *SPLIT, *PAIRED, *OURS), size) for size in peers.SIZES},
         slow={},
     ),
 )

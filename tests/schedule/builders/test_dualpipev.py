@@ -26,6 +26,13 @@ def test_it_is_the_order_torch_generates(num_ranks: int, num_microbatches: int) 
     assert cells(schedule) == torch_order("ScheduleDualPipeV", num_ranks, num_microbatches, 2)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_pairs_that_hide_nothing_idle_twice_as_long_as_zbv(num_ranks: int) -> None:
+    for num_microbatches in (2 * num_ranks, 2 * num_ranks + 1, 5 * num_ranks):
+        timeline = simulate(build("dualpipev", num_ranks=num_ranks, num_microbatches=num_microbatches))
+        assert timeline.makespan == pytest.approx(3 * num_microbatches + num_ranks - 1)
+
+
 def test_it_holds_half_a_micro_batch_more_than_zbv() -> None:
     for num_ranks in (2, 4, 8):
         peaks = simulate(build("dualpipev", num_ranks=num_ranks, num_microbatches=3 * num_ranks)).peak_activations

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.pairs import report
     from recipes.benchmarks.pairs.cases import HOSTS, plan_of
+    from recipes.benchmarks.pairs.pipes import pipes_of, results_of, work_pipes
     from recipes.benchmarks.pairs.rank import work
 
     link, begin = Link(options.mbit), time.monotonic()
@@ -39,10 +40,22 @@ def _measure(options: argparse.Namespace) -> Findings:
         plan = plan_of(link, options.hidden, multiple, options.microbatches, options.rounds)
         with Cluster(HOSTS, link) as cluster:
             outcomes.append(report.outcome_of(plan, link, cluster.run(work, plan, TIMEOUT_S)))
+    pipes = pipes_of(link, options.hidden)
+    with Cluster(HOSTS, link) as cluster:
+        pipelines = results_of(pipes, cluster.run(work_pipes, pipes, TIMEOUT_S), link)
     context = f"gloo, {HOSTS} network namespaces, {link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB)"
     about = describe(context, f"{time.monotonic() - begin:.0f} s in all, {options.rounds} rounds")
-    data = {"about": about, "cases": [asdict(one) for one in outcomes]}
-    return Findings(report.table(outcomes, about), data, {"picture": lambda path: report.draw(outcomes, path)})
+    far = report.far_ahead(link)
+    data = {
+        "about": about,
+        "cases": [asdict(one) for one in outcomes],
+        "pipelines": [asdict(one) for one in pipelines],
+        "far ahead": [asdict(one) for one in far],
+    }
+    text = "\n".join(
+        [report.table(outcomes, about), *report.pipeline_table(pipelines), "", *report.forecast_table(far), ""]
+    )
+    return Findings(text, data, {"picture": lambda path: report.draw(outcomes, path)})
 
 
 if __name__ == "__main__":

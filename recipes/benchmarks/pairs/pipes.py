@@ -3,14 +3,17 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from statistics import fmean, median
 
 from lightning_hanayo.overlap.pair_time import Segments, run_alone
 from lightning_hanayo.planner.candidates import WHOLE, Candidate
 from lightning_hanayo.runtime.pairs import RECORDED
 from lightning_hanayo.schedule import CostModel, Schedule, simulate
-from recipes.benchmarks.layouts.cases import Model
+from recipes.benchmarks.cluster import Link
+from recipes.benchmarks.layouts.cases import BYTES, Model
 from recipes.benchmarks.layouts.rank import LayoutRunner, alternate
+from recipes.benchmarks.tensor3d import speed_of
 from recipes.benchmarks.tensor3d_rank import Groups
 
 MESHES = (2, 2, 1), (4, 1, 1)
@@ -47,6 +50,13 @@ class PipeRecord:
     """of each candidate: what its stages do in pairs, by kind; empty where another host of the cube has recorded it"""
     schedules: list[Schedule] = field(default_factory=list)
     """of each candidate, in pairs"""
+
+
+def pipes_of(link: Link, hidden: int, rounds: int = 1) -> Pipes:
+    """Micro-batches of 8 sequences, two thirds of `hidden` long and wide; 1-D would communicate for 70 %."""
+    width = 2 * hidden // 3 // 8 * 8
+    speed = speed_of(link, 8 * width, width)
+    return Pipes(Model(4, width, width, 0, speed), 8, (4, 8), rounds)
 
 
 def work_pipes(rank: int, pipes: Pipes) -> PipeRecord:
@@ -87,9 +97,10 @@ class PipeResult:
         return self.alone / self.paired
 
 
-def results_of(pipes: Pipes, records: Sequence[PipeRecord], message: float) -> list[PipeResult]:
-    """Put the hosts' records together. `message`: seconds of one between two pipeline ranks."""
+def results_of(pipes: Pipes, records: Sequence[PipeRecord], link: Link) -> list[PipeResult]:
+    """Put the hosts' records together, with the simulation of each layout by what its stages were recorded to do."""
     found = []
+    message = BYTES * pipes.samples * pipes.model.seq * pipes.model.hidden / prod(MESHES[0]) / link.bytes_per_second
     for place, candidate in enumerate(pipes.candidates):
         alone, paired = (
             median(max(record.steps[2 * place + way][turn] for record in records) for turn in range(pipes.rounds))

@@ -5,9 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from lightning_hanayo.overlap.pair_time import best_order, run_alone
+from lightning_hanayo.planner.meshes import ranked_meshes
 from recipes.benchmarks.cluster import Link
+from recipes.benchmarks.pairs.cases import PIECES
+from recipes.benchmarks.pairs.pipes import PipeResult
 from recipes.benchmarks.pairs.rank import Plan, Record, Run
-from recipes.benchmarks.tensor3d_result import predict
+from recipes.benchmarks.schemes.log import segments_of
+from recipes.benchmarks.schemes.names import ONE_D, TWO_D, three_d
+from recipes.benchmarks.tensor3d_rank import Case, dry_run
+from recipes.benchmarks.tensor3d_result import BYTES, layer_of, predict
+
+SAMPLES = 64
+"""of a forecast's micro-batch"""
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,70 @@ def _row(one: Result, peer: Result, paired: Result) -> str:
     cells = [one.scheme, one.way, "yes" if one.queue else "", *(f"{one.multiple(count):.2f}" for count in counts),
              f"{one.steady:.3f}", to_simulation, *(f"{gain:.2f}" for gain in gains)]  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def pipeline_table(results: Sequence[PipeResult]) -> list[str]:
+    """As Markdown."""
+    lines = [
+        "## Two pipeline ranks, each a cube of four hosts",
+        "",
+        "| layout | one by one, s | in pairs, s | gain | simulated, s | measured / simulated | simulated gain |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in results:
+        cells = (one.layout, f"{one.alone:.2f}", f"{one.paired:.2f}", f"{one.gain:.2f}", f"{one.simulated:.2f}",
+                 f"{one.paired / one.simulated:.2f}", f"{one.simulated_alone / one.simulated:.2f}")  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a further micro-batch adds on more hosts, in seconds, by scheme: one by one, and in pairs of F and B."""
+
+    hosts: int
+    tokens: int
+    share: float
+    """of a step without overlap in which 1-D communicates"""
+    alone: dict[str, float]
+    paired: dict[str, float]
+
+
+def far_ahead(link: Link, hidden: int = 1024, tries: int = 3000) -> list[Forecast]:
+    """64 and 512 hosts, in the simulation that the measured pairs are planned with."""
+    found = []
+    for hosts, cube in ((64, (4, 4, 4)), (512, (8, 8, 8))):
+        for tokens in (2 * hidden, 8 * hidden):
+            probe = Case("", hosts, tokens, hidden, (), 1.0, batch=SAMPLES)
+            best = three_d(ranked_meshes(hosts, layer_of(probe))[0])
+            names = (ONE_D[0], *([TWO_D] if hosts == 64 else []), three_d(cube), three_d(cube, PIECES), best)
+            without = predict(probe, ONE_D[0], link)[0]
+            for share in (0.5, 0.7):
+                speed = without.computing * share / (1 - share) / without.receiving
+                case = Case("", hosts, tokens, hidden, names, speed, batch=SAMPLES)
+                rate = link.bytes_per_second / BYTES
+                parts = {name: segments_of(dry_run(case, name), rate) for name in names}
+                alone = {name: run_alone(forward) + run_alone(backward) for name, (forward, backward) in parts.items()}
+                paired = {name: best_order(*both, tries).seconds for name, both in parts.items()}
+                found.append(Forecast(hosts, tokens, share, alone, paired))
+    return found
+
+
+def forecast_table(forecasts: Sequence[Forecast]) -> list[str]:
+    """As Markdown."""
+    lines = [
+        "## 64 and 512 hosts, predicted: 1-D / this, and 2-D / this, both in pairs",
+        "",
+        "| hosts | tokens | 1-D communicates | scheme | pairs / one by one | 1-D / this | 2-D / this |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in forecasts:
+        for name, seconds in one.paired.items():
+            to_two_d = f"{one.paired[TWO_D] / seconds:.2f}" if TWO_D in one.paired else ""
+            cells = (one.hosts, one.tokens, f"{one.share:.0%}", name, f"{seconds / one.alone[name]:.2f}",
+                     f"{one.paired[ONE_D[0]] / seconds:.2f}", to_two_d)  # fmt: skip
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lightning_hanayo.overlap.pair_time import Segment
 from lightning_hanayo.planner.block_time import Clock
 
 
@@ -84,6 +85,34 @@ class Replay:
 def elements_of(events: Sequence[Event]) -> float:
     """Returns the elements received in the step."""
     return sum(event.elements for event in events)
+
+
+def segments_of(events: Sequence[Event], elements_per_second: float) -> tuple[list[Segment], list[Segment]]:
+    """A step's forward and its backward, as the simulation of pairs takes them.
+
+    What a backward waits for at its end, weights' gradients, may end while the next action runs.
+    """
+    parts: list[list[Segment]] = [[], []]
+    numbers: dict[int, int] = {}
+    part, computed = 0, 0.0
+    for event in events:
+        match event.kind:
+            case "compute":
+                computed += event.seconds
+                continue
+            case "start":
+                numbers[event.number] = sum(one.start is not None for one in parts[part])
+                parts[part].append(Segment(computed, start=event.elements / elements_per_second))
+            case "wait":
+                parts[part].append(Segment(computed, wait=numbers[event.number]))
+            case "backward":
+                parts[part].append(Segment(computed))
+                part = 1
+        computed = 0.0
+    parts[part].append(Segment(computed))
+    while parts[1] and not parts[1][-1].compute and parts[1][-1].start is None:
+        parts[1].pop()
+    return parts[0], parts[1]
 
 
 def replay(events: Sequence[Event], elements_per_second: float) -> Replay:

@@ -56,10 +56,8 @@ class RealOutcome:
     num_rounds: int
 
     def plain(self) -> dict[str, Any]:
-        """For JSON. The measured costs have no segments."""
-        plain = asdict(self)
-        del plain["costs"]["segments"]
-        return plain
+        """For JSON."""
+        return asdict(self)
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> "RealOutcome":

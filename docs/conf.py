@@ -1,7 +1,8 @@
 """Configures Sphinx: the pages of this folder as a site. `tox -e docs` builds it.
 
-The pages are Markdown that also reads well in a checkout: links lead from file to file. Where one leads out of this folder
-(`../../recipes/gpt/README.md`), the site links to the repository, or shows the link's text alone while its address is unset.
+The pages are Markdown that also reads well in a checkout: links lead from file to file. Where one leads out of this
+folder (`../../recipes/gpt/README.md`), the site links to the repository, or shows the link's text alone while the
+repository's address is unset.
 """
 
 import re
@@ -73,7 +74,7 @@ def _links_out_of_the_site(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def _drawings(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Keep a docstring's drawings as they are: paragraphs without a section's title that have gaps within their lines."""
+    """Keep a docstring's drawings as they are: paragraphs, not sections, that have gaps within their lines."""
     paragraphs = "\n".join(lines).split("\n\n")
     for i, paragraph in enumerate(paragraphs):
         if re.search(r"\S {2,}\S", paragraph) and not re.match(r"\s*(\w+:$|\s)", paragraph, re.MULTILINE):

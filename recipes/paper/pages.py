@@ -11,6 +11,7 @@ from recipes.paper import (
     clusters,
     cube_scaling,
     cube_share,
+    overview,
     peers,
     ranks,
     scaling,
@@ -77,7 +78,7 @@ DOCUMENTS = (
 
 
 def draw_all(folder: Path) -> None:
-    """Draw all figures of both pages."""
+    """Draw all figures of both pages, and the README's."""
     for name, draw in (
         ("bubbles", bubbles.draw),
         ("clusters", clusters.draw),
@@ -91,3 +92,4 @@ def draw_all(folder: Path) -> None:
     ):
         draw(folder / f"paper-{name}.png")
     catalogue.draw(folder)
+    overview.draw(folder / "overview.png")

@@ -1,15 +1,16 @@
 """Finds the code blocks of a page, and the comments above them that say how a test runs them.
 
-    <!-- thorough -->                          takes long: run by `tox -e thorough`
-    <!-- script -->                            run as a script of its own, as what starts processes must be; thorough, too
-    <!-- before: from recipes.gpt.module import GPT -->     what the reader has: run first, in Python
-    <!-- with: --trainer.max_steps=2 -->       added to each command of the block, to make it short
-    <!-- continues -->                         the page's block before it is run first, and what it defines or writes is there
-    <!-- exits: 1 -->                          with this exit code
-    <!-- not run: needs a GPU -->              skipped, with this reason
-    ```python
-    ...
-    ```
+<!-- thorough -->                          takes long: run by `tox -e thorough`
+<!-- script -->                            run as a script, as what starts processes must be; thorough, too
+<!-- file: train.py -->                    written to this file, not run: what follows runs it
+<!-- before: from recipes.gpt.module import GPT -->     what the reader has: run first, in Python
+<!-- with: --trainer.max_steps=2 -->       added to each command of the block, to make it short
+<!-- continues -->                         the block before it is run first: what it defines or writes is there
+<!-- exits: 1 -->                          with this exit code
+<!-- not run: needs a GPU -->              skipped, with this reason
+```python
+...
+```
 """
 
 import re
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LANGUAGES = ("python", "bash", "console")
-_COMMENT = re.compile(r"<!-- (thorough|script|before|with|continues|exits|not run)(?:: (.*?))? -->\n", re.DOTALL)
+_COMMENT = re.compile(r"<!-- (thorough|script|file|before|with|continues|exits|not run)(?:: (.*?))? -->\n", re.DOTALL)
 _BLOCK = re.compile(
     rf"(?P<comments>(?:{_COMMENT.pattern.replace('(.*?)', '.*?')})*)"
     rf"^(?P<indent> *)```(?P<language>{'|'.join(LANGUAGES)})\n(?P<code>.*?)^ *```",

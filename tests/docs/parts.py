@@ -1,6 +1,6 @@
 """What the pages' code takes from its reader: a module, its data, a Trainer, a folder of weights, a checkpoint.
 
-    python -m tests.docs.parts runs/last.ckpt     trains on two processes, and saves there
+python -m tests.docs.parts runs/last.ckpt     trains on two processes, and saves there
 """
 
 import os
@@ -29,8 +29,8 @@ class CausalLM(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=8, n_head=2, eos_token_id=0, bos_token_id=0)
-        self.model = GPT2LMHeadModel(sizes)
+        sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 8, "n_head": 2}
+        self.model = GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=0, bos_token_id=0))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss

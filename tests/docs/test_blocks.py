@@ -4,6 +4,8 @@ A block starts in an empty folder, with `recipes` in it as in a checkout.
 """
 
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,18 @@ def cases() -> list[Any]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with the recipes; schedules that a block registers are forgotten."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder with the recipes. Modules that a block writes, and schedules that it registers, are forgotten."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    return tmp_path
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
 
 
 @pytest.mark.timeout(400)
@@ -63,6 +70,9 @@ def run_block(block: Block, folder: Path, names: dict[str, object]) -> None:
 
 def run_python(block: Block, folder: Path, names: dict[str, object]) -> None:
     before = block.comments.get("before", "")
+    if "file" in block.comments:
+        (folder / block.comments["file"]).write_text(block.code)
+        return
     if "script" in block.comments:
         (folder / "block.py").write_text(f"{before}\n{block.code}")
         return run_processes("block.py", folder=folder)

@@ -1,0 +1,174 @@
+"""The figures in the benchmarks' text are those of the stored measurements, computed here.
+
+docs/benchmarks/pipeline-4.json --> "7, 9 and 6 % less time" --> docs/benchmarks/README.md
+"""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipes.benchmarks import reduction, single
+from tests.test_words import ROOT
+
+FOLDER = ROOT / "docs" / "benchmarks"
+
+Cell = dict[str, Any]
+
+
+def data(name: str) -> Any:
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def text(page: Path = FOLDER / "README.md") -> str:
+    """The page with single spaces, so that lines may break anywhere."""
+    return " ".join(page.read_text(encoding="utf-8").split())
+
+
+def cases(name: str, key: str = "num_microbatches") -> dict[int, dict[str, Cell]]:
+    """Each case's results by label."""
+    return {one["case"][key]: {result["label"]: result for result in one["results"]} for one in data(name)["cases"]}
+
+
+def step(result: Cell) -> float:
+    return float(result["step"]["median"])
+
+
+def fastest_of_torch(results: dict[str, Cell]) -> float:
+    """With the schedules that torch has; `torch hanayo-zb` is our table in torch's runtime."""
+    return min(step(one) for label, one in results.items() if label.startswith("torch ") and "hanayo" not in label)
+
+
+def less(part: float, digits: int = 0) -> str:
+    """0.93 -> "7": percent less."""
+    return f"{100 * (1 - part):.{digits}f}"
+
+
+def test_our_runtime_and_our_schedules() -> None:
+    four = list(cases("pipeline-4").values())
+    same = [less(step(one["hanayo-zb W=2"]) / step(one["torch hanayo-zb W=2"])) for one in four]
+    assert f"a step takes {same[0]}, {same[1]} and {same[2]} % less time at B = 4, 8, 16" in text()
+    best = [less(step(one["hanayo-zb W=1"]) / fastest_of_torch(one), 1) for one in four]
+    assert f"beats torch's fastest** by {best[0]}, {best[1]} and {best[2]} %" in text()
+    waves = [f"{100 * (step(one['hanayo-zb W=2']) / step(one['hanayo-zb W=1']) - 1):.1f}" for one in four]
+    assert f"W=2 takes {waves[0]}, {waves[1]} and {waves[2]} % more time" in text()
+    bare = four[0]["bare hanayo-zb W=2"]
+    found = f"{bare['bubble']['median']:.1%} at P = 4 and B = 4, where the ideal is {bare['ideal_bubble']:.1%}"
+    assert f"it has {found.replace('%', ' %')}, and takes {step(bare) / fastest_of_torch(four[0]):.2f}" in text()
+
+
+def test_other_numbers_of_ranks() -> None:
+    eight, two = cases("pipeline-8"), cases("pipeline-2")[8]
+    ours, torchs = ([1e3 * time(one) for one in eight.values()] for time in (_zb, fastest_of_torch))
+    assert f"{ours[0]:.0f} against {torchs[0]:.0f} ms at B = 8 ({ours[0] / torchs[0]:.3f} of torch's best)" in text()
+    assert f"{ours[1]:.0f} against {torchs[1]:.0f} at B = 16" in text()
+    assert f"**P = 2**: {_zb(two) / fastest_of_torch(two):.2f} at B = 8" in text()
+
+
+def _zb(results: dict[str, Cell]) -> float:
+    return step(results["hanayo-zb W=2"])
+
+
+def test_overheads() -> None:
+    pages = [one for name in ("pipeline-2", "pipeline-4", "pipeline-8") for one in cases(name).values()]
+    waves = [(one, f"hanayo-zb W={count}") for one in pages for count in (1, 2) if f"hanayo-zb W={count}" in one]
+    ours = [(one[label]["overhead_us"] - one[f"bare {label}"]["overhead_us"]) / 1e3 for one, label in waves]
+    assert f"**Our own overhead is {min(ours):.1f} to {max(ours):.1f} ms per action**" in text()
+    single_f = [step(one["1f1b"]) / step(one["torch 1f1b"]) - 1 for one in pages]
+    assert f"steps differ by {100 * max(map(abs, single_f)):.1f} % at most" in text()
+    assert min(single_f) < 0 < max(single_f)
+    two, four = (
+        [round(results[label]["overhead_us"]) for label in ("hanayo-zb W=2", "torch hanayo-zb W=2")]
+        for results in cases("action", "num_ranks").values()
+    )
+    alone = cases("action", "num_ranks")[2]["bare hanayo-zb W=2"]["overhead_us"]
+    assert f"{two[0]} and {two[1]} us at P = 2, of which {alone:.0f} us" in text()
+    assert f"{four[0]} and {four[1]} us at P = 4" in text()
+    assert f"costs {four[0] / four[1]:.1f} to {two[0] / two[1]:.1f} of its cost in torch's runtime" in text()
+
+
+def test_steps_and_messages() -> None:
+    (steps,) = cases("steps").values()
+    ours, torchs = steps["hanayo-zb W=2"], steps["torch zbv"]
+    assert f"a bubble of {_bubble(ours)} % per step, torch's `zbv` {_bubble(torchs)} %" in text()
+    assert f"it is {100 * (step(ours) / step(torchs) - 1):.1f} % faster" in text()
+    torchs, bare = steps["torch interleaved-zb V=4"], steps["bare hanayo-zb W=2"]
+    assert f"`interleaved-zb` has {_bubble(torchs)} %; sleeps and messages alone have {_bubble(bare)} %" in text()
+    sizes = [_zb(one) / fastest_of_torch(one) for one in cases("messages", "message_bytes").values()]
+    assert f"{sizes[0]:.2f} of torch's best with 64 KB, {sizes[1]:.2f} with 1 MB and {sizes[2]:.2f} with 4 MB" in text()
+
+
+def _bubble(result: Cell) -> str:
+    return f"{100 * result['bubble']['median']:.1f}"
+
+
+def test_host_time() -> None:
+    blocks = data("cube_host")["blocks"]
+    cube, compiled = blocks["cube (2, 2, 2)"], blocks["cube (2, 2, 2), compiled"]
+    to = {name: step(cube) / step(blocks[name]) for name in ("DTensor", "plain")}
+    assert f"{to['DTensor']:.2f} of that of torch's own tensor-parallel block (DTensor) and {to['plain']:.2f}" in text()
+    assert f"with {cube['collectives'][0]} collectives per pass" in text()
+    plain = step(blocks["plain"])
+    assert f"{step(compiled) / plain:.2f} of the plain block's, where the plain" in text()
+    assert f"block's own is {step(blocks['plain, compiled']) / plain:.2f}" in text()
+
+
+def test_gradient_reduction() -> None:
+    rows = {one["label"]: one for one in data("reduction")["results"]}
+    two, four, split = (rows[label] for label in ("hanayo W=2", "hanayo W=4", "hanayo-zb W=2"))
+    shares = f"{100 * two['exposed']:.0f} % (W=2) and {100 * four['exposed']:.0f} % (W=4) are exposed"
+    ideal = f"({100 * two['ideal']:.0f} and {100 * four['ideal']:.0f} %)"
+    assert f"{shares}, as in simulation {ideal}" in text()
+    assert f"exposes {100 * split['exposed']:.0f} % of the reduction with W=2" in text()
+    assert f"than in its simulation ({100 * split['ideal']:.0f} %)" in text()
+
+
+def test_checkpoints() -> None:
+    saves = [{save["name"]: save for save in one["saves"]} for one in data("checkpoints")["cases"]]
+    loads = [{load["name"]: load for load in one["loads"]} for one in data("checkpoints")["cases"]]
+    faster = [_median(one["torch"]["blocked"]) / _median(one["ours"]["blocked"]) for one in saves]
+    assert f"{faster[0]:.1f} and {faster[1]:.1f} times as fast" in text()
+    assert all(_median(one["ours"]["blocked"]) <= _median(one["bytes alone"]["blocked"]) for one in saves)
+    verified, torchs, sizes = (
+        sorted(_median(one[name]["cold"]) for one in loads) for name in ("ours, verified", "torch", "ours, sizes only")
+    )
+    assert f"takes {verified[0]:.1f} to {verified[1]:.1f} s for 2 GB from the disk" in text()
+    assert f"which verifies none, {torchs[0]:.1f} to {torchs[1]:.1f} s" in text()
+    assert f"Without hashes it takes {sizes[0]:.1f} to {sizes[1]:.1f} s" in text()
+
+
+def _median(figure: Cell) -> float:
+    return float(figure["median"])
+
+
+def test_real_computation_and_one_process() -> None:
+    results = [one for one in data("real")["real"]["results"] if one["name"] == "hanayo W=2"]
+    gains = [100 * one["gain"]["median"] for one in results]
+    reached = [one["gain"]["median"] / one["predicted_gain"] for one in results]
+    assert f"`hanayo` W=2 needs {gains[0]:.1f} and {gains[1]:.1f} % less time than 1f1b at B = 4 and 8" in text()
+    assert f"{100 * reached[0]:.0f} and {100 * reached[1]:.0f} % of the gain" in text()
+    least, most = (100 * pick(one["gain"][key] for one in results) for pick, key in ((min, "least"), (max, "most")))
+    assert f"from {-least:.1f} % more time to {most:.1f} % less" in text()
+    (case,) = data("single")["cases"]
+    assert f"**One process**: {case['ratio']['median']:.3f} of the plain Trainer's step" in text()
+    assert case["equal"]
+
+
+def test_memory() -> None:
+    page = (FOLDER / "memory.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith(("| gpt |", "| llama |"))]
+    errors = [abs(float(row.rsplit("|", 2)[1].strip(" %"))) for row in rows]
+    assert len(errors) == 24 and max(errors) < 5
+    assert "within 5 % of measured ones on all 24 layouts" in text()
+
+
+@pytest.mark.parametrize("module, name, rows", [(single, "single", "cases"), (reduction, "reduction", "results")])
+def test_a_page_has_the_rows_of_its_figures(module: Any, name: str, rows: str) -> None:
+    page = (FOLDER / f"{name}.md").read_text()
+    stored = json.loads((FOLDER / f"{name}.json").read_text(), object_hook=lambda one: SimpleNamespace(**one))
+    made = ["| " + " | ".join(module._row(row)) + " |" for row in getattr(stored, rows)]
+    assert re.findall(r"^\| (?!schedule|precision).*\|$", page, re.MULTILINE) == made
+    assert all(f"- {line}\n" in page for line in stored.machine)

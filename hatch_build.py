@@ -1,6 +1,7 @@
 """Hooks that Hatchling runs in a build: they add the recipes to the wheel, and the README to its metadata."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,31 @@ class RecipesHook(BuildHookInterface):
 
 
 class ReadmeHook(MetadataHookInterface):
-    """Sets the long description: the README without what leads to files of the checkout."""
+    """Sets the long description: the README with links that work on a package index."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set the README."""
+        """Set the README, and the project's address if it is known."""
         text = Path(self.root, "README.md").read_text(encoding="utf-8")
-        metadata["readme"] = {"content-type": "text/markdown", "text": without_files(text)}
+        project = tomllib.loads(Path(self.root, "pyproject.toml").read_text(encoding="utf-8"))
+        repository = project["tool"]["lightning-hanayo"]["repository"]
+        metadata["readme"] = {
+            "content-type": "text/markdown",
+            "text": with_addresses(text, repository) if repository else without_files(text),
+        }
+
+
+def with_addresses(readme: str, repository: str) -> str:
+    """The text of `readme` with the repository's addresses in links to files, and of pictures.
+
+    Example:
+        >>> with_addresses("![A wave](wave.png) [guide](guide.md#start)", "https://example.org/wave")
+        '![A wave](https://example.org/wave/raw/HEAD/wave.png) [guide](https://example.org/wave/blob/HEAD/guide.md#start)'
+    """
+
+    def replaced(link: re.Match[str]) -> str:
+        return f"{link[1]}({repository}/{'raw' if link[1].startswith('!') else 'blob'}/HEAD/{link[2]})"
+
+    return re.sub(r"(!?\[[^]]*\])\((?!http|#)([^)]+)\)", replaced, readme)
 
 
 def without_files(readme: str) -> str:

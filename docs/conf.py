@@ -58,7 +58,7 @@ def setup(app: Sphinx) -> None:
 def _with_title(app: Sphinx, page: str, source: list[str]) -> None:
     """Give a page without a title, as some benchmarks print it, the name of its file."""
     if not re.search(r"^# ", source[0], re.MULTILINE):
-        source[0] = f"# {page.rpartition('/')[2]}\n\n{source[0]}"
+        source[0] = f"# Benchmark: {page.rpartition('/')[2]}\n\n{source[0]}"
 
 
 def _links_out_of_the_site(app: Sphinx, page: str, source: list[str]) -> None:

@@ -1,0 +1,52 @@
+"""The site has every page, and builds without a warning; the project's files agree with the package."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_hanayo
+from tests.test_words import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^[\w/-]+$", "".join(re.findall(r"```{toctree}\n(.*?)```", index, re.DOTALL)), re.MULTILINE)
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")}
+    assert sorted(listed) == sorted(pages - {"index", "design/moved"})
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: pip install -e '.[docs]'")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    options = ["--fail-on-warning", "--keep-going", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, DOCS, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "start.html").read_text(encoding="utf-8")
+    assert 'href="guides/migrating.html#batch-size-and-learning-rate"' in page
+
+
+def test_pictures_are_readable_at_page_width() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (picture,) = re.findall(r"^!\[.+?\]\((.+?)\)", readme, re.MULTILINE)
+    assert int.from_bytes((ROOT / picture).read_bytes()[16:20], "big") <= 1600
+
+
+def test_the_workflow_runs_the_checks() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yaml").read_text(encoding="utf-8"))
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in commands and "tox -e docs" in commands
+
+
+def test_the_project_files_have_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == lightning_hanayo.__version__
+    assert lightning_hanayo.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@
 <!-- script -->                            run as a script, as what starts processes must be; thorough, too
 <!-- file: train.py -->                    written to this file, not run: what follows runs it
 <!-- before: from recipes.gpt.module import GPT -->     what the reader has: run first, in Python
-<!-- with: --trainer.max_steps=2 -->       added to each command of the block, to make it short
+<!-- with: --trainer.max_steps=2 -->       added to each `hanayo fit` of the block, to make it short
 <!-- continues -->                         the block before it is run first: what it defines or writes is there
 <!-- exits: 1 -->                          with this exit code
 <!-- not run: needs a GPU -->              skipped, with this reason

@@ -65,7 +65,8 @@ def run_block(block: Block, folder: Path, names: dict[str, object]) -> None:
     else:
         assert block.commands, "no command, or no prompt ($) in a console block"
         for command in block.commands:
-            run_command(f"{command} {block.comments.get('with', '')}", int(block.comments.get("exits", 0)), folder)
+            shorter = block.comments.get("with", "") if command.startswith("hanayo fit") else ""
+            run_command(f"{command} {shorter}", int(block.comments.get("exits", 0)), folder)
 
 
 def run_python(block: Block, folder: Path, names: dict[str, object]) -> None:

@@ -1,0 +1,1 @@
+"""The worked examples of `docs/guides/plan.md`: `python -m recipes.plans` makes their tables."""

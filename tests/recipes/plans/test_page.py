@@ -1,0 +1,30 @@
+"""The tables of the worked plans are what `hanayo plan` says now; which rows they show."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.paper.page import blocks_in
+from recipes.plans.page import CASES, PAGE, chosen, table
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CASES)
+def test_a_table_is_as_planned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert blocks_in(PAGE.read_text(encoding="utf-8"))[name] == table(name)
+
+
+def test_the_page_has_all_tables() -> None:
+    assert blocks_in(PAGE.read_text(encoding="utf-8")).keys() == CASES.keys()
+
+
+def test_the_fastest_the_others_and_the_smallest_are_shown() -> None:
+    def layout(pipe: int, mesh: list[int], total: float) -> dict[str, Any]:
+        return {"pipe": pipe, "mesh": mesh, "memory": {"total": total}}
+
+    fastest, same, other = layout(2, [1, 1, 1], 9), layout(2, [1, 1, 1], 8), layout(1, [2, 1, 1], 7)
+    third, fourth = layout(1, [1, 2, 1], 6), layout(4, [1, 1, 1], 5)
+    assert chosen([fastest, same, other, third, fourth]) == [fastest, other, third, fourth]
+    assert chosen([fastest, other]) == [fastest, other]

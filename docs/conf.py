@@ -56,8 +56,8 @@ def setup(app: Sphinx) -> None:
 
 
 def _with_title(app: Sphinx, page: str, source: list[str]) -> None:
-    """Give a page without a title, as some benchmarks print it, the name of its file."""
-    if not re.search(r"^# ", source[0], re.MULTILINE):
+    """Give a benchmark's page without a title, as some print it, the name of its file."""
+    if page.startswith("benchmarks/") and not re.search(r"^# ", source[0], re.MULTILINE):
         source[0] = f"# Benchmark: {page.rpartition('/')[2]}\n\n{source[0]}"
 
 

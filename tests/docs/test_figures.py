@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from recipes.benchmarks import reduction, single
+from recipes.paper.overview import timelines
 from tests.test_words import ROOT
 
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -163,6 +164,12 @@ def test_memory() -> None:
     errors = [abs(float(row.rsplit("|", 2)[1].strip(" %"))) for row in rows]
     assert len(errors) == 24 and max(errors) < 5
     assert "within 5 % of measured ones on all 24 layouts" in text()
+    assert "within 5 % of measured peaks on 24 layouts" in text(ROOT / "README.md")
+
+
+def test_the_readmes_picture() -> None:
+    idle = [f"{100 * one.bubble_ratio:.1f} %" for one in timelines()]
+    assert f"pipeline is idle for {idle[0]}, waves for {idle[1]}, hanayo-zb for {idle[2]}]" in text(ROOT / "README.md")
 
 
 @pytest.mark.parametrize("module, name, rows", [(single, "single", "cases"), (reduction, "reduction", "results")])

@@ -7,7 +7,7 @@ the least memory            | ...
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ from recipes.paper.table import markdown
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "plan.md"
+PICTURE = ROOT / "docs" / "figures" / "plan-64.png"
 MODEL = [f"--config={ROOT}/recipes/gpt/wave.yaml", f"--config={ROOT}/recipes/cluster/gpus64.yaml", "--device=h100"]
 LARGER = ["--model.width=8192", "--model.num_layers=80", "--model.num_heads=64"]
 CASES = {
@@ -28,34 +29,49 @@ CASES = {
     "plan-512": ["--devices=512", "--nodes=64", "--global-batch=2048", *LARGER],
 }
 """name of the block -> options of the command above it"""
+KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "suspended", "queue", "messages", "workspace")
 HEAD = ("P", "W", "D", "cube", "B x samples", "sharded", "step s", "bubble", "exposed", "memory GB")
 
 Layout = dict[str, Any]
 
 
-def rebuild(page: Path = PAGE) -> None:
-    """Replace the tables of the page."""
-    made = {name: table(name) for name in CASES}
-    page.write_text(fill(page.read_text(encoding="utf-8"), made), encoding="utf-8")
+def rebuild(page: Path = PAGE, picture: Path = PICTURE) -> None:
+    """Replace the tables of the page, and draw the picture of 64 devices."""
+    page.write_text(fill(page.read_text(encoding="utf-8"), tables(picture)), encoding="utf-8")
 
 
-def table(name: str) -> str:
+def tables(picture: Path) -> dict[str, str]:
+    """All tables, by the names of their blocks. The picture of 64 devices is drawn."""
+    plans = {name: planned(options, picture) for name, options in CASES.items() if name != "plan-64"}
+    plans["plan-64"] = planned(CASES["plan-64"], picture)  # the last one to draw
+    return {name: table(found) for name, found in plans.items()} | {"plan-memory": memory_table(plans)}
+
+
+def memory_table(plans: Mapping[str, Any]) -> str:
+    """What the fullest device holds in the fastest layout of each example, by what it is for."""
+    rows = []
+    for name in CASES:
+        memory = plans[name]["layouts"][0]["memory"]
+        rows.append((name.removeprefix("plan-"), *(f"{memory[kind] / 1e9:.1f}" for kind in (*KINDS, "total"))))
+    return markdown(("GPUs", *KINDS, "all, GB"), rows)
+
+
+def table(found: Any) -> str:
     """The table of one example, and how many layouts there were."""
-    found = planned(CASES[name])
     limit = f"{found['memory_limit'] / 1e9:g} GB"
     count = f"{found['considered']:,} layouts were considered, {found['fit']:,} fit into {limit}."
     return f"{markdown(HEAD, map(_row, chosen(found['layouts'])))}\n\n{count}"
 
 
-def planned(options: Sequence[str]) -> Any:
-    """What `hanayo plan --json` prints.
+def planned(options: Sequence[str], picture: Path) -> Any:
+    """What `hanayo plan --json` prints. It draws the picture.
 
     Raises:
         HanayoError: it found no layout.
     """
     output = io.StringIO()
     with TemporaryDirectory() as folder, redirect_stdout(output):
-        files = [f"--output={folder}/plan.yaml", f"--picture={folder}/plan.png"]
+        files = [f"--output={folder}/plan.yaml", f"--picture={picture}"]
         code = cli.run(["plan", *MODEL, *options, *files, "--json"])
     if code:
         raise HanayoError(f"hanayo plan {' '.join(options)}: exit code {code}")

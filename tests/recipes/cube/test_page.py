@@ -4,16 +4,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from recipes.cube import volumes
 from recipes.cube.page import BLOCKS, DOCS, PAGE
 from recipes.paper.page import blocks_in
-from tests.harness.mesh import error, make_mesh, part, process_group
-from tests.harness.pool import Pool
 
 TEXT = PAGE.read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -33,39 +29,6 @@ def test_links_lead_somewhere_and_pictures_are_small() -> None:
 
 def test_the_choice_of_a_mesh_runs() -> None:
     exec(next(snippet for snippet in SNIPPETS if "best_mesh" in snippet), {})
-
-
-def run_registered(snippet: str) -> dict[str, Any]:
-    """Run the page's own block on this rank of a mesh, and whole."""
-    from lightning_hanayo.tensor3d.convert.parallelize import plan_parallelize
-    from lightning_hanayo.tensor3d.stage_context import StageContext
-
-    names: dict[str, Any] = {"__name__": "readers_module"}
-    exec(snippet, names)
-    with process_group():
-        ranks = make_mesh((1, 2, 2))
-        torch.manual_seed(0)
-        whole = names["Block"]().double()
-        block = names["Block"]().double()
-        block.load_state_dict(whole.state_dict())
-        plan = plan_parallelize([block], "blocks", ranks.sizes)
-        plan.install([block], StageContext(ranks))
-        x = torch.randn(2, 6, 16, dtype=torch.float64)
-        y, own = whole(x), block(part(x, ranks, "x", "y", "z"))
-        y.square().sum().backward()
-        own.square().sum().backward()  # of each rank's part, so together the same
-        norm = part(whole.norm_1.weight.grad, ranks, "z")
-        gradient = ranks.axis("xy").all_reduce(block.norm_1.weight.grad).wait()
-        return {
-            "is_registered": plan.is_registered,
-            "y": error(own, part(y.detach(), ranks, "x", "y", "z")),
-            "norm": error(gradient, norm),
-        }
-
-
-def test_the_readers_own_block_runs_over_the_mesh(pool: Pool) -> None:
-    for rank in pool.run(4, run_registered, next(snippet for snippet in SNIPPETS if "register_block" in snippet)):
-        assert rank["is_registered"] and rank["y"] < 1e-10 and rank["norm"] < 1e-10
 
 
 @pytest.mark.parametrize("tokens", volumes.TOKENS)

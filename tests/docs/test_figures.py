@@ -179,3 +179,22 @@ def test_a_page_has_the_rows_of_its_figures(module: Any, name: str, rows: str) -
     made = ["| " + " | ".join(module._row(row)) + " |" for row in getattr(stored, rows)]
     assert re.findall(r"^\| (?!schedule|precision).*\|$", page, re.MULTILINE) == made
     assert all(f"- {line}\n" in page for line in stored.machine)
+
+
+def test_tensor_parallelism_on_emulated_hosts() -> None:
+    found, page = data("tensor3d"), text(FOLDER / "tensor3d.md")
+    shapes = [{one["name"]: one for one in case["results"]} for case in found["cases"]]
+    names = ("3-d 2,2,2", "3-d 4,2,1", "3-d 8,1,1")
+    gains = [f"{shapes[0][name]['gain']:.2f}" for name in names]
+    assert f"the cube runs at {gains[0]} of 1-D's speed" in page
+    assert f"4,2,1, at {gains[1]} (" in page and f"8,1,1, at {gains[2]} (" in page
+    gains = [f"{shapes[2][name]['gain']:.2f}" for name in names]
+    assert f"M = 8h with h = 256: {', '.join(gains)}; M = 2h: cube {shapes[1]['3-d 2,2,2']['gain']:.2f}" in page
+    results = [one for case in found["cases"] for one in case["results"] if one["volume"]]
+    assert all(one["moved"] == one["volume"] for one in results)
+    wire = [100 * (one["on_the_wire"] / one["volume"] - 1) for one in results]
+    assert f"The interfaces count {min(wire):.1f} to {max(wire):.1f} % more" in page
+    small = [100 * (one["ours"] / one["ideal"] - 1) for one in found["transfers"] if one["kind"] != "all-reduce"]
+    eight = small[6:9]  # 8 hosts with 2 MB; before them 2 and 4 hosts, after them 8 MB
+    assert f"need {min(eight):.0f} to {max(eight):.0f} % more than the ideal" in page
+    assert max({*small} - {*eight}) < 8

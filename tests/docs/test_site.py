@@ -1,5 +1,6 @@
 """The site has every page, and builds without a warning; the project's files agree with the package."""
 
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 import lightning_hanayo
+from lightning_hanayo import tensor3d
 from tests.test_words import ROOT
 
 DOCS = ROOT / "docs"
@@ -51,3 +53,14 @@ def test_the_project_files_have_the_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == lightning_hanayo.__version__
     assert lightning_hanayo.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_api_has_the_public_names() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page, re.MULTILINE))
+    for name in documented:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+    wanted = {f"lightning_hanayo.{name}" for name in lightning_hanayo.__all__ if name != "__version__"}
+    wanted |= {f"lightning_hanayo.tensor3d.{name}" for name in tensor3d.__all__ if name.lower().endswith("3d")}
+    assert wanted - documented == set()

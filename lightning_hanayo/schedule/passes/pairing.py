@@ -2,14 +2,15 @@
 
 rank 0   F0 F1 B0 F2 B1 F3 B2 B3   ->   F0 F1+B0 F2+B1 F3+B2 B3        F of one micro-batch, B of another
 
-It begins with the order that it is given, pairs neighbours, and then moves single actions by a few places and pairs
-them anew, while the simulated step gets no longer and the rank holds no more activations than it may. On each stage,
-micro-batches keep their order, so that sums of gradients are the same to the last bit. A pair is a forward and a
-backward: two forwards, which a table may hold as well, would let user code see that it isn't alone.
+It begins with the order and the pairs that it is given, pairs neighbours, and then moves single actions by a few places
+and pairs them anew, while the simulated step gets no longer and the rank holds no more activations than it may. On each
+stage, micro-batches keep their order, so that sums of gradients are the same to the last bit. A pair that it makes is a
+forward and a backward: two forwards, which a table may hold as well, would let user code see that it isn't alone.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from random import Random
 
@@ -50,18 +51,19 @@ class _Pairing:
     def __init__(self, table: AnyTable, costs: CostModel, budget: float | None, *, steady: bool) -> None:
         self.evaluator = Evaluator(replace(table, pairs=frozenset()), costs)
         self.rows: CodeRows = self.evaluator.encode(table.actions)
-        self.pairs: dict[int, int] = {}
+        code_of = dict(zip(chain(*table.actions), chain(*self.rows), strict=True))
+        self.pairs = {code_of[first]: code_of[second] for first, second in table.pairs}
         self._steady = steady
         self._actions = {code: self.evaluator.action(code) for row in self.rows for code in row}
         self._shares = [table.share_of(stage) for stage in range(table.num_stages)]
-        self._most = [self._held(row, {}) + 1 if budget is None else budget for row in self.rows]
-        self._score = self._score_of(self.rows, {})
+        self._most = [self._held(row, self.pairs) + 1 if budget is None else budget for row in self.rows]
+        self._score = self._score_of(self.rows, self.pairs)
         self._left = EFFORT
 
     def pair_neighbours(self) -> None:
         """Pair neighbours where that makes the step no longer: all at once, else one by one."""
         candidates = [pair for row in self.rows for pair in zip(row, row[1:], strict=False) if self._fits(*pair)]
-        taken: set[int] = set()
+        taken = {*self.pairs, *self.pairs.values()}
         apart = []
         for pair in candidates:
             if taken.isdisjoint(pair):

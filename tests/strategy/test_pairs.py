@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import Callback, LightningModule
 from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.overlap.turns import DeviceTurns
 from tests.harness import models
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, RunFailed
+from tests.harness.thorough import covered
 from tests.harness.training import Layout, assert_bit_equal, make_loader, make_strategy, make_trainer, own_weights
 
 STEPS = 4
@@ -24,7 +26,20 @@ LAYOUTS = (
     Layout(2, 1, 1, "hanayo-zb", cube=(2, 1, 1)),
     Layout(2, 1, 1, "1f1b", cube=(1, 1, 2)),
 )
-MODELS = {"llama": partial(models.llama, 2, 2), "gpt2": models.gpt2}
+
+
+def noisy() -> LightningModule:
+    """GPT-2 with dropout: its random numbers don't depend on what else runs."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=models.VOCABULARY, n_positions=32, n_embd=16, n_layer=4, n_head=2,
+                        bos_token_id=0, eos_token_id=0)  # fmt: skip
+    return models.HuggingFace(GPT2LMHeadModel(config))
+
+
+MODELS = {"llama": partial(models.llama, 2, 2), "gpt2": models.gpt2, "noisy": noisy}
+CASES = [(kind, layout) for kind in MODELS for layout in LAYOUTS]
+COVERED = [("llama", LAYOUTS[0]), ("noisy", LAYOUTS[1]), ("noisy", LAYOUTS[2]), ("gpt2", LAYOUTS[3])]
 
 
 class Seen:
@@ -64,8 +79,7 @@ def _double(batch: Any) -> Any:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("kind", "layout"), covered(CASES, by=COVERED), ids=str)
 def test_pairs_train_bit_for_bit_as_one_by_one(pool: Pool, kind: str, layout: Layout) -> None:
     alone = pool.run(layout.world_size, train, kind, layout, False, {})
     paired = pool.run(layout.world_size, train, kind, layout, True, {})
@@ -77,6 +91,34 @@ def test_pairs_train_bit_for_bit_as_one_by_one(pool: Pool, kind: str, layout: La
     for first in range(0, layout.world_size, cube):
         orders = [carried for _, _, carried in figures[first : first + cube]]
         assert orders[0] and all(order == orders[0] for order in orders)
+
+
+class Fails(Callback):
+    """Fails in a forward that runs at once with a backward: of the second micro-batch, in the last batch."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        step, calls = module.training_step, []
+
+        def failing(batch: Any, *arguments: Any) -> Any:
+            calls.append(batch)
+            if len(calls) > STEPS * 4 - 3:
+                raise ValueError("the user's own error")
+            return step(batch, *arguments)
+
+        module.training_step = failing
+
+
+def train_and_fail(layout: Layout) -> None:
+    module = models.build(MODELS["llama"], torch.float64)
+    strategy = make_strategy(replace(layout, pairs=True), loss_weight="tokens")
+    trainer = make_trainer(layout, max_epochs=1, strategy=strategy, callbacks=[Fails()])
+    trainer.fit(module, make_loader(models.texts((8,) * STEPS)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3:2], ids=str)
+def test_an_error_in_a_pair_ends_all_ranks_and_is_named(pool: Pool, layout: Layout) -> None:
+    with pytest.raises(RunFailed, match="the user's own error"):
+        pool.run(layout.world_size, train_and_fail, layout)
 
 
 def test_what_pairs_may_be() -> None:

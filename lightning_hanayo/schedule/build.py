@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.cost import CostModel, WrongLength
 from lightning_hanayo.schedule.number_checks import MAX_TRIED, check_num_actions
-from lightning_hanayo.schedule.passes.pairing import pair_up
+from lightning_hanayo.schedule.passes.pairing import EFFORT, pair_up
 from lightning_hanayo.schedule.passes.validation import validate
 from lightning_hanayo.schedule.registry import Request, registered, schedule_names, sizes_for
 from lightning_hanayo.schedule.schedule import Schedule
@@ -98,9 +98,12 @@ def _paired(schedule: Schedule, request: Request) -> Schedule:
     if registered(request.name).depth == "waves":
         roomy = replace(request, activation_budget=budget or request.num_ranks + 1.0)
         names = dict.fromkeys((request.name, "hanayo"))
+        if request.name == "hanayo-zb" and request.num_waves == 1 and request.num_microbatches >= 2 * request.num_ranks:
+            names["dualpipev"] = None
         orders += [replace(registered(name).build(roomy), name=request.name) for name in names]
     most = budget or max(simulate(schedule).peak_activations) + 1
-    found = [pair_up(one, request.costs, budget=most, steady=steady) for one in orders]
+    effort = EFFORT // len(orders)
+    found = [pair_up(one, request.costs, budget=most, steady=steady, effort=effort) for one in orders]
     return min(found, key=lambda one: simulate(one, request.costs, steps=2 if steady else 1).step_times[-1])
 
 

@@ -15,7 +15,15 @@ from lightning_hanayo.overlap.turns import DeviceTurns
 from tests.harness import models
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.thorough import covered
-from tests.harness.training import Layout, assert_bit_equal, make_loader, make_strategy, make_trainer, own_weights
+from tests.harness.training import (
+    Layout,
+    assert_bit_equal,
+    assert_close,
+    make_loader,
+    make_strategy,
+    make_trainer,
+    own_weights,
+)
 
 STEPS = 4
 """batches by turns, recorded, and two by the plan"""
@@ -80,11 +88,14 @@ def _double(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "layout"), covered(CASES, by=COVERED), ids=str)
-def test_pairs_train_bit_for_bit_as_one_by_one(pool: Pool, kind: str, layout: Layout) -> None:
+def test_pairs_train_as_one_by_one(pool: Pool, kind: str, layout: Layout) -> None:
     alone = pool.run(layout.world_size, train, kind, layout, False, {})
     paired = pool.run(layout.world_size, train, kind, layout, True, {})
     for (expected, _), (weights, _) in zip(alone, paired, strict=True):
-        assert_bit_equal(weights, expected)
+        if layout.schedule == "hanayo-zb":  # in pairs it may cut other backwards in two
+            assert_close(weights, expected, 1e-13)
+        else:
+            assert_bit_equal(weights, expected)
     figures = [seen for _, seen in paired]
     assert all(pairs and planned for pairs, planned, _ in figures), "actions ran at once, in a planned order"
     cube = layout.world_size // layout.pipe

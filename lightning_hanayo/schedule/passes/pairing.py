@@ -27,7 +27,12 @@ _Score = tuple[float, float, float]
 
 
 def pair_up(
-    table: AnyTable, costs: CostModel | None = None, *, budget: float | None = None, steady: bool = False
+    table: AnyTable,
+    costs: CostModel | None = None,
+    *,
+    budget: float | None = None,
+    steady: bool = False,
+    effort: int | None = None,
 ) -> AnyTable:
     """The same actions, some in pairs and maybe in another order; the simulated step is no longer than that of `table`.
 
@@ -37,8 +42,9 @@ def pair_up(
         budget: the most activations that a rank may hold, in M_a (default: one more than it holds in `table`, as two
             micro-batches are under way).
         steady: whether to compare orders by the time that a following step adds.
+        effort: how many actions are run at most, in all orders that are tried (default: `EFFORT`).
     """
-    search = _Pairing(table, costs or CostModel(), budget, steady=steady)
+    search = _Pairing(table, costs or CostModel(), budget, EFFORT if effort is None else effort, steady=steady)
     search.pair_neighbours()
     search.improve()
     rows = search.evaluator.decode(search.rows)
@@ -48,7 +54,7 @@ def pair_up(
 
 
 class _Pairing:
-    def __init__(self, table: AnyTable, costs: CostModel, budget: float | None, *, steady: bool) -> None:
+    def __init__(self, table: AnyTable, costs: CostModel, budget: float | None, effort: int, *, steady: bool) -> None:
         self.evaluator = Evaluator(replace(table, pairs=frozenset()), costs)
         self.rows: CodeRows = self.evaluator.encode(table.actions)
         code_of = dict(zip(chain(*table.actions), chain(*self.rows), strict=True))
@@ -58,7 +64,7 @@ class _Pairing:
         self._shares = [table.share_of(stage) for stage in range(table.num_stages)]
         self._most = [self._held(row, self.pairs) + 1 if budget is None else budget for row in self.rows]
         self._score = self._score_of(self.rows, self.pairs)
-        self._left = EFFORT
+        self._left = effort
 
     def pair_neighbours(self) -> None:
         """Pair neighbours where that makes the step no longer: all at once, else one by one."""

@@ -60,9 +60,7 @@ class SelfContainedLastStage(MiddleStage):
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
-        made = super().forward(batch, microbatch, received)
-        assert made is not None
-        batch.results[microbatch] = StageInput.from_message(made).output.detach()
+        keep_loss(batch, microbatch, super().forward(batch, microbatch, received))
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> Message | None:
@@ -74,13 +72,17 @@ class SelfContainedSingleStage(SelfContainedFirstStage):
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
-        made = super().forward(batch, microbatch, received)
-        assert made is not None
-        batch.results[microbatch] = StageInput.from_message(made).output.detach()
+        keep_loss(batch, microbatch, super().forward(batch, microbatch, received))
 
     @override
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         super().backward(batch, microbatch, loss_gradient(batch, microbatch))
+
+
+def keep_loss(batch: Batch, microbatch: int, made: Message | None) -> None:
+    """Make the last block's output the micro-batch's result."""
+    assert made is not None
+    batch.results[microbatch] = StageInput.from_message(made).output.detach()
 
 
 def loss_gradient(batch: Batch, microbatch: int) -> Message:

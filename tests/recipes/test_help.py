@@ -17,6 +17,7 @@ PROGRAMS = sorted(
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [program, "--help"])
+    monkeypatch.delitem(sys.modules, f"{program}.__main__", raising=False)  # another test may have imported it
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(program, run_name="__main__")
     assert ended.value.code == 0

@@ -47,7 +47,7 @@ def noisy() -> LightningModule:
 
 MODELS = {"llama": partial(models.llama, 2, 2), "gpt2": models.gpt2, "noisy": noisy}
 CASES = [(kind, layout) for kind in MODELS for layout in LAYOUTS]
-COVERED = [("llama", LAYOUTS[0]), ("noisy", LAYOUTS[1]), ("noisy", LAYOUTS[2]), ("gpt2", LAYOUTS[3])]
+COVERED = [("noisy", LAYOUTS[0]), ("llama", LAYOUTS[2]), ("gpt2", LAYOUTS[3])]
 
 
 class Seen:
@@ -126,7 +126,7 @@ def train_and_fail(layout: Layout) -> None:
     trainer.fit(module, make_loader(models.texts((8,) * STEPS)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:3:2], ids=str)
+@pytest.mark.parametrize("layout", covered(LAYOUTS[:3:2], by=LAYOUTS[:1]), ids=str)
 def test_an_error_in_a_pair_ends_all_ranks_and_is_named(pool: Pool, layout: Layout) -> None:
     with pytest.raises(RunFailed, match="the user's own error"):
         pool.run(layout.world_size, train_and_fail, layout)

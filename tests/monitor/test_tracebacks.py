@@ -20,6 +20,18 @@ def hold():
         ctypes.PyDLL(None).sleep(600)
 hold()
 """
+AFTER_A_RUN = """
+import signal
+from lightning_hanayo.monitor.hangs import tracebacks
+assert tracebacks.let_others_read()
+number, _ = tracebacks._file()
+signal.signal(number, signal.getsignal(number))  # what a Trainer does to all signals when it ends
+if begins_another:
+    assert tracebacks.let_others_read()
+print("sleeping", flush=True)
+while True:
+    signal.pause()
+"""
 SLEEPS = "print('sleeping', flush=True); import time; time.sleep(600)"
 
 
@@ -49,6 +61,16 @@ def test_a_process_without_a_file_gets_no_signal() -> None:
         assert not tracebacks.request_stack(sleeping.pid)
         assert tracebacks.read_stack(sleeping.pid) is None
         assert sleeping.poll() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("begins_another", [False, True])
+def test_a_process_can_be_read_in_each_of_its_runs_and_gets_no_signal_after_them(begins_another: bool) -> None:
+    with process(f"begins_another = {begins_another}{AFTER_A_RUN}") as running:
+        assert tracebacks.request_stack(running.pid) is begins_another
+        if begins_another:
+            assert wait_until(lambda: tracebacks.read_stack(running.pid) is not None, 10.0)
+        assert running.poll() is None
 
 
 STEP = """Thread 0x00007f01 (most recent call first):

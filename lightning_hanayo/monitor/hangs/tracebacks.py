@@ -3,7 +3,7 @@
 process a     faulthandler writes a's stack at a real-time signal to a file in memory, "hanayo-stack-<signal>"
 process b     finds that file among /proc/<a>/fd, sends the signal, reads the file
 
-On Linux only. No signal is sent to a process that has no such file: it would end there.
+On Linux only. No signal is sent to a process that has no such file, or has no handler for it now: it would end there.
 """
 
 import faulthandler
@@ -27,6 +27,7 @@ _LIBRARIES = tuple(
     )
 )
 _STEP = "suspended_call.py"
+_REAL_TIME = range(signal.SIGRTMAX, signal.SIGRTMIN, -1) if hasattr(signal, "SIGRTMAX") else range(0)
 
 
 class StackLine(NamedTuple):
@@ -37,19 +38,30 @@ class StackLine(NamedTuple):
     function: str
 
 
-@cache
 def let_others_read() -> bool:
-    """From now on other processes of this user can read this one's stack. Returns whether that works here."""
-    if not hasattr(os, "memfd_create"):
+    """From now on other processes of this user can read this one's stack. Returns whether that works here.
+
+    Called at the start of each run: a Trainer that ends sets all signals back to the handlers that Python knows, which
+    doesn't include faulthandler's.
+    """
+    if (opened := _file()) is None:
         return False
-    try:
-        if (number := _free_signal()) is None:
-            return False
-        file = os.memfd_create(f"{_NAME}{number}")
-    except OSError:  # there may be no /proc
-        return False
+    number, file = opened
+    faulthandler.unregister(number)  # else it believes that it is still registered
     faulthandler.register(number, file=file, all_threads=True)
     return True
+
+
+@cache
+def _file() -> tuple[int, int] | None:
+    """The signal that this process uses, and the file that it writes its stack to."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        number = next((number for number in _REAL_TIME if number not in _signals("Cgt", "Ign", "Blk")), None)
+        return None if number is None else (number, os.memfd_create(f"{_NAME}{number}"))
+    except OSError:  # there may be no /proc
+        return None
 
 
 def request_stack(pid: int) -> bool:
@@ -59,6 +71,8 @@ def request_stack(pid: int) -> bool:
         return False
     path, number = found
     try:
+        if number not in _signals("Cgt", process=pid):
+            return False
         os.truncate(path, 0)
         os.kill(pid, number)
     except OSError:
@@ -75,12 +89,11 @@ def read_stack(pid: int) -> StackLine | None:
         return None
 
 
-def _free_signal() -> int | None:
-    """A real-time signal that nothing in this process handles, not even C code."""
-    masks = re.findall(r"^Sig(?:Cgt|Ign|Blk):\s+(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    used = [int(mask, 16) for mask in masks]
-    numbers = range(signal.SIGRTMAX, signal.SIGRTMIN, -1)
-    return next((number for number in numbers if not any(mask >> (number - 1) & 1 for mask in used)), None)
+def _signals(*kinds: str, process: int | str = "self") -> set[int]:
+    """The signals that a process catches (Cgt), ignores (Ign) or blocks (Blk), also from C code."""
+    status = Path(f"/proc/{process}/status").read_text()
+    masks = re.findall(rf"^Sig(?:{'|'.join(kinds)}):\s+(\w+)$", status, re.MULTILINE)
+    return {number for number in signal.valid_signals() if any(int(mask, 16) >> (number - 1) & 1 for mask in masks)}
 
 
 def _file_of(pid: int) -> tuple[Path, int] | None:

@@ -21,8 +21,8 @@ class PendingGradient(Protocol):
         """Wait for the sum, and return the gradient."""
 
 
-ComputeGradient = Callable[..., "Tensor | PendingGradient"]
-"""Computes a gradient from the operands it was left with."""
+ComputeGradient = Callable[..., "Tensor | PendingGradient | None"]
+"""Computes a gradient from the operands it was left with. None: it has been put elsewhere, and is added later."""
 
 
 class WeightGradients(Protocol):

@@ -32,7 +32,7 @@ GROUPS = {
     "Memory": ("recompute", "shard_optimizer", "offload_optimizer", "measure_memory"),
     "Batches and losses": ("loss_weight", "batch_dim", "split_batch", "whole"),
     "The schedule": ("schedule", "costs", "activation_budget"),
-    "In a cube": ("cube_outside", "cube_memory", "cube_pieces", "pairs", "cube_tokens", "cube_exclude"),
+    "In a cube": ("cube_outside", "cube_memory", "cube_weights", "cube_pieces", "pairs", "cube_tokens", "cube_exclude"),
     "Checkpoints": ("save_full", "save_async", "verify_checkpoints", "load_anyway"),
     "When something fails": ("timeout", "nonfinite", "check_replicas"),
 }

@@ -70,7 +70,7 @@ class Engine:
             self.streams.begin_pass(number)
         self.trace.begin()
         if self.pairs is not None:
-            self.pairs.begin_batch(mix(batch.signature, number), program.pairs)
+            self.pairs.begin_batch(mix(batch.signature, number), program.pairs, program.edges)
         for step in program.steps:
             self.num_steps += 1
             if isinstance(step, Compute):
@@ -130,7 +130,8 @@ class Engine:
         actions = pair.first.action, pair.second.action
         if (actions[0].kind is Kind.F) != (actions[1].kind is Kind.F):
             return True
-        return all(self.stages[action.stage].allows_twins for action in actions)
+        stages = [self.stages[action.stage] for action in actions]
+        return all(stage.allows_twins and stage.hooks.allows_twins for stage in stages)
 
     def _receive(self, step: Compute) -> Message | None:
         """The message that the action needs."""
@@ -148,6 +149,8 @@ class Engine:
             self.memory.note_input(received)
         if action.kind is Kind.F:
             self.before_forward(action.stage)
+        if step.is_last_gradient:
+            self.stages[action.stage].hooks.expect_last_gradients()
         if self.streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
             self.streams.begin_action(action.microbatch, action.kind)
         self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)

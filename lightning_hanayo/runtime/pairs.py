@@ -9,7 +9,7 @@ clocks say.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
@@ -29,8 +29,9 @@ ALL_TRIES, LEAST_TRIES = 12_000, 500
 """orders that are tried for all kinds of pairs together, and for each at least: a few seconds, once"""
 
 _Pair = tuple[Action, Action]
-Kinds = tuple[int, Kind, int]
-"""the stage of an action, what it does there, and whether it is the first one of its pair (0) or the second (1)"""
+Kinds = tuple[int, Kind, bool, int]
+"""the stage of an action, what it does there, whether it is the first or last to (`Program.edges`), and whether it
+is the first one of its pair (0) or the second (1)"""
 Plans = dict[tuple[Kinds, Kinds], PairRun]
 
 
@@ -66,7 +67,10 @@ class Pairs:
         self.segments: dict[Kinds, Segments] = {}
         """what actions of each kind do, as the first rank has recorded it"""
         self._signature = 0
-        self._recordings: dict[tuple[Action, int], Recording] | None = None
+        self._edges: Collection[Action] = frozenset()
+        self._recordings: dict[int, dict[tuple[Action, int], Recording]] = {}
+        """by signature: of batches that were recorded, until the next one with their signature"""
+        self._active: dict[tuple[Action, int], Recording] | None = None
         """of the batch that runs, if it is recorded"""
 
     def close(self) -> None:
@@ -78,29 +82,29 @@ class Pairs:
         self._queue.cancel()
         self._queue.close(timeout=0)
 
-    def begin_batch(self, signature: int, pairs: Sequence[_Pair]) -> None:
-        """A batch begins whose program has these pairs. Called by all ranks of the cube.
+    def begin_batch(self, signature: int, pairs: Sequence[_Pair], edges: Collection[Action] = frozenset()) -> None:
+        """A batch begins whose program has these pairs and `edges`. Called by all ranks of the cube.
 
         Batches with the same `signature` have the same shapes.
         """
-        self._signature = signature
+        self._signature, self._edges = signature, edges
         self._seen[signature] += 1
-        if self._recordings is not None:
-            recorded, self._recordings = self._recordings, None
-            if self._seen[signature] == RECORDED + 1 and self._is_planned:
-                made = None
-                if self._is_first:
-                    self.segments = typical_segments(recorded)
-                    made = make_plans(pairs, self.segments)
-                self.plans[signature] = self._share(made)
+        self._active = None
+        if signature in self._recordings:
+            recorded, made = self._recordings.pop(signature), None
+            if self._is_first:
+                self.segments = typical_segments(recorded, edges)
+                made = make_plans(pairs, self.segments, edges)
+            self.plans[signature] = self._share(made)
         if self._seen[signature] == RECORDED and self._is_planned and pairs:
-            self._recordings = {}
+            self._active = self._recordings[signature] = {}
 
     def run(
         self, first: Action, run_first: Callable[[], T], second: Action, run_second: Callable[[], T]
     ) -> tuple[T, T]:
         """Run both actions, and return what they return."""
-        plan = self.plans.get(self._signature, {}).get((kind_of(first, 0), kind_of(second, 1)))
+        kinds = kind_of(first, 0, self._edges), kind_of(second, 1, self._edges)
+        plan = self.plans.get(self._signature, {}).get(kinds)
         queue, state = self._queue, ThreadState.current()
 
         def act(slot: int, action: Action, run: Callable[[], T]) -> T:
@@ -128,27 +132,31 @@ class Pairs:
             queue.end_pair()
 
     def _begin(self, slot: int, action: Action) -> Recording | None:
-        if self._recordings is None:
+        if self._active is None:
             return None
-        self._recordings[action, slot] = made = self._queue.record(slot)
+        self._active[action, slot] = made = self._queue.record(slot)
         return made
 
 
-def typical_segments(recorded: Mapping[tuple[Action, int], Recording]) -> dict[Kinds, Segments]:
+def typical_segments(
+    recorded: Mapping[tuple[Action, int], Recording], edges: Collection[Action] = frozenset()
+) -> dict[Kinds, Segments]:
     """What each kind of action does: each part takes the median of its times over micro-batches.
 
     Kinds of which not all micro-batches do the same are left out.
     """
     alike: defaultdict[Kinds, list[Segments]] = defaultdict(list)
     for (action, slot), recording in recorded.items():
-        alike[kind_of(action, slot)].append(recording.segments())
+        alike[kind_of(action, slot, edges)].append(recording.segments())
     return {kind: _median(several) for kind, several in alike.items() if len(set(map(_shape, several))) == 1}
 
 
-def make_plans(pairs: Sequence[_Pair], segments: Mapping[Kinds, Segments]) -> Plans:
+def make_plans(
+    pairs: Sequence[_Pair], segments: Mapping[Kinds, Segments], edges: Collection[Action] = frozenset()
+) -> Plans:
     """The order of the collectives of each kind of pair; none where it isn't known what its actions do."""
     plans: Plans = {}
-    kinds = dict.fromkeys((kind_of(first, 0), kind_of(second, 1)) for first, second in pairs)
+    kinds = dict.fromkeys((kind_of(first, 0, edges), kind_of(second, 1, edges)) for first, second in pairs)
     for first, second in kinds:
         if first in segments and second in segments:
             tries = max(LEAST_TRIES, ALL_TRIES // len(kinds))
@@ -156,9 +164,9 @@ def make_plans(pairs: Sequence[_Pair], segments: Mapping[Kinds, Segments]) -> Pl
     return plans
 
 
-def kind_of(action: Action, slot: int) -> Kinds:
+def kind_of(action: Action, slot: int, edges: Collection[Action] = frozenset()) -> Kinds:
     """The kind of a pair's action."""
-    return action.stage, action.kind, slot
+    return action.stage, action.kind, action in edges, slot
 
 
 def _shape(segments: Segments) -> tuple[tuple[bool, int | None], ...]:

@@ -4,7 +4,7 @@ Each computation knows the keys of the messages it needs and makes. Consecutive 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -30,6 +30,8 @@ class Compute:
     output_key: MessageKey | None
     is_local: bool
     """whether the message it needs was made on this rank"""
+    is_last_gradient: bool = False
+    """whether no later action makes gradients of its stage's weights, nor does one that runs at the same time"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Program:
     steps: tuple[Compute | Pair | Communicate | Action, ...]
     is_whole: bool
     """whether it has forward and backward of each micro-batch"""
+    edges: frozenset[Action] = frozenset()
+    """each stage's first forward, and the action that makes its last gradients: with weights that are kept for a batch
+    they do what others don't"""
 
     @property
     def pairs(self) -> list[tuple[Action, Action]]:
@@ -56,17 +61,24 @@ class Program:
     @staticmethod
     def from_schedule(schedule: Schedule, rank: int) -> "Program":
         """The program of pipeline rank `rank` in `schedule`."""
+        own = schedule.actions[rank]
+        first = {action.stage: action for action in reversed(own) if action.kind is Kind.F}
+        last = {action.stage: action for action in own if action.kind in _MAKES_GRADIENTS}
         steps: list[Compute | Pair | Communicate | Action] = []
         for is_message, run in groupby(complete(schedule)[rank], key=lambda action: action.kind.is_message):
             if is_message:
                 steps.append(_communicate(run, schedule))
             else:
-                steps.extend(_paired([_compute(a, schedule) if a.kind.is_compute else a for a in run], schedule))
+                actions = [_compute(a, schedule, a == last.get(a.stage)) if a.kind.is_compute else a for a in run]
+                steps.extend(_paired(actions, schedule))
         forwards, backwards = (
-            {(action.stage, action.microbatch) for action in schedule.actions[rank] if action.kind in kinds}
+            {(action.stage, action.microbatch) for action in own if action.kind in kinds}
             for kinds in ((Kind.F,), (Kind.B, Kind.I))
         )
-        return Program(tuple(steps), forwards == backwards != set())
+        return Program(tuple(steps), forwards == backwards != set(), frozenset((*first.values(), *last.values())))
+
+
+_MAKES_GRADIENTS = (Kind.B, Kind.W)
 
 
 def _paired(run: Sequence[Compute | Action], schedule: Schedule) -> Iterator[Compute | Pair | Action]:
@@ -76,17 +88,26 @@ def _paired(run: Sequence[Compute | Action], schedule: Schedule) -> Iterator[Com
         if isinstance(one, Compute) and one.action in schedule.partner_of:
             second = next(rest)
             assert isinstance(second, Compute), "a pair's actions are neighbours"
-            yield Pair(one, second)
+            yield _pair(one, second)
         else:
             yield one
 
 
-def _compute(action: Action, schedule: Schedule) -> Compute:
+def _pair(first: Compute, second: Compute) -> Pair:
+    """Of two that make gradients of one stage, none is the last one."""
+    actions = first.action, second.action
+    if actions[0].stage == actions[1].stage and all(action.kind in _MAKES_GRADIENTS for action in actions):
+        first, second = (replace(one, is_last_gradient=False) for one in (first, second))
+    return Pair(first, second)
+
+
+def _compute(action: Action, schedule: Schedule, is_last_gradient: bool) -> Compute:
     per_replica = schedule.stages_per_replica
     source, target = source_stage(action, per_replica), target_stage(action, per_replica)
     is_local = source is not None and schedule.stage_ranks[source] == schedule.stage_ranks[action.stage]
     input_key = None if source is None else _key(action, source)
-    return Compute(action, input_key, None if target is None else _key(action, target), is_local)
+    output_key = None if target is None else _key(action, target)
+    return Compute(action, input_key, output_key, is_local, is_last_gradient)
 
 
 def _communicate(run: Iterable[Action], schedule: Schedule) -> Communicate:

@@ -49,6 +49,7 @@ class Options:
     balance: Literal["parameters", "time"] | Sequence[float]
     costs: CostModel | None
     cube_memory: Literal["gathered", "shards"]
+    cube_weights: Literal["microbatch", "batch"]
     cube_pieces: int
     pairs: bool
     cube_tokens: int | None
@@ -82,6 +83,7 @@ class Options:
         if budget is not None and (not is_number(budget) or budget == 0):
             raise HanayoError(f"activation_budget={budget!r}: expected a positive number of M_a, or None")
         self._choice("cube_memory", ("gathered", "shards"))
+        self._choice("cube_weights", ("microbatch", "batch"))
         self._choice("tied_gradients", ("in_order", "at_once"))
         self._choice("nonfinite", ("raise", "skip", "ignore"))
         if self.master_weights is not None:

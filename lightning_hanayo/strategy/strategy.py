@@ -115,6 +115,9 @@ class HanayoStrategy(MeshParallelStrategy):
             earlier run wrote; a `CostModel` in any unit, or its fields as a mapping; None: an estimate (T_B = 2 T_F,
             T_C = 0.05 T_F).
         cube_memory: what 3-D layers save for the backward: "gathered" operands, or "shards" that are gathered again.
+        cube_weights: how often 3-D layers gather their weights along x, and reduce-scatter the gradients: once a
+            "microbatch", or once a "batch". The latter holds the gathered weights of a rank's stages, and as much for
+            their gradients, until the batch ends: worth it where micro-batches are small.
         cube_pieces: the number of pieces in which a 3-D product is computed, so that communication and computation
             overlap: worth it where both take long.
         pairs: in a cube, let a rank work on two micro-batches at once, the forward of one and the backward of another,
@@ -195,6 +198,7 @@ class HanayoStrategy(MeshParallelStrategy):
         *,
         balance: Literal["parameters", "time"] | Sequence[float] = "parameters",
         cube_memory: Literal["gathered", "shards"] = "gathered",
+        cube_weights: Literal["microbatch", "batch"] = "microbatch",
         cube_pieces: int = 1,
         pairs: bool = False,
         cube_tokens: int | None = None,

@@ -183,35 +183,46 @@ class BackwardRun:
         weight, parameters = self.args.weight, self.args.weight.parameters
         if is_deferred:
             assert weight.queue is not None
-            deferred = _Deferred(gathered, self._x, weight)
+            deferred = _Deferred(gathered, self._x, weight, trained)
             for i, parameter in enumerate(parameters):
                 if trained[i]:
                     weight.queue.put(parameter, deferred.part(i))
             return [None] * len(parameters)
-        computed = _compute(gathered, self._x, weight)
+        computed = _compute(gathered, self._x)
         if not any(is_watched):
-            weight.pending_gradients.add(parameters, computed, trained)
+            weight.pending_gradients.add(weight, computed, trained)
             return [None] * len(parameters)
-        return [g if trains else None for g, trains in zip(computed.wait(), trained, strict=True)]
+        summed = weight.start_reduce_scatter(computed).wait()
+        return [g if trains else None for g, trains in zip(summed, trained, strict=True)]
 
 
 class _Deferred:
     """The gradients of a product's weights, computed together when the first of them is asked for."""
 
-    def __init__(self, gradients: list[list[Tensor]], x: SavedInput, weight: ShardedWeight) -> None:
-        self._operands: tuple[list[list[Tensor]], SavedInput, ShardedWeight] | None = (gradients, x, weight)
-        self._computed: Pending[list[Tensor]] | None = None
+    def __init__(
+        self, gradients: list[list[Tensor]], x: SavedInput, weight: ShardedWeight, trained: Sequence[bool]
+    ) -> None:
+        self._operands: tuple[list[list[Tensor]], SavedInput] | None = (gradients, x)
+        self._weight = weight
+        self._trained = trained
+        self._summed: Pending[list[Tensor]] | None = None
 
     def part(self, i: int) -> Any:
         """Returns the computation of the i-th parameter's gradient."""
         return lambda: self._start(i)
 
-    def _start(self, i: int) -> Pending[Tensor]:
+    def _start(self, i: int) -> Pending[Tensor] | None:
+        """None if the gradient is added to those of other micro-batches before ranks add it up."""
+        weight = self._weight
         if self._operands is not None:
             computed, self._operands = _compute(*self._operands), None
-            self._computed = Pending(None, cache(computed.wait))
-        assert self._computed is not None
-        return Pending(None, lambda computed=self._computed: computed.wait()[i])  # type: ignore[misc]
+            if weight.is_kept:
+                weight.pending_gradients.add(weight, computed, self._trained)
+            else:
+                self._summed = Pending(None, cache(weight.start_reduce_scatter(computed).wait))
+        if self._summed is None:
+            return None
+        return Pending(None, lambda summed=self._summed: summed.wait()[i])  # type: ignore[misc]
 
 
 class _Product(torch.autograd.Function):
@@ -270,10 +281,10 @@ def _input_gradients(gradients: Sequence[Tensor], matrices: Sequence[Tensor], ad
     return total
 
 
-def _compute(gradients: Sequence[Sequence[Tensor]], x: SavedInput, weight: ShardedWeight) -> Pending[list[Tensor]]:
-    """The gradients of the matrices, summed over pieces and over ranks."""
+def _compute(gradients: Sequence[Sequence[Tensor]], x: SavedInput) -> list[Tensor]:
+    """The gradients of the matrices, summed over pieces."""
     total: list[Tensor] = []
     for of_matrices, part in zip(gradients, x.get(), strict=True):
         dws = [weight_gradient(dy, part) for dy in of_matrices]
         total = [old.add_(dw) for old, dw in zip(total, dws, strict=True)] if total else dws
-    return weight.start_reduce_scatter(total)
+    return total

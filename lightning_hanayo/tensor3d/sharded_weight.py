@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_hanayo.overlap.turns import DeviceTurns
+from lightning_hanayo.tensor3d.batch_weights import BatchWeights, GradientSum
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
 from lightning_hanayo.weight_gradients import WeightGradients, gradient_dtype
 
@@ -94,6 +96,7 @@ class ShardedWeight:
         pending_gradients: takes gradients whose reduce-scatter is under way while a backward runs.
         queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.
         turns: which of two actions runs now; each prefetches for itself.
+        batch: what the stage keeps for all micro-batches.
     """
 
     def __init__(
@@ -103,10 +106,12 @@ class ShardedWeight:
         pending_gradients: "PendingGradients",
         queue: WeightGradients | None = None,
         turns: DeviceTurns | None = None,
+        batch: BatchWeights | None = None,
     ) -> None:
         self.parts = list(parts)
         self._axis = axis
         self._turns = DeviceTurns() if turns is None else turns
+        self._batch = BatchWeights() if batch is None else batch
         self._prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = {}
         self.pending_gradients = pending_gradients
         self.queue = queue
@@ -138,19 +143,44 @@ class ShardedWeight:
         """Whether the matrices are gathered from several ranks, so that they have memory of their own."""
         return self._axis.size > 1
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the parameters: others after each change."""
+        return tuple(part.parameter._version for part in self.parts)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which the gradients of several micro-batches are added up: that of the parameters' `.grad`."""
+        return reduce(torch.promote_types, [gradient_dtype(part.parameter) for part in self.parts])
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether micro-batches share the gathered matrices, and add up their gradients before ranks do."""
+        return self._batch.is_open and self.is_gathered
+
     def start_all_gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
-        """Start to gather the matrices in `dtype`, or take the prefetched ones. Called by all ranks of x."""
+        """Start to gather the matrices in `dtype`, or take those that are there. Called by all ranks of x."""
+        if (kept := self._batch.gathered(self, dtype)) is not None:
+            return kept
         prefetched = self._prefetched.get(self._turns.slot)
         if prefetched is not None and prefetched[0] == self._key(dtype):
             del self._prefetched[self._turns.slot]
-            return prefetched[1]
-        self.drop_prefetched()
-        return self._start(dtype)
+            matrices = prefetched[1]
+        else:
+            self.drop_prefetched()
+            matrices = self._start(dtype)
+        self._batch.keep(self, dtype, matrices)
+        return matrices
 
     def prefetch(self, dtype: torch.dtype) -> None:
         """Start to gather the weight for its next product, while another layer computes."""
-        if self._turns.slot not in self._prefetched and self._axis.size > 1:
-            self._prefetched[self._turns.slot] = self._key(dtype), self._start(dtype)
+        if (
+            self._turns.slot in self._prefetched
+            or self._axis.size == 1
+            or self._batch.gathered(self, dtype) is not None
+        ):
+            return
+        self._prefetched[self._turns.slot] = self._key(dtype), self._start(dtype)
 
     def drop_prefetched(self) -> None:
         """Free a prefetched weight, once its collective has ended."""
@@ -177,7 +207,7 @@ class ShardedWeight:
         return Pending(None, lambda: self._as_stored(pending.wait()))
 
     def _key(self, dtype: torch.dtype) -> "_Key":
-        return tuple(part.parameter._version for part in self.parts), dtype
+        return self.versions, dtype
 
     def _start(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
         size = self._axis.size
@@ -264,17 +294,27 @@ class PendingGradients:
 
     If it `ends_late`, the last ones are also under way while the next actions run, until the next backward makes its
     own or `finish` is called. Of two actions that run at once, each waits for its own only, as planned.
+
+    Args:
+        turns: which of two actions runs now.
+        batch: adds up the gradients of several micro-batches, if it is on.
     """
 
-    def __init__(self, turns: DeviceTurns | None = None) -> None:
+    def __init__(self, turns: DeviceTurns | None = None, batch: BatchWeights | None = None) -> None:
         self.ends_late = False
+        self._batch = BatchWeights() if batch is None else batch
         self._turns = DeviceTurns() if turns is None else turns
         self._pending: dict[tuple[int, int], deque[_Sum]] = {}
         """by the pair and the slot of the action that has made them, in their order"""
         self._has_callback = False
 
-    def add(self, parameters: Sequence[Tensor], gradients: Pending[list[Tensor]], trained: Sequence[bool]) -> None:
-        """Called inside a backward. At its end, or after `finish`, those of `trained` parameters have been added."""
+    def add(self, weight: ShardedWeight, gradients: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """Add the gradients of a weight's matrices, partial over x, to those of its `trained` parameters.
+
+        Called inside a backward. They have been added at its end, or after `finish`.
+        """
+        if (total := self._batch.add(weight, gradients, trained)) is None:
+            return
         if not self._has_callback and not self.ends_late:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
@@ -283,13 +323,16 @@ class PendingGradients:
         for earlier in [one for one in self._pending if one[0] != action[0]]:
             self._finish(self._pending.pop(earlier))
         own = self._pending.setdefault(action, deque())
-        own.append((parameters, gradients, trained))
+        own.append(_start_sum(weight, total))
         while len(own) > _MAX_PENDING:
             _finish(own.popleft())
 
     def finish(self) -> None:
         """Wait for all, and add them to their parameters' gradients."""
         self._has_callback = False
+        sums = deque(_start_sum(weight, total) for weight, total in self._batch.take_sums().items())
+        if sums:
+            self._pending[-1, 0] = sums
         while self._pending:
             self._finish(self._pending.pop(next(iter(self._pending))))
 
@@ -305,6 +348,10 @@ class PendingGradients:
 
 _Sum = tuple[Sequence[Tensor], Pending[list[Tensor]], Sequence[bool]]
 """the parameters, their gradients, and which of them are trained"""
+
+
+def _start_sum(weight: ShardedWeight, gradients: GradientSum) -> _Sum:
+    return weight.parameters, weight.start_reduce_scatter(gradients.matrices), gradients.trained
 
 
 def _finish(one: _Sum) -> None:

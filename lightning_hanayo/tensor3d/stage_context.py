@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.overlap.turns import DeviceTurns
+from lightning_hanayo.tensor3d.batch_weights import BatchWeights
 from lightning_hanayo.tensor3d.call_order import CallOrder
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
@@ -32,6 +33,7 @@ class StageContext:
         sequence_length: of all sequences, for a model that runs without stages; None if y divides it.
         turns: which of two actions runs now, each with a sequence length and a place in the order of weights; None:
             there is one at a time.
+        keep_weights: whether weights are gathered, and their gradients reduce-scattered, once a batch.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class StageContext:
         num_pieces: int = 1,
         sequence_length: int | None = None,
         turns: DeviceTurns | None = None,
+        keep_weights: bool = False,
     ) -> None:
         self._mesh = mesh
         self._turns = DeviceTurns() if turns is None else turns
@@ -51,7 +54,8 @@ class StageContext:
         self.queue = queue
         self.num_pieces = num_pieces
         self._sequence_lengths = [sequence_length, sequence_length]
-        self.pending_gradients = PendingGradients(self._turns)
+        self.batch_weights = BatchWeights(keep_weights, self._turns)
+        self.pending_gradients = PendingGradients(self._turns, self.batch_weights)
         order = PrefetchOrder()
         self._prefetch_orders = order, order.twin()
         self.call_order = CallOrder(mesh)
@@ -94,7 +98,9 @@ class StageContext:
 
     def weight(self, *parts: StoredWeight, axis: str = "x") -> ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
-        return ShardedWeight(parts, self.mesh.axis(axis), self.pending_gradients, self.queue, self._turns)
+        return ShardedWeight(
+            parts, self.mesh.axis(axis), self.pending_gradients, self.queue, self._turns, self.batch_weights
+        )
 
     def check_open(self) -> None:
         """Check that layers may be called.
@@ -108,6 +114,7 @@ class StageContext:
     def begin_batch(self) -> None:
         """A batch begins: drop what a failure in the batch before may have left."""
         self.pending_gradients.discard()
+        self.batch_weights.begin_batch()
         self.pending_gradients.ends_late = True
         for order in self._prefetch_orders:
             order.drop_prefetched()
@@ -122,6 +129,15 @@ class StageContext:
         self._sequence_lengths[self._turns.slot] = self._padded_length(sequence_length)
         self.prefetch_order.begin(recomputes=True)
 
+    @property
+    def allows_twins(self) -> bool:
+        """Whether two forwards, or two backwards, may run at once: weights that both would gather are there."""
+        return self.batch_weights.has_gathered or not self.batch_weights.is_open
+
+    def expect_last_gradients(self) -> None:
+        """The action that runs next makes the stage's last weight gradients in this batch."""
+        self.batch_weights.expect_last()
+
     def finish_gradients(self) -> None:
         """The stage's gradients are complete once this returns: the last sums have arrived."""
         self.pending_gradients.finish()
@@ -130,6 +146,7 @@ class StageContext:
         """A batch has ended: backwards outside of batches leave nothing under way."""
         self.pending_gradients.finish()
         self.pending_gradients.ends_late = False
+        self.batch_weights.end_batch()
 
     def _padded_length(self, sequence_length: int) -> int | None:
         """The length, if parts of such sequences are padded. Compiled code has a graph for each that it reads here."""

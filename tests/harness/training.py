@@ -35,6 +35,7 @@ class Layout:
     outside: str = "share"
     tied_gradients: str = "in_order"
     pairs: bool = False
+    weights: str = "microbatch"
 
     @property
     def topology(self) -> Topology:
@@ -46,6 +47,7 @@ class Layout:
 
     def __str__(self) -> str:
         cube = "" if self.cube == (1, 1, 1) else f"-{self.outside}{'x'.join(map(str, self.cube))}"
+        cube += "-batch" if self.weights == "batch" else ""
         return f"{self.schedule}-P{self.pipe}-W{self.waves}-D{self.data}{cube}{'-pairs' if self.pairs else ''}"
 
 
@@ -156,6 +158,7 @@ def make_strategy(layout: Layout, **options: Any) -> Any:
         "cube_outside": layout.outside,
         "tied_gradients": layout.tied_gradients,
         "pairs": layout.pairs,
+        "cube_weights": layout.weights,
     }
     return HanayoStrategy(**of_layout | options)
 

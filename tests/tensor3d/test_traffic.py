@@ -62,6 +62,37 @@ def check_traffic(ranks: Mesh, style: ParallelStyle, axes: tuple[str, ...], keep
     assert all(parameter.grad is not None and parameter.grad.dtype is torch.float32 for parameter in layer.parameters())
 
 
+def check_batch(ranks: Mesh, microbatches: int) -> None:
+    """Weights are gathered, and the sums of their gradients reduce-scattered, once in a batch."""
+    x, y, z = ranks.sizes
+    parameters = {}
+    for keeps in (False, True):
+        context = StageContext(ranks, keep_weights=keeps)
+        torch.manual_seed(0)
+        layer = Linear3D(IN, OUT, context=context).double()
+        own = part(torch.randn(ROWS, LENGTH, IN, dtype=torch.float64), ranks, "x", "y", "z").requires_grad_()
+        CountingAxis.received.clear()
+        context.begin_batch()
+        for microbatch in range(microbatches):
+            context.before_forward(LENGTH)
+            out = layer((1 + microbatch) * own)
+            if microbatch == microbatches - 1:
+                context.expect_last_gradients()
+            context.before_backward(LENGTH)
+            out.square().sum().backward()
+        context.finish_gradients()
+        context.end_batch()
+        m, k, n, p = ROWS * LENGTH, IN, OUT, ranks.num_ranks
+        inputs, weights, outputs = (y - 1) * m * k // p, (x - 1) * k * n // p, (z - 1) * m * n // p
+        of_weights = weights * (1 if keeps else microbatches)
+        expected = 8 * (microbatches * (inputs + outputs) + of_weights)
+        assert received() == {"gather": expected, "scatter": expected}
+        parameters[keeps] = [parameter.grad for parameter in layer.parameters()]
+        assert not context.batch_weights.has_gathered and not context.batch_weights.is_open
+    for once, each in zip(parameters[True], parameters[False], strict=True):
+        assert once is not None and each is not None and error(once, each) < 1e-12
+
+
 def received() -> dict[str, int]:
     """By kind of collective, in bytes."""
     return {kind: CountingAxis.received[kind] for kind in ("gather", "scatter")}
@@ -76,6 +107,7 @@ def traffic(meshes: list[Sizes]) -> None:
                 for keep in ("gathered", "shards"):
                     check_traffic(ranks, style, axes, keep, autocast=False)
                 check_traffic(ranks, style, axes, "gathered", autocast=True)
+            check_batch(ranks, microbatches=3)
             assert set(+CountingAxis.received) <= {"gather", "scatter"}  # no other collective
 
 

@@ -63,11 +63,12 @@ class WeightGradientQueue:
         with torch.no_grad():
             while waiting:
                 parameter, computations = waiting.popitem()
-                gradients = [compute(*operands) for compute, operands in computations]
+                computed = [compute(*operands) for compute, operands in computations]
+                gradients = [one for one in computed if one is not None]
                 del computations  # frees the operands now, even if a sum over ranks takes long
                 if pending is not None:
                     accumulate(*pending)
-                pending = parameter, gradients
+                pending = (parameter, gradients) if gradients else None
             if pending is not None:
                 accumulate(*pending)
 

@@ -43,6 +43,13 @@ class StageHooks(Protocol):
     def begin_batch(self) -> None:
         """Called when a batch begins."""
 
+    @property
+    def allows_twins(self) -> bool:
+        """Whether two forwards, or two backwards, of the stage may run at once now."""
+
+    def expect_last_gradients(self) -> None:
+        """Called before the stage's action that makes its last weight gradients."""
+
     def finish_gradients(self) -> None:
         """Called when the stage's last weight gradient has been made: sums that are under way must end."""
 
@@ -62,7 +69,8 @@ class NoHooks:
     def begin_batch(self) -> None:
         """Do nothing."""
 
-    finish_gradients = end_batch = begin_batch
+    allows_twins = True
+    expect_last_gradients = finish_gradients = end_batch = begin_batch
 
     def before_forward(self, sequence_length: int) -> None:
         """Do nothing."""

@@ -176,6 +176,7 @@ class Cube:
             self._options.cube_memory,
             queue,
             num_pieces=self._options.cube_pieces,
+            keep_weights=self._options.cube_weights == "batch",
             turns=None if self._groups.queue is None else self._groups.queue.turns,
         )
         self.plan.install(blocks, context)

@@ -85,7 +85,7 @@ class ShardedProduct:
         gathered = self._gathered_shape(x)
         outputs = [size for count in weight.sizes for size in self._output_shape(gathered, count)]
         rows = None
-        if keeps and weight.is_gathered:
+        if keeps and weight.is_gathered and not self._context.batch_weights.is_on:  # the graph may overwrite its own
             rows = [sum(weight.sizes)] if weight.is_one_matrix else weight.sizes
         results = compiled_product(x, self._handle, gathers, keeps, gathered, outputs, rows)
         return (results[0] if gathers else x), *results[int(gathers) : int(gathers) + len(weight.sizes)]

@@ -108,6 +108,8 @@ class Engine:
         with self.memory.action(step.action):
             received = self._receive(step)
             self.trace.add(step.action, reached, *self._run(step, batch, received))
+            if self.memory.is_measuring:
+                self.memory.note_kept(step.action.stage, self.stages[step.action.stage].hooks.kept)
 
     def _pair(self, pair: Pair, batch: Batch) -> None:
         if self.pairs is None or self.memory.is_measuring or not self._may_run_at_once(pair):

@@ -10,16 +10,32 @@ Without it, each micro-batch gathers its weights, and reduce-scatters their grad
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_hanayo.overlap.turns import DeviceTurns
+from lightning_hanayo.tensor3d.mesh import Pending
 
-if TYPE_CHECKING:
-    from lightning_hanayo.tensor3d.mesh import Pending
-    from lightning_hanayo.tensor3d.sharded_weight import ShardedWeight
+
+class Weight(Protocol):
+    """What a batch needs to know of a weight."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the parameters: others after each change."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the matrices are gathered from several ranks."""
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which the gradients of several micro-batches are added up."""
+
+
+W = TypeVar("W", bound=Weight)
 
 
 @dataclass
@@ -30,7 +46,7 @@ class GradientSum:
     trained: list[bool]
 
 
-class BatchWeights:
+class BatchWeights(Generic[W]):
     """Of one stage. All ranks of the cube keep the same, since they run the same actions.
 
     Args:
@@ -42,9 +58,9 @@ class BatchWeights:
         self.is_on = is_on
         self._is_open = False
         self._turns = DeviceTurns() if turns is None else turns
-        self._gathered: dict[tuple[ShardedWeight, torch.dtype], tuple[Sequence[int], Pending[list[Tensor]]]] = {}
+        self._gathered: dict[tuple[W, torch.dtype], tuple[Sequence[int], Pending[list[Tensor]]]] = {}
         """with the versions of the parameters that were gathered"""
-        self._sums: dict[ShardedWeight, GradientSum] = {}
+        self._sums: dict[W, GradientSum] = {}
         self._last: tuple[int, int] | None = None
         """the action whose gradients are the last ones"""
 
@@ -64,15 +80,25 @@ class BatchWeights:
         self._gathered.clear()
         self._sums.clear()
 
-    def gathered(self, weight: "ShardedWeight", dtype: torch.dtype) -> "Pending[list[Tensor]] | None":
+    def keeps(self, weight: W) -> bool:
+        """Whether micro-batches share its gathered matrices, and add up their gradients before ranks do."""
+        return self._is_open and weight.is_gathered
+
+    def gathered(self, weight: W, dtype: torch.dtype) -> Pending[list[Tensor]] | None:
         """The matrices, if an earlier product has gathered them and the parameters haven't changed since."""
         versions, pending = self._gathered.get((weight, dtype), ((), None))
         return pending if versions == weight.versions else None
 
-    def keep(self, weight: "ShardedWeight", dtype: torch.dtype, matrices: "Pending[list[Tensor]]") -> None:
+    def keep(self, weight: W, dtype: torch.dtype, matrices: Pending[list[Tensor]]) -> None:
         """Keep what a product gathers, until the batch ends."""
-        if weight.is_kept:
+        if self.keeps(weight):
             self._gathered[weight, dtype] = weight.versions, matrices
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is kept now. Waits for what is under way."""
+        gathered = [matrix for _, pending in self._gathered.values() for matrix in pending.wait()]
+        return gathered + [matrix for total in self._sums.values() for matrix in total.matrices]
 
     @property
     def has_gathered(self) -> bool:
@@ -83,9 +109,9 @@ class BatchWeights:
         """The action that begins now makes the last gradients."""
         self._last = self._action
 
-    def add(self, weight: "ShardedWeight", gradients: Sequence[Tensor], trained: Sequence[bool]) -> GradientSum | None:
+    def add(self, weight: W, gradients: Sequence[Tensor], trained: Sequence[bool]) -> GradientSum | None:
         """Add a micro-batch's gradients of the matrices. Returns what is to be reduce-scattered now, if anything is."""
-        if not weight.is_kept:
+        if not self.keeps(weight):
             return GradientSum(list(gradients), list(trained))
         before, dtype = self._sums.pop(weight, None), weight.gradient_dtype
         own = [gradient.to(dtype) for gradient in gradients]
@@ -98,7 +124,7 @@ class BatchWeights:
         self._sums[weight] = made
         return None
 
-    def take_sums(self) -> "dict[ShardedWeight, GradientSum]":
+    def take_sums(self) -> dict[W, GradientSum]:
         """The sums that no action has reduce-scattered."""
         sums, self._sums, self._last = self._sums, {}, None
         return sums

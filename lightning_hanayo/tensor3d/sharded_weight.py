@@ -106,12 +106,12 @@ class ShardedWeight:
         pending_gradients: "PendingGradients",
         queue: WeightGradients | None = None,
         turns: DeviceTurns | None = None,
-        batch: BatchWeights | None = None,
+        batch: "BatchWeights[ShardedWeight] | None" = None,
     ) -> None:
         self.parts = list(parts)
         self._axis = axis
         self._turns = DeviceTurns() if turns is None else turns
-        self._batch = BatchWeights() if batch is None else batch
+        self._batch: BatchWeights[ShardedWeight] = BatchWeights() if batch is None else batch
         self._prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = {}
         self.pending_gradients = pending_gradients
         self.queue = queue
@@ -156,7 +156,7 @@ class ShardedWeight:
     @property
     def is_kept(self) -> bool:
         """Whether micro-batches share the gathered matrices, and add up their gradients before ranks do."""
-        return self._batch.is_open and self.is_gathered
+        return self._batch.keeps(self)
 
     def start_all_gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
         """Start to gather the matrices in `dtype`, or take those that are there. Called by all ranks of x."""
@@ -300,9 +300,9 @@ class PendingGradients:
         batch: adds up the gradients of several micro-batches, if it is on.
     """
 
-    def __init__(self, turns: DeviceTurns | None = None, batch: BatchWeights | None = None) -> None:
+    def __init__(self, turns: DeviceTurns | None = None, batch: "BatchWeights[ShardedWeight] | None" = None) -> None:
         self.ends_late = False
-        self._batch = BatchWeights() if batch is None else batch
+        self._batch: BatchWeights[ShardedWeight] = BatchWeights() if batch is None else batch
         self._turns = DeviceTurns() if turns is None else turns
         self._pending: dict[tuple[int, int], deque[_Sum]] = {}
         """by the pair and the slot of the action that has made them, in their order"""

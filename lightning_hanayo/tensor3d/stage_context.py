@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor3d.batch_weights import BatchWeights
@@ -54,7 +56,7 @@ class StageContext:
         self.queue = queue
         self.num_pieces = num_pieces
         self._sequence_lengths = [sequence_length, sequence_length]
-        self.batch_weights = BatchWeights(keep_weights, self._turns)
+        self.batch_weights: BatchWeights[ShardedWeight] = BatchWeights(keep_weights, self._turns)
         self.pending_gradients = PendingGradients(self._turns, self.batch_weights)
         order = PrefetchOrder()
         self._prefetch_orders = order, order.twin()
@@ -133,6 +135,11 @@ class StageContext:
     def allows_twins(self) -> bool:
         """Whether two forwards, or two backwards, may run at once: weights that both would gather are there."""
         return self.batch_weights.has_gathered or not self.batch_weights.is_open
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What is kept for later micro-batches."""
+        return self.batch_weights.tensors
 
     def expect_last_gradients(self) -> None:
         """The action that runs next makes the stage's last weight gradients in this batch."""

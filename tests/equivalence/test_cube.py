@@ -111,12 +111,12 @@ CASES = [  # that don't depend on the kind of block
     ("gpt", Layout(cube=CUBE, num_microbatches=1), UNEVEN),  # micro-batches of 11, 3 and 1; below of 6, 5, 2 and 1
     ("gpt", Layout(cube=(2, 1, 1)), UNEVEN),
     ("gpt", Layout(cube=(1, 2, 1), outside="replicate"), UNEVEN),
-    ("bert", Layout(cube=CUBE, num_microbatches=2), UNEVEN),
+    pytest.param("bert", Layout(cube=CUBE, num_microbatches=2), UNEVEN, marks=pytest.mark.thorough),
     ("GPT-2", Layout(cube=(2, 2, 1), num_microbatches=2), EVEN),
-    ("GPT-2", Layout(cube=(1, 2, 1)), UNEVEN),
+    pytest.param("GPT-2", Layout(cube=(1, 2, 1)), UNEVEN, marks=pytest.mark.thorough),
     ("BERT", Layout(cube=(1, 1, 2), outside="replicate"), UNEVEN),
     ("Llama", Layout(cube=(1, 1, 2)), UNEVEN),
-    ("encoder", Layout(cube=(2, 1, 2), num_microbatches=2), EVEN),
+    pytest.param("encoder", Layout(cube=(2, 1, 2), num_microbatches=2), EVEN, marks=pytest.mark.thorough),
     ("mixer", Layout(cube=CUBE, num_microbatches=2), ((11, 3, 1), (8,))),
     ("mixer", Layout(cube=(1, 1, 2), outside="replicate"), ((5, 3, 1), (8,))),
 ]

@@ -29,6 +29,7 @@ def test_lightnings_launcher(tmp_path: Path, expected: Weights) -> None:
     assert_close(trained(tmp_path, [command], num_nodes=1, devices=2)[0], expected, 1e-12)
 
 
+@pytest.mark.thorough
 def test_torchrun_on_one_node(tmp_path: Path, expected: Weights) -> None:
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", SCRIPT, *arguments(tmp_path, 1, 2)]
     assert_close(trained(tmp_path, [command], num_nodes=1, devices=2)[0], expected, 1e-12)

@@ -118,7 +118,7 @@ def test_peak_bytes_are_the_simulated_peak(schedule: Schedule) -> None:
         )  # spare buffers for activations and gradients
 
 
-@pytest.mark.parametrize("schedule", covered(TABLES[:3], by=TABLES[:2]), ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("schedule", covered(TABLES[:3], by=TABLES[1:2]), ids=lambda schedule: schedule.name)
 def test_nothing_waits_for_the_garbage_collector(schedule: Schedule) -> None:
     with running(schedule) as (_, run):
         run()

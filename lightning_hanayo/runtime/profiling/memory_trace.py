@@ -53,6 +53,9 @@ class MemoryWatch:
     def note_gathered(self) -> None:
         """Called when parameters have become whole for a batch."""
 
+    def note_kept(self, stage: int, tensors: Sequence[Tensor]) -> None:
+        """Called after an action with what its stage keeps for later micro-batches."""
+
 
 @dataclass(frozen=True)
 class ActionBytes:
@@ -79,6 +82,8 @@ class BatchBytes:
     """from its begin to the end of the optimizer's step"""
     repeats: bool = False
     """whether actions ran several times, in several passes through the stack; then the last ones are in `actions`"""
+    kept: int = 0
+    """the most that stages have kept for later micro-batches"""
     step: int = 0
     """the most during the optimizer's step, beyond what was held before it"""
 
@@ -106,6 +111,9 @@ class MemoryTrace(MemoryWatch):
     _batch: BatchBytes | None = field(default=None, init=False)
     """the last one, before its optimizer step"""
     _after_batch: int = field(default=0, init=False)
+    _kept: dict[int, int] = field(default_factory=dict, init=False)
+    """by stage: what it keeps for later micro-batches"""
+    _most_kept: int = field(default=0, init=False)
     _around_blocks: defaultdict[int, list[MemoryKind]] = field(default_factory=lambda: defaultdict(list), init=False)
     """by thread: as what memory counted where a block was called"""
 
@@ -118,6 +126,8 @@ class MemoryTrace(MemoryWatch):
         live = self.live
         self._actions, self._batch, self._repeats = {}, None, False
         self._around_blocks.clear()
+        self._kept.clear()
+        self._most_kept = 0
         live.claim_all("workspace", "other")
         live.claim(weights, "weights")
         live.claim(optimizer, "optimizer")
@@ -133,7 +143,7 @@ class MemoryTrace(MemoryWatch):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._batch = BatchBytes(self._actions, self._begin, self._end, live.restart(), self._repeats)
+        self._batch = BatchBytes(self._actions, self._begin, self._end, live.restart(), self._repeats, self._most_kept)
         self._after_batch = live.num_bytes
 
     @contextmanager
@@ -194,6 +204,12 @@ class MemoryTrace(MemoryWatch):
     @override
     def note_gathered(self) -> None:
         self.live.claim((p.data for p in self.parameters if self.is_whole(p)), "gathered")
+
+    @override
+    def note_kept(self, stage: int, tensors: Sequence[Tensor]) -> None:
+        self.live.claim(tensors, "gathered")
+        self._kept[stage] = sum({one.untyped_storage()._cdata: one.nbytes for one in tensors}.values())
+        self._most_kept = max(self._most_kept, sum(self._kept.values()))
 
     def _claim_gradients(self) -> None:
         for parameter in self.parameters:

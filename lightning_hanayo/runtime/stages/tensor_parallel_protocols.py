@@ -47,6 +47,10 @@ class StageHooks(Protocol):
     def allows_twins(self) -> bool:
         """Whether two forwards, or two backwards, of the stage may run at once now."""
 
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """What layers keep for later micro-batches of the batch."""
+
     def expect_last_gradients(self) -> None:
         """Called before the stage's action that makes its last weight gradients."""
 
@@ -70,6 +74,7 @@ class NoHooks:
         """Do nothing."""
 
     allows_twins = True
+    kept: Sequence[Tensor] = ()
     expect_last_gradients = finish_gradients = end_batch = begin_batch
 
     def before_forward(self, sequence_length: int) -> None:

@@ -76,7 +76,8 @@ class MemoryModel:
     new_gradients: Bytes = 0.0
     """those that a stage's first backward makes, and that are freed before the next step"""
     gathered: Bytes = 0.0
-    """what a cube holds whole while a batch runs: parameters outside the stack, and their gradients"""
+    """what a cube holds whole while a batch runs: parameters outside the stack, weights that are kept, and gradients of
+    both"""
     suspended: Bytes = 0.0
     """what the user's code outside the stack keeps of one micro-batch: before it in the first stage, after it in the
     last one"""

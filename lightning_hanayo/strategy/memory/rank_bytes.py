@@ -60,7 +60,8 @@ class RankBytes:
     """by stage"""
     optimizer: int
     gathered: int
-    """what a cube holds whole while a batch runs: parameters outside the stack, and their gradients"""
+    """what a cube holds whole while a batch runs: parameters outside the stack, weights that are kept, and gradients of
+    both"""
     keeps_gradients: bool
     """from step to step"""
     stages: Mapping[int, StageBytes]
@@ -94,7 +95,8 @@ class RankBytes:
             },
             optimizer=_num_bytes(optimizer),
             gathered=sum(p.element_size() * prod(shape) for p, shape in shapes.items())
-            + sum(_gradient_bytes(p, shape) for p, shape in shapes.items() if p.requires_grad),
+            + sum(_gradient_bytes(p, shape) for p, shape in shapes.items() if p.requires_grad)
+            + batch.kept,
             keeps_gradients=batch.begin["gradients"] > 0,
             stages={stage: StageBytes.of(batch.actions, stage, microbatch) for stage, microbatch in last.items()},
             other=batch.end["other"] + batch.end["suspended"],

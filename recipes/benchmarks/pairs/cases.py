@@ -20,6 +20,7 @@ def plan_of(link: Link, hidden: int, multiple: int, microbatches: Sequence[int],
     runs = [PEER, Run(ONE_D[0], STEADY)]
     for mesh in meshes:
         runs += [Run(three_d(mesh), ALONE, queue=False), Run(three_d(mesh), ALONE), Run(three_d(mesh), STEADY)]
+        runs += [Run(three_d(mesh, keep_weights=True), ALONE), Run(three_d(mesh, keep_weights=True), STEADY)]
         if mesh != meshes[-1]:
             runs += [Run(three_d(mesh), TWINS), Run(three_d(mesh, PIECES), ALONE), Run(three_d(mesh, PIECES), STEADY)]
     tokens = multiple * hidden

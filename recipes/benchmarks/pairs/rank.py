@@ -24,7 +24,7 @@ from recipes.benchmarks.pairs.tables import ALONE, table_of
 from recipes.benchmarks.schemes.device import Emulated
 from recipes.benchmarks.schemes.layer import shapes
 from recipes.benchmarks.schemes.log import Log
-from recipes.benchmarks.schemes.names import groups, make
+from recipes.benchmarks.schemes.names import groups, keeps_weights, make
 from recipes.benchmarks.tensor3d_rank import Case, Groups, agreed_start
 
 QUIET = 0.03
@@ -76,7 +76,7 @@ def work(rank: int, plan: Plan) -> Record:
             for count in plan.microbatches:
                 record.steps[place][count].append(runners[place].step(count))
     for runner in runners:
-        record.predicted.append({count: runner.predict(count) for count in plan.microbatches if runner.knows_pairs})
+        record.predicted.append({count: runner.predict(count) for count in plan.microbatches if runner.can_predict})
         runner.close()
     return record
 
@@ -93,6 +93,7 @@ class Runner:
     def __init__(self, case: Case, run: Run, process_groups: Groups) -> None:
         self.way = run.way
         self._case = case
+        self._keeps_weights = keeps_weights(run.scheme)
         self._queue = LinkQueue()
         rank, queue = process_groups.rank, self._queue if run.queue else None
         for among in groups(run.scheme, case.hosts).values():
@@ -135,9 +136,9 @@ class Runner:
         return end
 
     @property
-    def knows_pairs(self) -> bool:
-        """Whether this host has recorded what pairs do, and planned them."""
-        return bool(self._pairs.segments)
+    def can_predict(self) -> bool:
+        """Whether this host has recorded what pairs do, and what runs alone does the same."""
+        return bool(self._pairs.segments) and not self._keeps_weights
 
     def predict(self, num_microbatches: int) -> float:
         """Seconds of such a step in the simulation that the plans are made with."""

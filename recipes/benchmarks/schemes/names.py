@@ -1,6 +1,7 @@
 """The names of the schemes, the groups of hosts that each needs, and the function that makes it.
 
 1-d sequence    1-d all-reduce    2-d    3-d 2,2,2    3-d 2,2,2 in 4 (pieces of each product)
+3-d 2,2,2, kept (weights are gathered once a batch)
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +26,23 @@ Find = Callable[[Sequence[Group]], "ProcessGroup | None"]
 """returns this host's group among disjoint groups; None for a dry run"""
 
 
-def three_d(sizes: Sequence[int], num_pieces: int = 1) -> str:
+_KEPT = ", kept"
+
+
+def three_d(sizes: Sequence[int], num_pieces: int = 1, *, keep_weights: bool = False) -> str:
     """Returns the name of 3-D on a mesh.
 
     Example:
         >>> three_d((4, 2, 1))
         '3-d 4,2,1'
     """
-    return f"3-d {','.join(map(str, sizes))}" + (f" in {num_pieces}" if num_pieces > 1 else "")
+    name = f"3-d {','.join(map(str, sizes))}" + (f" in {num_pieces}" if num_pieces > 1 else "")
+    return name + _KEPT * keep_weights
+
+
+def keeps_weights(name: str) -> bool:
+    """Returns whether a scheme of this name gathers weights once a batch."""
+    return name.endswith(_KEPT)
 
 
 def mesh_of(name: str) -> tuple[int, int, int]:
@@ -42,7 +52,7 @@ def mesh_of(name: str) -> tuple[int, int, int]:
         HanayoError: it names no scheme.
     """
     try:
-        x, y, z = map(int, name.removeprefix("3-d ").partition(" in ")[0].split(","))
+        x, y, z = map(int, name.removeprefix("3-d ").removesuffix(_KEPT).partition(" in ")[0].split(","))
     except ValueError:
         raise HanayoError(f"{name!r} is no scheme: expected {', '.join((*ONE_D, TWO_D))} or 3-d x,y,z") from None
     return x, y, z
@@ -88,7 +98,12 @@ def make(name: str, hosts: int, rank: int, find: Find, log: "Log", queue: "LinkQ
     if name == TWO_D:
         return TwoD(wire("row"), wire("column"))
     mesh = Mesh.of(mesh_of(name), rank, partial(_of_axis, along, find), wires(log), queue=queue)
-    return ThreeD(mesh, int(name.partition(" in ")[2] or 1), turns=None if queue is None else queue.turns)
+    return ThreeD(
+        mesh,
+        int(name.removesuffix(_KEPT).partition(" in ")[2] or 1),
+        turns=None if queue is None else queue.turns,
+        keep_weights=keeps_weights(name),
+    )
 
 
 def _of_axis(along: dict[str, list[Group]], find: Find, axes: str) -> "ProcessGroup | None":

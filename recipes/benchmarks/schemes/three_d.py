@@ -24,6 +24,7 @@ class ThreeD(Scheme):
         num_pieces: in how many pieces each product runs.
         queue: takes the weights' gradients while a backward is split; None: it never is.
         turns: which of two micro-batches runs now; None: there is one at a time.
+        keep_weights: whether weights are gathered once a batch.
     """
 
     def __init__(
@@ -32,9 +33,10 @@ class ThreeD(Scheme):
         num_pieces: int = 1,
         queue: WeightGradients | None = None,
         turns: DeviceTurns | None = None,
+        keep_weights: bool = False,
     ) -> None:
         self._mesh = mesh
-        self.context = StageContext(mesh, num_pieces=num_pieces, queue=queue, turns=turns)
+        self.context = StageContext(mesh, num_pieces=num_pieces, queue=queue, turns=turns, keep_weights=keep_weights)
 
     @property
     @override

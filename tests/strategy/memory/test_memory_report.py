@@ -21,6 +21,7 @@ WAVE, CUBE = Layout(2, 2, schedule="hanayo-zb"), Layout(cube=(1, 2, 1))
 LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     (WAVE, {}),
     (CUBE, {"cube_memory": "shards"}),
+    (Layout(cube=(2, 1, 1), weights="batch"), {}),
     (Layout(2, schedule="1f1b", num_microbatches=8), {"recompute": "blocks"}),
     (Layout(data=2), {"shard_optimizer": True}),
     (Layout(2), {"precision": "bf16-true", "master_weights": "fp32"}),
@@ -48,7 +49,8 @@ def test_predicted_and_measured_peaks(pool: Pool, layout: Layout, options: dict[
     assert all(report == reports[0] for report in reports)
     assert len(reports[0].ranks) == layout.world_size
     for one in reports[0].ranks:
-        assert one.error == pytest.approx(0.0, abs=0.05), reports[0]
+        # Gradients of kept weights are there when the last backward has made them, not from the first one on.
+        assert one.error == pytest.approx(0.0, abs=0.05 if layout.weights == "microbatch" else 0.06), reports[0]
         for kind in ("weights", "optimizer", "gathered"):
             assert one.predicted[kind] == one.measured[kind]
         assert one.process > one.measured_peak

@@ -321,7 +321,7 @@ class PendingGradients:
             self._has_callback = True
         action = self._turns.number, self._turns.slot
         for earlier in [one for one in self._pending if one[0] != action[0]]:
-            self._finish(self._pending.pop(earlier))
+            self._finish(self._pending.pop(earlier, deque()))  # the other action finishes some while this one waits
         own = self._pending.setdefault(action, deque())
         own.append(_start_sum(weight, total))
         while len(own) > _MAX_PENDING:

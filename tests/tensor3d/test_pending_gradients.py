@@ -1,0 +1,48 @@
+"""Sums of weight gradients that end late, while one or two other actions run."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hanayo.overlap.turns import DeviceTurns
+from lightning_hanayo.tensor3d.mesh import Pending
+from lightning_hanayo.tensor3d.sharded_weight import PendingGradients
+
+SIZE = 3
+
+
+class Weight:
+    """Gives the device away while its gradients are summed."""
+
+    is_gathered = True
+
+    def __init__(self, turns: DeviceTurns) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(SIZE))]
+        self._turns = turns
+
+    def start_reduce_scatter(self, gradients: list[Tensor]) -> Pending[list[Tensor]]:
+        def finish() -> list[Tensor]:
+            self._turns.wait(lambda: True, lambda: None)
+            return list(gradients)
+
+        return Pending(None, finish)
+
+
+def test_two_backwards_at_once_finish_those_of_the_pair_before() -> None:
+    turns = DeviceTurns()
+    pending, weights = PendingGradients(turns), [Weight(turns) for _ in range(2)]
+    pending.ends_late = True
+
+    def backward(slot: int) -> None:
+        weight: Any = weights[slot]
+        pending.add(weight, [torch.ones(SIZE)], [True])
+
+    pairs = 3
+    for _ in range(pairs):
+        turns.run(lambda: backward(0), lambda: backward(1))
+    pending.finish()
+    turns.close()
+    for weight in weights:
+        assert weight.parameters[0].grad is not None
+        assert weight.parameters[0].grad.tolist() == [pairs] * SIZE

@@ -8,10 +8,10 @@ The order is that of `tensor3d/product.py`; a test holds it against what the lay
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.planner.communication_volume import Keep, Volume
+from lightning_hanayo.planner.communication_volume import CubeWeights, Keep, Volume
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import BlockFacts, Product
 
@@ -97,6 +97,7 @@ def time_block(
     dtype: str,
     element: int,
     keep: Keep = "gathered",
+    weights: CubeWeights = "microbatch",
 ) -> BlockTime:
     """The seconds of a block for a micro-batch of so many samples, which the cube's ranks share.
 
@@ -108,8 +109,9 @@ def time_block(
         dtype: of the products.
         element: bytes of a number in it.
         keep: what products save: what they gathered, or shards that are gathered again.
+        weights: how often weights are gathered. If once a batch, these times are without it.
     """
-    run = _Run(block, mesh, samples, machine, dtype, element, keep)
+    run = _Run(block, mesh, samples, machine, dtype, element, keep, weights)
     one, two = (run.times(num_blocks) for num_blocks in (1, 2))
     return BlockTime(one, two + one * -1)
 
@@ -118,7 +120,15 @@ class _Run:
     """The block's work, in seconds of the device and of the link."""
 
     def __init__(
-        self, block: BlockFacts, mesh: MeshSizes, samples: int, machine: Machine, dtype: str, element: int, keep: Keep
+        self,
+        block: BlockFacts,
+        mesh: MeshSizes,
+        samples: int,
+        machine: Machine,
+        dtype: str,
+        element: int,
+        keep: Keep,
+        weights: CubeWeights,
     ) -> None:
         x, y, z = mesh
         self._num_ranks = x * y * z
@@ -126,6 +136,9 @@ class _Run:
         self._collectives = [
             _Collectives.of(one, one.volume(samples, mesh, keep), links, element, mesh) for one in block.products
         ] or [_Collectives()]
+        if weights == "batch":
+            kept = {"gather_w": 0.0, "regather_w": 0.0, "scatter_dw": 0.0}
+            self._collectives = [replace(one, **kept) for one in self._collectives]
         self._products = [_product_seconds(one, mesh, samples, machine, dtype) for one in block.products] or [0.0]
         self._between = self._between_products(block, samples, machine, dtype)
         self._host = machine.host_call * block.calls

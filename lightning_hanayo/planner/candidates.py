@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import isqrt, prod
 
 from lightning_hanayo.divisibility import MeshSizes, meshes
+from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.schedule.build import WAVES
 from lightning_hanayo.topology import Topology
@@ -40,6 +42,8 @@ class Candidate:
     recompute: bool = False
     """whether blocks run again in the backward"""
     shard_optimizer: bool = False
+    cube_weights: CubeWeights = "microbatch"
+    """how often a cube gathers its weights"""
 
     @property
     def cube_size(self) -> int:
@@ -113,10 +117,18 @@ def _of_topology(
             if pipe > 1 and count < pipe:
                 refused["fewer micro-batches than pipeline ranks"] += 1
                 continue
-            for recompute in (False, True):
+            for recompute, sharded, weights in product((False, True), sharding, _weights(facts, mesh, size, count)):
                 schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
-                for sharded in sharding:
-                    yield Candidate(data, pipe, mesh, num_waves, size, count, accumulate, schedule, recompute, sharded)
+                yield Candidate(
+                    data, pipe, mesh, num_waves, size, count, accumulate, schedule, recompute, sharded, weights
+                )
+
+
+def _weights(facts: ModelFacts, mesh: MeshSizes, samples: int, count: int) -> tuple[CubeWeights, ...]:
+    """How often weights may be gathered, where that makes a difference."""
+    if count == 1 or mesh == (1, 1, 1) or not facts.mean(lambda block: block.gathered_by_a_rank(samples, mesh)):
+        return ("microbatch",)
+    return "microbatch", "batch"
 
 
 def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]:

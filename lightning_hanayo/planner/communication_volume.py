@@ -18,6 +18,9 @@ from lightning_hanayo.divisibility import MeshSizes
 Keep = Literal["gathered", "shards"]
 """what a product saves for its backward: what it gathered, or this rank's shards, which are gathered again"""
 
+CubeWeights = Literal["microbatch", "batch"]
+"""how often weights are gathered along x, and their gradients reduce-scattered: once in each"""
+
 
 @dataclass(frozen=True)
 class Volume:

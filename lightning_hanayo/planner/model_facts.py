@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_hanayo.divisibility import Divisibility, MeshSizes
-from lightning_hanayo.planner.communication_volume import Keep, LinearLayer, Storage, Volume
+from lightning_hanayo.planner.communication_volume import CubeWeights, Keep, LinearLayer, Storage, Volume
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,20 @@ class BlockFacts:
         """Those of them that are trained."""
         return self.parameters_of_a_rank(mesh) * (1 - self.frozen / max(1, self.parameters))
 
-    def saved_by_a_rank(self, samples: int, mesh: MeshSizes, element: int, keep: Keep = "gathered") -> float:
+    def gathered_by_a_rank(self, samples: int, mesh: MeshSizes) -> float:
+        """Elements of the weights that a rank of a cube gathers."""
+        return sum(one.storage(samples, mesh).saved_weights for one in self.products)
+
+    def saved_by_a_rank(
+        self, samples: int, mesh: MeshSizes, element: int, keep: Keep = "gathered", weights: CubeWeights = "microbatch"
+    ) -> float:
         """Bytes that a rank of a cube keeps for the backward of a micro-batch; `element` bytes per number."""
         x, y, z = mesh
         inputs = element * samples * sum(one.layer.sizes[0] for one in self.products)
         others = max(0.0, samples * self.saved - inputs) / (x * y * z)
         stored = [one.storage(samples, mesh, keep) for one in self.products]
-        return others + element * sum(one.saved_inputs + one.saved_weights for one in stored)
+        own_weights = weights == "microbatch"
+        return others + element * sum(one.saved_inputs + own_weights * one.saved_weights for one in stored)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def strategy_options(candidate: Candidate) -> dict[str, Any]:
         "schedule": "auto" if candidate.schedule == ONE_RANK else candidate.schedule,
         "recompute": "blocks" if candidate.recompute else "none",
         "shard_optimizer": candidate.shard_optimizer,
+        "cube_weights": candidate.cube_weights,
     }
     return options
 

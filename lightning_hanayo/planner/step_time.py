@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil
 
+from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.partition.cut import Load, cut
 from lightning_hanayo.planner.block_time import BlockTime, PartTimes, time_block
 from lightning_hanayo.planner.candidates import SPLIT, Candidate
+from lightning_hanayo.planner.communication_volume import CubeWeights
 from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
@@ -95,8 +97,11 @@ class StepModel:
         self._block_time = cache(self._time_block)
         self._rank_blocks = cache(_blocks_of_slowest)
         self._saved = cache(
-            lambda mesh, samples: facts.mean(lambda one: one.saved_by_a_rank(samples, mesh, facts.element))
+            lambda mesh, samples, weights: facts.mean(
+                lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
+            )
         )
+        self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
         self._parameters_of_block = cache(lambda mesh: facts.mean(lambda one: one.parameters_of_a_rank(mesh)))
         self._trained_of_block = cache(lambda mesh: facts.mean(lambda one: one.trained_by_a_rank(mesh)))
         self._stages = cache(self._cut)
@@ -113,6 +118,7 @@ class StepModel:
             batch += (pipe - 1) * self._unevenness(candidate) * work.backward / waves
             batch += (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * hop
             batch += -count % pipe * (1 - 1 / waves) * work.backward
+        batch += self._gathering_once(candidate)
         reduction = self._reduction(candidate)
         exposed = max(reduction / stages, reduction - _window(candidate, work)) + self._gather(candidate) / stages
         busy = count * work.mean
@@ -131,6 +137,7 @@ class StepModel:
         timeline = simulate(layout.table(candidate.num_microbatches), costs)
         batch = max(span.end for span in timeline.spans if span.action.kind in COMPUTE) - timeline.begin
         exposed = timeline.makespan - batch + self._gather(candidate) / stages
+        batch += self._gathering_once(candidate)
         bubble = 1 - sum(timeline.busy) / (batch * candidate.pipe)
         memory = max(self._memory_model(candidate).peaks(timeline), key=lambda one: one.total)
         return replace(self._estimate(candidate, batch, bubble, memory, exposed), is_simulated=True)
@@ -145,24 +152,26 @@ class StepModel:
 
     # a micro-batch's work
 
-    def _time_block(self, mesh: tuple[int, int, int], samples: int) -> BlockTime:
+    def _time_block(self, mesh: MeshSizes, samples: int, weights: CubeWeights) -> BlockTime:
         if self._measured is not None and mesh == (1, 1, 1):
             each = self._measured.block * samples
             return BlockTime(each, each)
-        return self._counted(mesh, samples)
+        return self._counted(mesh, samples, weights)
 
-    def _counted(self, mesh: tuple[int, int, int], samples: int) -> BlockTime:
+    def _counted(self, mesh: MeshSizes, samples: int, weights: CubeWeights = "microbatch") -> BlockTime:
         """Of the mean block, by its counts."""
         facts = self.facts
         alone = further = PartTimes()
         for kind, part in facts.kinds:
-            time = time_block(kind, mesh, samples, self.machine, dtype=facts.dtype, element=facts.element)
+            time = time_block(
+                kind, mesh, samples, self.machine, dtype=facts.dtype, element=facts.element, weights=weights
+            )
             alone, further = alone + time.alone * part, further + time.further * part
         return BlockTime(alone, further)
 
     def _stage(self, candidate: Candidate, num_blocks: float) -> PartTimes:
         """Seconds of a stage with so many blocks, and of its actions on the host."""
-        time = self._block_time(candidate.mesh, candidate.samples).stage(num_blocks)
+        time = self._block_time(candidate.mesh, candidate.samples, candidate.cube_weights).stage(num_blocks)
         if candidate.recompute:
             time += PartTimes(backward=time.forward, backward_input=time.forward)
         host = self.machine.host_action
@@ -171,6 +180,18 @@ class StepModel:
                 max(time.forward, host), max(time.backward, host), max(time.backward_input, host), time.backward_weight
             )
         return time + PartTimes(host, host, host / _BACKWARD_ACTIONS, host / _BACKWARD_ACTIONS)
+
+    def _gathering_once(self, candidate: Candidate) -> float:
+        """Seconds by which the first forward and the last backward take longer, if weights are gathered once a batch:
+        in each stage, as the micro-batch goes from one to the next."""
+        if candidate.cube_weights == "microbatch":
+            return 0.0
+        stages, split = candidate.pipe * candidate.stages_per_rank, candidate.schedule == SPLIT
+        with_it, without = (
+            self._stage(replace(candidate, cube_weights=weights, recompute=False), len(self.facts.blocks) / stages)
+            for weights in ("microbatch", "batch")
+        )
+        return stages * max(0.0, _sum(with_it, split) - _sum(without, split))
 
     def _outside(self, candidate: Candidate) -> float:
         """Seconds of the forward of embedding, head and loss: each rank of a cube has its part of the samples."""
@@ -291,7 +312,7 @@ class StepModel:
             gradients=trained * facts.gradient_bytes,
             optimizer=trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
             activations=peak * blocks * part.activation,
-            gathered=has_outside * part.gathered,
+            gathered=has_outside * part.gathered + blocks * part.kept,
             suspended=has_outside * (part.suspended + peak * part.message * (candidate.pipe > 1)),
             messages=2 * candidate.stages_per_rank * part.message * (candidate.pipe > 1),
             workspace=max(part.workspace, has_outside * part.outside_workspace),
@@ -300,7 +321,8 @@ class StepModel:
     def _stage_bytes(self, candidate: Candidate) -> "_Bytes":
         """What is held of one micro-batch, or all the time besides parameters."""
         facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
-        saved = self._saved(candidate.mesh, samples)
+        saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
+        kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
         message = facts.message * samples / ranks
         share = max(1.0, samples / ranks)
         return _Bytes(
@@ -310,6 +332,7 @@ class StepModel:
             message=message,
             suspended=facts.outside_saved * share,
             gathered=facts.outside_bytes if ranks > 1 else 0.0,
+            kept=(facts.element + facts.gradient_bytes) * kept,
         )
 
     # simulation
@@ -365,7 +388,9 @@ class StepModel:
             weights=tuple(one * facts.parameter_bytes for one in held),
             gradients=tuple(one * facts.gradient_bytes for one in trained),
             optimizer=tuple(one * facts.optimizer_bytes / shard for one in trained),
-            gathered=tuple(one * part.gathered for one in first),
+            gathered=tuple(
+                one * part.gathered + len(blocks) * part.kept for one, blocks in zip(first, stages, strict=True)
+            ),
             suspended=tuple(
                 a * part.message * has_messages + b * part.suspended for a, b in zip(first, last, strict=True)
             ),
@@ -397,6 +422,8 @@ class _Bytes:
     message: float
     suspended: float
     gathered: float
+    kept: float
+    """for the batch, of one block: gathered weights and their gradients"""
 
 
 def _scaled(machine: Machine, speed: float) -> Machine:

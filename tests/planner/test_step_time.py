@@ -98,6 +98,24 @@ def test_sharding_takes_less_memory_and_recomputation_more_time() -> None:
     assert again.seconds > plain.seconds
 
 
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_weights_that_are_gathered_once_a_batch(pipe: int) -> None:
+    slow = replace(H100, within_node=Link(2e-5, 25e9))
+    model = StepModel(SEVEN_B, slow)
+    own = Candidate(1, pipe, (4, 2, 1), num_microbatches=16, samples=4, schedule="1f1b" if pipe == 1 else "hanayo-zb")
+    kept = replace(own, cube_weights="batch")
+    for estimate in (model.closed_form, model.simulated):
+        each, once = estimate(own), estimate(kept)
+        assert once.seconds < 0.9 * each.seconds
+        assert once.memory.activations < each.memory.activations, "micro-batches share the weights"
+        gathered = len(SEVEN_B.blocks) / pipe * SEVEN_B.mean(lambda block: block.gathered_by_a_rank(4, (4, 2, 1)))
+        more = once.memory.gathered - each.memory.gathered
+        assert more == pytest.approx(gathered * (SEVEN_B.element + SEVEN_B.gradient_bytes))
+    if pipe == 1:  # one micro-batch gathers its weights once either way
+        each, once = (model.closed_form(replace(one, num_microbatches=1)) for one in (own, kept))
+        assert once.seconds == pytest.approx(each.seconds)
+
+
 def test_the_host_is_the_limit_where_its_calls_take_longer_than_the_device() -> None:
     own = Candidate(1, 1, (1, 4, 2), num_microbatches=8, schedule="1f1b")
     slow_host = replace(H100, host_call=1e-3)

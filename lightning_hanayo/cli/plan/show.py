@@ -12,8 +12,8 @@ from lightning_hanayo.planner.ranking import Plan, bytes_of, count_of
 from lightning_hanayo.planner.step_time import Estimate
 
 _COLUMNS = (
-    "#", "P", "W", "D", "cube", "B", "samples", "batches", "schedule", "recompute", "sharded", "step s", "samples/s",
-    "bubble", "exposed", "memory", "products",
+    "#", "P", "W", "D", "cube", "B", "samples", "batches", "schedule", "recompute", "sharded", "weights", "step s",
+    "samples/s", "bubble", "exposed", "memory", "products",
 )  # fmt: skip
 
 
@@ -43,7 +43,8 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
     print_table(_COLUMNS, [_row(number, one, plan) for number, one in enumerate(plan.best, 1)])
     fitting = len(plan.points)
     print(
-        "samples: of a micro-batch. exposed: waiting for other data ranks. products: the time of the model's own ones\n"
+        "samples: of a micro-batch. weights: how often a cube gathers them. exposed: waiting for other data ranks. "
+        "products: the time of the model's own ones\n"
     )
     print(f"{plan.num_considered:,} layouts considered, {fitting:,} fit. Left out:")
     for reason, count in plan.refused.most_common():
@@ -102,6 +103,7 @@ def _row(number: int, one: Estimate, plan: Plan) -> list[str]:
         own.schedule if own.pipe > 1 else "-",
         "blocks" if own.recompute else "-",
         "yes" if own.shard_optimizer else "-",
+        f"per {own.cube_weights}" if own.mesh[0] > 1 else "-",
         f"{one.seconds:.3g}",
         f"{plan.global_batch / one.seconds:.4g}",
         f"{one.bubble:.1%}",

@@ -122,6 +122,7 @@ class HanayoStrategy(MeshParallelStrategy):
             overlap: worth it where both take long.
         pairs: in a cube, let a rank work on two micro-batches at once, the forward of one and the backward of another,
             so that the collectives of one hide behind the compute of the other. A rank holds one micro-batch more.
+            Without a cube it does nothing: there is nothing to hide that isn't hidden.
         cube_tokens: tokens per micro-batch, for choosing how linear layers in unregistered blocks are sharded;
             None: 2048.
         cube_exclude: names of modules in blocks whose linear layers stay whole while a batch runs, with those inside

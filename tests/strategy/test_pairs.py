@@ -152,3 +152,22 @@ def test_what_two_micro_batches_cannot_share_is_refused_before_processes_start(
     trainer = make_trainer(LAYOUTS[2], max_epochs=1, strategy=strategy)
     with pytest.raises(HanayoError, match=words):
         trainer.fit(models.build(kind), make_loader(models.texts((8,))))
+
+
+def train_without_a_cube(layout: Layout) -> tuple[dict[str, Tensor], list[str]]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("lightning_hanayo.strategy.setup.plan.rank_zero_info", said.append)
+        module = models.build(models.MLP)
+        trainer = make_trainer(layout, max_epochs=1, strategy=make_strategy(layout))
+        trainer.fit(module, make_loader(models.vectors((8,) * 3)))
+    return own_weights(module), [line for line in said if "pairs" in line]
+
+
+def test_without_a_cube_they_do_nothing_and_rank_0_says_so(pool: Pool) -> None:
+    layout = Layout(2, 1, 1)
+    alone = pool.run(2, train_without_a_cube, layout)
+    paired = pool.run(2, train_without_a_cube, replace(layout, pairs=True))
+    for (expected, nothing), (weights, said) in zip(alone, paired, strict=True):
+        assert_bit_equal(weights, expected)
+        assert not nothing and ["without a cube" in line for line in said] == [True]

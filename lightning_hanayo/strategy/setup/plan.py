@@ -157,6 +157,11 @@ def report_plan(module: "pl.LightningModule", plan: ModelPlan, options: Options,
     """Say on rank 0 what stays whole: stacks, and what that costs; batches. The model is whole."""
     if (why := drives_itself(module)) and options.num_microbatches not in ("auto", 1):
         rank_zero_info(f"{type(module).__name__} {why}: steps run on whole batches, as with num_microbatches=1")
+    if options.pairs and prod(topology.cube) == 1:
+        rank_zero_info(
+            "pairs=True does nothing without a cube: sums and gathers over data ranks overlap with other stages' "
+            "work anyway, and at the ends of a batch no second micro-batch is ready (docs/concepts/cube.md)."
+        )
     _report_uncut_stacks(module, plan, topology)
 
 

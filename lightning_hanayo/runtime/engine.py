@@ -70,7 +70,9 @@ class Engine:
             self.streams.begin_pass(number)
         self.trace.begin()
         if self.pairs is not None:
-            self.pairs.begin_batch(mix(batch.signature, number), program.pairs, program.edges)
+            keeps_weights = any(stage.hooks.keeps_weights for stage in self.stages.values())
+            edges = program.edges if keeps_weights else frozenset()
+            self.pairs.begin_batch(mix(batch.signature, number), program.pairs, edges)
         for step in program.steps:
             self.num_steps += 1
             if isinstance(step, Compute):

@@ -137,6 +137,11 @@ class StageContext:
         return self.batch_weights.has_gathered or not self.batch_weights.is_open
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether weights are gathered once a batch."""
+        return self.batch_weights.is_on
+
+    @property
     def kept(self) -> list[Tensor]:
         """What is kept for later micro-batches."""
         return self.batch_weights.tensors

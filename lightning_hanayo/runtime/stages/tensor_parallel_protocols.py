@@ -48,6 +48,10 @@ class StageHooks(Protocol):
         """Whether two forwards, or two backwards, of the stage may run at once now."""
 
     @property
+    def keeps_weights(self) -> bool:
+        """Whether layers gather their weights once a batch, so that its first and last actions do what others don't."""
+
+    @property
     def kept(self) -> Sequence[Tensor]:
         """What layers keep for later micro-batches of the batch."""
 
@@ -74,6 +78,7 @@ class NoHooks:
         """Do nothing."""
 
     allows_twins = True
+    keeps_weights = False
     kept: Sequence[Tensor] = ()
     expect_last_gradients = finish_gradients = end_batch = begin_batch
 

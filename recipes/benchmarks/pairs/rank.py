@@ -144,12 +144,12 @@ class Runner:
         """Seconds of such a step in the simulation that the plans are made with."""
         (plans,) = self._pairs.plans.values()
         table, segments = table_of(self.way, num_microbatches), self._pairs.segments
-        seconds, edges = set(table.partner_of.values()), Program.from_schedule(table, 0).edges
+        seconds = set(table.partner_of.values())
         total = 0.0
         for action in table.actions[0]:
             partner = table.partner_of.get(action)
             if partner is not None:
-                total += plans[kind_of(action, 0, edges), kind_of(partner, 1, edges)].seconds
+                total += plans[kind_of(action, 0), kind_of(partner, 1)].seconds
             elif action not in seconds:
                 alone = next(own for kind, own in segments.items() if kind[:2] == (action.stage, action.kind))
                 total += run_alone(alone)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
-from lightning_hanayo.overlap.pair_time import Segment
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
 from lightning_hanayo.schedule.build import AUTO, WAVES
+from lightning_hanayo.schedule.cost import gather_compute_scatter
 from lightning_hanayo.schedule.passes.subset import first_microbatches
 from lightning_hanayo.schedule.registry import Depth, registered, sizes_for
 
@@ -18,9 +18,8 @@ COSTS = CostModel(message=0.05)
 """T_F = 1, T_B = 2, and T_C between the paper's NVLink and PCIe clusters: the guess until anything is measured"""
 RECOMPUTING = {"blocks": replace(COSTS, backward_input=2.0), "attention": replace(COSTS, backward_input=1 + 1 / 3)}
 """the guess where the backward of inputs runs blocks again, or their attention: 4 of 12 of their weights"""
-_PART = (Segment(start=0.5), Segment(wait=0), Segment(1.0, start=0.5), Segment(wait=1))
-PAIR_SEGMENTS = tuple((kind, _PART) for kind in ("F", "B", "I"))
-"""the guess for pairs: a gather, a product and a scatter, as on a cube whose link is busy as long as its devices"""
+PAIR_SEGMENTS = gather_compute_scatter()
+"""the guess for pairs: a cube whose link is busy as long as its devices"""
 SINGLE_STAGE = "1f1b"
 """what `"auto"` is on one rank: one stage, whose micro-batches run one after another"""
 

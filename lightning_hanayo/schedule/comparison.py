@@ -48,6 +48,7 @@ def compare(
     costs: CostModel | None = None,
     activation_budget: float | None = None,
     steps: int = 1,
+    pairs: bool = False,
     names: Iterable[str] | None = None,
     tell: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
@@ -59,6 +60,7 @@ def compare(
             the schedule with the most stages; a schedule with larger stages gets the sum of several of them.
         activation_budget: in M_a; schedules that can keep to it do, the others are marked.
         steps: the number of steps simulated in a row, without a barrier.
+        pairs: whether ranks may run two actions at once, as `costs` with `segments` say.
         names: of the schedules to compare; None: all.
         tell: is called with the name of each schedule before it is built.
 
@@ -80,7 +82,7 @@ def compare(
         tell(name)
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves)
-            make = partial(build, name, num_ranks=num_ranks, num_microbatches=num_microbatches, **sizes)
+            make = partial(build, name, num_ranks=num_ranks, num_microbatches=num_microbatches, pairs=pairs, **sizes)
             candidates.append(_candidate(name, make, costs or CostModel(), activation_budget, steps))
         except HanayoError as error:
             refused[name] = str(error).partition("\n")[0]

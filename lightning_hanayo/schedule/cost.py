@@ -15,6 +15,16 @@ _TRIES = 200
 """orders of a pair's collectives that are tried, where only its time matters"""
 
 
+def gather_compute_scatter(link: float = 1.0) -> tuple[tuple[str, Segments], ...]:
+    """Segments of actions that gather, compute, and scatter what they have computed: `CostModel.segments`.
+
+    Args:
+        link: how long both collectives together take the link, in the time of the compute.
+    """
+    part = (Segment(start=link / 2), Segment(wait=0), Segment(1.0, start=link / 2), Segment(wait=1))
+    return tuple((kind, part) for kind in (Kind.F, Kind.B, Kind.I))
+
+
 class WrongLength(HanayoError):
     """A tuple of costs has too few or too many values for a schedule."""
 

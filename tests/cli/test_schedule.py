@@ -367,3 +367,22 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = limits.run(line, shell=True)
     assert done.stdout.startswith("hanayo: 8 ranks")
     assert done.stderr == ""
+
+
+def test_pairs(capsys: Captured) -> None:
+    alone, paired, slow = (
+        printed(f"show hanayo-zb -P 2 -B 8 {pairs} --json", capsys)["makespan"]
+        for pairs in ("", "--pairs", "--pairs 0.2")
+    )
+    assert paired < slow < alone
+    assert run("export hanayo-zb pairs.csv -P 2 -B 8 --pairs") == 0
+    assert "OVERLAP_F_B" in Path("pairs.csv").read_text()
+    capsys.readouterr()
+    assert printed("show pairs.csv --pairs --json", capsys)["makespan"] == pytest.approx(paired)
+    compared = printed("compare hanayo-zb 1f1b chimera -P 2 -B 8 --pairs --json", capsys)
+    assert compared["schedules"][0]["makespan"] == pytest.approx(paired)
+    assert "no pairs" in compared["refused"]["chimera"]
+
+
+def test_pairs_need_a_number_above_0(capsys: Captured) -> None:
+    assert "--pairs: expected a number above 0, got '0'" in refused("show 1f1b --pairs 0", capsys)

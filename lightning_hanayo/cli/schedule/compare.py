@@ -46,6 +46,7 @@ def run(options: Options) -> int:
             costs=options.costs,
             activation_budget=budget,
             steps=options.steps,
+            pairs=options.pairs is not None,
             names=names,
             tell=lambda name: say(f"building and simulating {name}"),
         )

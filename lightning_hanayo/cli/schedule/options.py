@@ -11,6 +11,7 @@ from lightning_hanayo.cli.schedule.argument_types import cost, integer, integer_
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import CostModel, Schedule, Timeline, build, schedule_names, simulate, with_loss_stage
+from lightning_hanayo.schedule.cost import gather_compute_scatter
 
 DEFAULT_RANKS = 4
 
@@ -51,6 +52,11 @@ def add_costs(parser: ArgumentParser) -> None:
         to_cost, metavar = (non_negative, "T") if name == "message_between_nodes" else (cost, "T[,T...]")
         parser.add_argument(f"--{name.replace('_', '-')}", type=to_cost, metavar=metavar, help=meaning)
     parser.add_argument("--ranks-per-node", type=integer, metavar="N", help="required by --message-between-nodes")
+    meaning = (
+        "let ranks run two micro-batches at once, so that the collectives of one hide behind the compute of the other; "
+        "R: how long an action's collectives take, in the time of its compute (default 1)"
+    )
+    parser.add_argument("--pairs", type=positive, nargs="?", const=1.0, metavar="R", help=meaning)
     meaning = "the maximum of activations on a rank, in micro-batches (M_a)"
     parser.add_argument("--activation-budget", type=positive, metavar="M", help=meaning)
     meaning = "consecutive steps, without a barrier (default 1)"
@@ -67,6 +73,8 @@ class Options(Namespace):
         """The costs given as options; for the others, those of the profile, or defaults."""
         names = {field.name for field in fields(CostModel)}
         given = {name: value for name, value in vars(self).items() if name in names and value is not None}
+        if self.pairs is not None:
+            given["segments"] = gather_compute_scatter(self.pairs)
         return replace(self._profile.costs.scaled(1e3) if self._profile is not None else CostModel(), **given)
 
     @cached_property
@@ -116,7 +124,8 @@ class Options(Namespace):
         if self.schedule not in known:
             hint = nearest(self.schedule, known)
             raise HanayoError(f"there is no schedule {self.schedule!r}: {hint}; or a file ending in .csv")
-        return build(self.schedule, **sizes, costs=self.costs, activation_budget=self.activation_budget)
+        budget, pairs = self.activation_budget, self.pairs is not None
+        return build(self.schedule, **sizes, costs=self.costs, activation_budget=budget, pairs=pairs)
 
     def simulate(self, schedule: Schedule) -> Timeline:
         """The schedule's timeline with these costs."""

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import draw_timeline, save_comparison, save_schedule, save_timeline
-from lightning_hanayo.plotting.image import _bands
+from lightning_hanayo.plotting.image import _bands, _words
 from lightning_hanayo.plotting.palette import legend_entries
 from lightning_hanayo.plotting.timeline_axes import draw_actions, draw_activations
 from lightning_hanayo.schedule import Action, CostModel, Span, Timeline, build, simulate, with_loss_stage
@@ -33,8 +33,8 @@ def test_a_comparison_is_written(tmp_path: Path, suffix: str) -> None:
 def test_a_comparison_shows_both_timelines_with_makespan_and_bubble(tmp_path: Path) -> None:
     save_comparison(tmp_path / "wave.svg", wave(2, 2, 0.1), wave(2, 2), title="a step")
     picture = (tmp_path / "wave.svg").read_text()
-    for text in ("a step", "measured: makespan 7.8 s, bubble 23.1%", "predicted: makespan 7 s, bubble 14.3%"):
-        assert f"<!-- {text} -->" in picture
+    for text in ("a step", "measured: makespan 7.8 s, bubble 23.1%", "simulated: makespan 7 s, bubble 14.3%"):
+        assert f"<!-- {text}" in picture
 
 
 def test_a_schedule_is_written(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_each_step_has_its_own_path() -> None:
 
 def test_a_long_timeline_is_broken_into_bands_without_gaps() -> None:
     timeline = wave(8, 32)
-    bands = _bands(timeline)
+    bands = _bands([timeline], 20.0, 3.6)
     assert len(bands) > 1
     assert bands[0][0] == 0
     assert bands[-1][1] == pytest.approx(timeline.makespan)
@@ -117,11 +117,11 @@ def test_a_long_timeline_is_broken_into_bands_without_gaps() -> None:
 
 
 def test_bands_do_not_exceed_the_maximum_height() -> None:
-    assert len(_bands(wave(16, 64))) * 16 * 0.34 <= 40
+    assert len(_bands([wave(16, 64)], 20.0, 6.0)) * 16 * 0.34 <= 40
 
 
 def test_a_short_timeline_is_one_band() -> None:
-    assert len(_bands(wave(4, 4))) == 1
+    assert len(_bands([wave(4, 4)], 20.0, 2.0)) == 1
 
 
 def test_an_image_in_bands_has_title_axis_and_ranks(tmp_path: Path) -> None:
@@ -145,6 +145,22 @@ def test_the_loss_has_its_own_colour() -> None:
     schedule = with_loss_stage(build("gpipe", num_ranks=2, num_microbatches=2))
     timeline = simulate(schedule, CostModel(forward=(1.0, 1.0, 0.3)))
     assert list(legend_entries([timeline])) == ["forward", "head and loss", "backward"]
+
+
+def test_a_comparison_is_as_wide_as_a_page_and_as_high_as_its_bands_need(tmp_path: Path) -> None:
+    shapes = {}
+    for ranks, microbatches in ((2, 4), (4, 16)):
+        path = tmp_path / f"{ranks}.png"
+        save_comparison(path, wave(ranks, microbatches, 0.1), wave(ranks, microbatches), title="a step", planned=0.04)
+        shapes[ranks] = matplotlib_image.imread(path).shape
+    assert shapes[2][1] == shapes[4][1] == 1600
+    assert shapes[4][0] > 3 * shapes[2][0]
+
+
+def test_a_comparison_says_what_its_bubbles_are(tmp_path: Path) -> None:
+    words = _words(wave(2, 4, 0.1), wave(2, 4), 0.04, "s")
+    assert [line.partition(":")[0] for line in words] == ["measured", "simulated", "planned", "bubble"]
+    assert "4.0%" in words[2] and len(_words(wave(2, 4), wave(2, 4), None, "s")) == 3
 
 
 def test_activations_are_drawn_to_one_scale() -> None:

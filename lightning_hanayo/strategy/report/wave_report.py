@@ -209,7 +209,10 @@ class WaveReport(Callback):
         """Write the requested files."""
         paths = {what: Path(trainer.default_root_dir, name) for what, name in self._files.items() if name is not None}
         if "picture" in paths:
-            save_comparison(paths["picture"], measured.timeline, measured.predicted, title=_title(strategy))
+            planned = strategy.pipeline.layout.predict()
+            save_comparison(
+                paths["picture"], measured.timeline, measured.predicted, title=_title(strategy), planned=planned
+            )
             _log_image(trainer, "hanayo/wave", paths["picture"])
         if "trace" in paths:
             measured.save_trace(paths["trace"])

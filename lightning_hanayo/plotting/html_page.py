@@ -26,9 +26,6 @@ from lightning_hanayo.schedule.action import COMPUTE
 MAX_SPANS = 100_000
 """more make a browser slow"""
 
-_MIN_BOX_WIDTH = 17
-"""pixels, if there is room: a number of two digits fits"""
-
 
 def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *, unit: str = "") -> None:
     """Write the page.
@@ -57,7 +54,6 @@ def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *
 def _data(timelines: Mapping[str, Timeline], unit: str) -> dict[str, Any]:
     entries = palette.legend_entries(timelines.values())
     colours = {colour: number for number, colour in enumerate(dict.fromkeys(entries.values()))}
-    narrowest = [min(palette.box_lengths(timeline), default=1.0) for timeline in timelines.values()]
     return {
         "unit": unit,
         "idle": palette.IDLE_COLOUR,
@@ -66,7 +62,6 @@ def _data(timelines: Mapping[str, Timeline], unit: str) -> dict[str, Any]:
         "kinds": palette.KIND_NAMES,
         "colours": [(colour, palette.text_colour(colour)) for colour in colours],
         "legend": [(label, colours[colour]) for label, colour in entries.items()],
-        "scale": max((_MIN_BOX_WIDTH / length for length in narrowest), default=1.0),
         "timelines": [_timeline(name, timeline, colours) for name, timeline in timelines.items()],
     }
 

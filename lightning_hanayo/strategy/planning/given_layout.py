@@ -17,7 +17,13 @@ SIZES: Mapping[str, Any] = {
     "num_microbatches": "auto",
 }
 """what a plan at the start decides, with the defaults"""
-_IN_FILES = {**SIZES, "schedule": "auto", "recompute": "none", "shard_optimizer": False}
+_IN_FILES = {
+    **SIZES,
+    "schedule": "auto",
+    "recompute": "none",
+    "shard_optimizer": False,
+    "cube_weights": "microbatch",
+}
 
 
 def with_layout(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,18 @@ class Candidate:
         """Of all data ranks."""
         return self.data * self.batch_size * self.accumulate
 
+    @property
+    def whole_name(self) -> str:
+        """All of it in words."""
+        choices = {
+            self.schedule: self.pipe > 1,
+            "blocks recomputed": self.recompute,
+            "optimizer sharded": self.shard_optimizer,
+            "weights gathered once a batch": self.cube_weights == "batch",
+        }
+        batches = f" x {self.accumulate} batches" if self.accumulate > 1 else ""
+        return ", ".join([f"{self}{batches}", *(name for name, holds in choices.items() if holds)])
+
     def __str__(self) -> str:
         waves = f" x W={self.num_waves}" if self.pipe > 1 else ""
         cube = f", cube {'x'.join(map(str, self.mesh))}" if self.cube_size > 1 else ""

@@ -37,6 +37,8 @@ class Point(NamedTuple):
     num_bytes: float
     is_on_frontier: bool
     """whether no layout is both faster and smaller"""
+    name: str
+    """the layout in words"""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _distinct(estimates: Sequence[Estimate]) -> list[Estimate]:
 def _points(estimates: Sequence[Estimate]) -> tuple[Point, ...]:
     points, least = [], float("inf")
     for one in estimates:
-        points.append(Point(one.seconds, one.memory.total, one.memory.total < least))
+        points.append(Point(one.seconds, one.memory.total, one.memory.total < least, one.candidate.whole_name))
         least = min(least, one.memory.total)
     return tuple(points)
 

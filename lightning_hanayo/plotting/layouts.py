@@ -16,7 +16,7 @@ from lightning_hanayo.plotting.palette import DARK
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_POINT, _FRONTIER, _NUMBERED = "#a3c9ee", "#4484c6", "#b8483c"
+POINT, FRONTIER, NUMBERED = "#a3c9ee", "#4484c6", "#b8483c"
 _SLOWEST = 3.0
 """times the fastest step: slower layouts are left out"""
 _NEAR = 0.03
@@ -29,6 +29,7 @@ class Dot(NamedTuple):
     seconds: float
     num_bytes: float
     is_on_frontier: bool = False
+    name: str = ""
 
 
 def save_layouts(path: str | Path, dots: Sequence[Dot], numbered: Sequence[Dot], *, limit: float, title: str) -> None:
@@ -44,18 +45,17 @@ def save_layouts(path: str | Path, dots: Sequence[Dot], numbered: Sequence[Dot],
     Raises:
         HanayoError: the suffix is no image format, or the file can't be written.
     """
-    most = _SLOWEST * min(one.seconds for one in (*dots, *numbered))
-    shown = [one for one in dots if one.seconds <= most]
+    shown = worth_showing(dots, numbered)
     frontier = sorted((one for one in shown if one.is_on_frontier), key=lambda one: one.num_bytes)
     with image_file(path, 9.0, 5.2) as figure:
         axes = figure.add_axes((0.08, 0.11, 0.89, 0.75))
         figure.text(0.08, 0.955, title, va="top", fontsize=11, weight="bold")
-        axes.scatter([one.num_bytes / 1e9 for one in shown], [one.seconds for one in shown], s=6, color=_POINT,
+        axes.scatter([one.num_bytes / 1e9 for one in shown], [one.seconds for one in shown], s=6, color=POINT,
                      label=f"layouts that fit: {len(dots):,}", linewidths=0)  # fmt: skip
         axes.step([one.num_bytes / 1e9 for one in frontier], [one.seconds for one in frontier], where="post",
-                  color=_FRONTIER, linewidth=1.4, label="frontier: none is faster and smaller")  # fmt: skip
+                  color=FRONTIER, linewidth=1.4, label="frontier: none is faster and smaller")  # fmt: skip
         axes.scatter([one.num_bytes / 1e9 for one in numbered], [one.seconds for one in numbered], s=26,
-                     color=_NUMBERED, label="those of the table, simulated", zorder=3)  # fmt: skip
+                     color=NUMBERED, label="those of the table, simulated", zorder=3)  # fmt: skip
         axes.axvline(limit / 1e9, color=DARK, linewidth=0.9, linestyle=":")
         axes.text(limit / 1e9, 1.0, " limit", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
         axes.set(xlabel="GB on the device that needs the most", ylabel="seconds per step", xlim=(0, None))
@@ -64,6 +64,12 @@ def save_layouts(path: str | Path, dots: Sequence[Dot], numbered: Sequence[Dot],
         _write_numbers(axes, numbered, _NEAR * (high - low))
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=3)
+
+
+def worth_showing(dots: Sequence[Dot], numbered: Sequence[Dot]) -> list[Dot]:
+    """All but those that take several times as long as the fastest."""
+    most = _SLOWEST * min(one.seconds for one in (*dots, *numbered))
+    return [one for one in dots if one.seconds <= most]
 
 
 def _write_numbers(axes: "Axes", numbered: Sequence[Dot], near: float) -> None:
@@ -79,4 +85,4 @@ def _write_numbers(axes: "Axes", numbered: Sequence[Dot], near: float) -> None:
     for one, numbers in groups:
         text = ", ".join(map(str, numbers))
         axes.annotate(text, (one.num_bytes / 1e9, one.seconds), (0, -6), textcoords="offset points", ha="center",
-                      va="top", fontsize=8, color=_NUMBERED)  # fmt: skip
+                      va="top", fontsize=8, color=NUMBERED)  # fmt: skip

@@ -69,10 +69,14 @@ class Page:
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self._mouse(kind, selector)
 
+    def move(self, x: float, y: float) -> None:
+        """Move the mouse to a place in the window."""
+        self._send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def _mouse(self, kind: str, selector: str) -> None:
-        box = self.value(f"(b => [b.x + b.width / 2, b.y + b.height / 2])"
-                         f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())")  # fmt: skip
-        self._send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        x, y = self.value(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({box})")
+        self._send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def _send(self, method: str, **params: Any) -> Any:
         self._number += 1

@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", metavar="FILE", help="measured times of blocks: the profile.json of a run with this model")
     add("--top", type=_count, default=10, metavar="N", help="how many layouts to simulate and to show (default: 10)")
     add("--output", default="plan.yaml", metavar="FILE", help="the configuration to write (default: plan.yaml)")
-    add("--picture", metavar="FILE.png", help="time over memory of all layouts (default: next to the configuration)")
+    meaning = "time over memory of all layouts: an image, or a page (.html) that names them (default: plan.png)"
+    add("--picture", metavar="FILE", help=meaning)
     add("--json", action="store_true", help="print everything as JSON")
     return parser
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_hanayo.checking.inputs import take_batches, topology_of
 from lightning_hanayo.cli.error_messages import condense
-from lightning_hanayo.cli.plan.show import Shown, show
+from lightning_hanayo.cli.plan.show import COLUMNS, Shown, rows, show
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.machine import Machine, machine, with_nodes
@@ -19,6 +19,7 @@ from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.planner.ranking import Plan, make_plan
 from lightning_hanayo.planner.step_time import Measured, StepModel
 from lightning_hanayo.plotting.layouts import Dot, save_layouts
+from lightning_hanayo.plotting.pages.layouts import save_layouts_page
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.runtime.batches.plan import BatchRule
 from lightning_hanayo.strategy import HanayoStrategy
@@ -144,9 +145,12 @@ class PlanCLI(WaveCLI):
         content = overlay(plan, num_nodes=options.nodes, accelerator=accelerator, sets_batch_size=sets_batch_size)
         picture = options.picture or str(Path(options.output).with_suffix(".png"))
         dots = [Dot(*one) for one in plan.points]
-        numbered = [Dot(one.seconds, one.memory.total) for one in plan.best]
+        numbered = [Dot(one.seconds, one.memory.total, name=one.candidate.whole_name) for one in plan.best]
         title = f"{plan.num_devices} x {plan.machine.name}, {plan.global_batch} samples per step"
-        save_layouts(picture, dots, numbered, limit=plan.memory, title=title)
+        if Path(picture).suffix.lower() == ".html":
+            save_layouts_page(picture, dots, numbered, limit=plan.memory, title=title, columns=COLUMNS, rows=rows(plan))
+        else:
+            save_layouts(picture, dots, numbered, limit=plan.memory, title=title)
         save_plan(options.output, plan, content)
         return Shown(options.output, picture, configs, sets_batch_size=sets_batch_size)
 

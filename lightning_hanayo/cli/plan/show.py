@@ -11,7 +11,7 @@ from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.ranking import Plan, bytes_of, count_of
 from lightning_hanayo.planner.step_time import Estimate
 
-_COLUMNS = (
+COLUMNS = (
     "#", "P", "W", "D", "cube", "B", "samples", "batches", "schedule", "recompute", "sharded", "weights", "step s",
     "samples/s", "bubble", "exposed", "memory", "products",
 )  # fmt: skip
@@ -40,7 +40,7 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
         f"{plan.num_devices} x {machine.name}, {machine.ranks_per_node} per node; {_source(machine)}\n"
         f"{plan.global_batch} samples per step; at most {bytes_of(plan.memory)} per device\n"
     )
-    print_table(_COLUMNS, [_row(number, one, plan) for number, one in enumerate(plan.best, 1)])
+    print_table(COLUMNS, rows(plan))
     fitting = len(plan.points)
     print(
         "samples: of a micro-batch. weights: how often a cube gathers them. exposed: waiting for other data ranks. "
@@ -87,6 +87,11 @@ def _plain(estimate: Estimate, plan: Plan) -> dict[str, Any]:
         "memory": asdict(estimate.memory) | {"total": estimate.memory.total},
         "of_peak": plan.flops_share(estimate),
     }
+
+
+def rows(plan: Plan) -> list[list[str]]:
+    """The table of the fastest layouts."""
+    return [_row(number, one, plan) for number, one in enumerate(plan.best, 1)]
 
 
 def _row(number: int, one: Estimate, plan: Plan) -> list[str]:

@@ -7,17 +7,14 @@ peak 2   | __/~~~\\__                          each rank's activations, in M_a
 peak 2   |   _/~~~\\_
 """
 
-import json
 from collections.abc import Mapping
-from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from lightning_hanayo.errors import HanayoError, writing
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import palette
 from lightning_hanayo.plotting.lanes import Parts, span_parts
+from lightning_hanayo.plotting.pages.filled import save_filled
 from lightning_hanayo.plotting.timeline_axes import summary
 from lightning_hanayo.plotting.timeline_messages import idle_before, timeline_messages
 from lightning_hanayo.schedule import Span, Timeline
@@ -45,10 +42,7 @@ def save_page(path: str | Path, title: str, timelines: Mapping[str, Timeline], *
             f"{path}: a page shows at most {MAX_SPANS} actions, got {count}; draw fewer micro-batches or ranks, or "
             "write a trace (.json) and open it in ui.perfetto.dev"
         )
-    text = json.dumps(_data(timelines, unit), separators=(",", ":")).replace("</", "<\\/")
-    template = Template((files(__package__) / "html_page.html").read_text(encoding="utf-8"))
-    with writing(path):
-        Path(path).write_text(template.substitute(title=escape(title), data=text), encoding="utf-8")
+    save_filled(path, "timelines.html", title, _data(timelines, unit))
 
 
 def _data(timelines: Mapping[str, Timeline], unit: str) -> dict[str, Any]:

@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.plotting import html_page, save_page
+from lightning_hanayo.plotting import save_page
+from lightning_hanayo.plotting.layouts import Dot
+from lightning_hanayo.plotting.pages import timelines
+from lightning_hanayo.plotting.pages.layouts import save_layouts_page
 from lightning_hanayo.schedule import Action, CostModel, Schedule, Span, Timeline, build, simulate
 from tests.schedule.samples import schedules, unhurried
 
@@ -118,7 +121,7 @@ def test_every_colour_is_in_the_legend(wave: Path) -> None:
 
 
 def test_too_many_actions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html_page, "MAX_SPANS", 7)
+    monkeypatch.setattr(timelines, "MAX_SPANS", 7)
     timeline = simulate(build("gpipe", num_ranks=2, num_microbatches=2))
     with pytest.raises(HanayoError, match=r"at most 7 actions, got 8; .* write a trace \(.json\)"):
         save_page(tmp_path / "a.html", "it", {"it": timeline})
@@ -134,3 +137,15 @@ def test_script_is_valid_javascript(wave: Path, tmp_path: Path) -> None:
     (tmp_path / "page.js").write_text(read(wave).texts["script"])
     done = subprocess.run(["node", "--check", str(tmp_path / "page.js")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_is_self_contained_and_has_all_layouts_that_are_worth_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    dots = [Dot(seconds, 1e9, name=f"<{seconds}>") for seconds in (1.0, 2.0, 9.0)]
+    rows = [["1", "a & b"]]
+    save_layouts_page(path, dots, dots[:1], limit=2e9, title="A & B", columns=["#", "name"], rows=rows)
+    page = read(path)
+    assert not page.references and page.texts["h1"] == "A & B"
+    found = data(path)
+    assert [name for *_, name in found["dots"]] == ["<1.0>", "<2.0>"], "the third takes nine times as long"
+    assert found["count"] == 3 and found["rows"] == rows

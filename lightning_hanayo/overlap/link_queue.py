@@ -96,15 +96,19 @@ class Recording:
     def __init__(self) -> None:
         self._parts: list[tuple[float, Ticket | None, int | None]] = []
         self._mark = perf_counter()
+        self._computed = 0.0
+        """seconds before that"""
 
     def start(self, ticket: Ticket) -> None:
         """The action starts a collective."""
         self._add(ticket, None)
 
     def wait(self, ticket: Ticket) -> None:
-        """It needs the collective's result. One that another action has started counts for nothing."""
+        """It needs the collective's result. That of one which another action has started is taken to be there."""
         if ticket.recorded is self:
             self._add(None, ticket.number)
+        else:
+            self._computed += perf_counter() - self._mark
 
     def go_on(self) -> None:
         """It has the device again."""
@@ -122,8 +126,8 @@ class Recording:
 
     def _add(self, ticket: Ticket | None, wait: int | None) -> None:
         now = perf_counter()
-        self._parts.append((now - self._mark, ticket, wait))
-        self._mark = now
+        self._parts.append((now - self._mark + self._computed, ticket, wait))
+        self._mark, self._computed = now, 0.0
 
 
 class LinkQueue:

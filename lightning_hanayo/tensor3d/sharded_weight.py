@@ -319,11 +319,12 @@ class PendingGradients:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
             self._has_callback = True
+        own_sum = _start_sum(weight, total)
         action = self._turns.number, self._turns.slot
         for earlier in [one for one in self._pending if one[0] != action[0]]:
             self._finish(self._pending.pop(earlier, deque()))  # the other action finishes some while this one waits
         own = self._pending.setdefault(action, deque())
-        own.append(_start_sum(weight, total))
+        own.append(own_sum)
         while len(own) > _MAX_PENDING:
             _finish(own.popleft())
 

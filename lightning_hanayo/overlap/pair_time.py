@@ -81,6 +81,34 @@ def run_pair(first: Segments, second: Segments, order: Order | None = None, pref
     return PairRun((end, other), tuple(run.carried), prefer)
 
 
+def run_by_turns(first: Segments, second: Segments) -> PairRun:
+    """Two actions at once whose collectives start as the program says, on every rank alike: the device changes hands
+    wherever an action waits, even if it needn't. It is idle until what its action waits for has been carried."""
+    actions, places, awaited = (first, second), [0, 0], [0.0, 0.0]
+    carried: list[tuple[int, int]] = []
+    ends: tuple[list[float], list[float]] = ([], [])
+    done = [inf, inf]
+    now = link = 0.0
+    number = 0
+    while inf in done:
+        if done[number] == inf:
+            now = max(now, awaited[number])
+            for place in range(places[number], len(actions[number])):
+                compute, start, wait = actions[number][place]
+                now += compute
+                if start is not None:
+                    link = max(link, now) + start
+                    carried.append((number, len(ends[number])))
+                    ends[number].append(link)
+                if wait is not None:
+                    places[number], awaited[number] = place + 1, ends[number][wait]
+                    break
+            else:
+                done[number] = now
+        number = 1 - number
+    return PairRun((done[0], done[1]), tuple(carried))
+
+
 def best_order(first: Segments, second: Segments, tries: int = TRIES) -> PairRun:
     """The best order found: that in which the collectives start, and small changes to it.
 

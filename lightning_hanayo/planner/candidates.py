@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import isqrt, prod
@@ -44,6 +44,8 @@ class Candidate:
     shard_optimizer: bool = False
     cube_weights: CubeWeights = "microbatch"
     """how often a cube gathers its weights"""
+    pairs: bool = False
+    """whether ranks work on two micro-batches at once"""
 
     @property
     def cube_size(self) -> int:
@@ -78,6 +80,7 @@ class Candidate:
             "blocks recomputed": self.recompute,
             "optimizer sharded": self.shard_optimizer,
             "weights gathered once a batch": self.cube_weights == "batch",
+            "two micro-batches at once": self.pairs,
         }
         batches = f" x {self.accumulate} batches" if self.accumulate > 1 else ""
         return ", ".join([f"{self}{batches}", *(name for name, holds in choices.items() if holds)])
@@ -88,8 +91,24 @@ class Candidate:
         return f"P={self.pipe}{waves}, D={self.data}{cube}, B={self.num_microbatches} of {self.samples}"
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What a plan chooses from in a cube. One value is what has been decided."""
+
+    cube_weights: tuple[CubeWeights, ...] = ("microbatch", "batch")
+    pairs: tuple[bool, ...] = (False, True)
+
+
+ALL = Choices()
+
+
 def candidates(
-    facts: ModelFacts, num_devices: int, global_batch: int, refused: Counter[str], batch_size: int | None = None
+    facts: ModelFacts,
+    num_devices: int,
+    global_batch: int,
+    refused: Counter[str],
+    batch_size: int | None = None,
+    choices: Choices = ALL,
 ) -> Iterator[Candidate]:
     """All layouts that divide. `refused` counts the others, by reason.
 
@@ -109,7 +128,8 @@ def candidates(
                 else:
                     samples = global_batch // data
                     cuts = _cuts(samples, mesh[0], pipe) if batch_size is None else _cuts_of(batch_size, samples, mesh)
-                    yield from _of_topology(facts, data, pipe, mesh, list(cuts), refused)
+                    for one in _of_topology(facts, data, pipe, mesh, list(cuts), refused):
+                        yield from _in_cube(one, facts, choices, refused)
 
 
 def _of_topology(
@@ -129,18 +149,23 @@ def _of_topology(
             if pipe > 1 and count < pipe:
                 refused["fewer micro-batches than pipeline ranks"] += 1
                 continue
-            for recompute, sharded, weights in product((False, True), sharding, _weights(facts, mesh, size, count)):
+            for recompute, sharded in product((False, True), sharding):
                 schedule = ONE_RANK if pipe == 1 else WHOLE if recompute else SPLIT
-                yield Candidate(
-                    data, pipe, mesh, num_waves, size, count, accumulate, schedule, recompute, sharded, weights
-                )
+                yield Candidate(data, pipe, mesh, num_waves, size, count, accumulate, schedule, recompute, sharded)
 
 
-def _weights(facts: ModelFacts, mesh: MeshSizes, samples: int, count: int) -> tuple[CubeWeights, ...]:
-    """How often weights may be gathered, where that makes a difference."""
-    if count == 1 or mesh == (1, 1, 1) or not facts.mean(lambda block: block.gathered_by_a_rank(samples, mesh)):
-        return ("microbatch",)
-    return "microbatch", "batch"
+def _in_cube(one: Candidate, facts: ModelFacts, choices: Choices, refused: Counter[str]) -> Iterator[Candidate]:
+    """The layout with each choice that makes a difference in its cube, and that a run accepts."""
+    if one.cube_size == 1 or one.num_microbatches == 1:
+        yield one
+        return
+    gathers = facts.mean(lambda block: block.gathered_by_a_rank(one.samples, one.mesh)) > 0
+    may_pair = facts.is_registered and not one.recompute
+    pairs = [pairs for pairs in choices.pairs if may_pair or not pairs]
+    if not pairs:
+        refused["pairs need registered blocks, and no recomputation"] += 1
+    for weights, at_once in product(choices.cube_weights if gathers else ("microbatch",), pairs):
+        yield replace(one, cube_weights=weights, pairs=at_once)
 
 
 def _cuts(samples: int, least: int, pipe: int) -> Iterator[tuple[int, int, int]]:

@@ -165,6 +165,11 @@ class ModelFacts:
         return self.outside_parameters + sum(block.parameters for block in self.blocks)
 
     @property
+    def is_registered(self) -> bool:
+        """Whether a cube runs whole blocks in its layout, and not one layer after the other."""
+        return not any(one.is_generic for block, _ in self.kinds for one in block.products)
+
+    @property
     def outside_bytes(self) -> float:
         """Of the values and the gradients of the parameters outside the stack."""
         trained = self.outside_parameters - self.outside_frozen

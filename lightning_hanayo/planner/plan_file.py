@@ -44,6 +44,7 @@ def strategy_options(candidate: Candidate) -> dict[str, Any]:
         "recompute": "blocks" if candidate.recompute else "none",
         "shard_optimizer": candidate.shard_optimizer,
         "cube_weights": candidate.cube_weights,
+        "pairs": candidate.pairs,
     }
     return options
 

@@ -2,15 +2,16 @@
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.candidates import Candidate, candidates
+from lightning_hanayo.planner.candidates import ALL, Candidate, Choices, candidates
+from lightning_hanayo.planner.estimates.step_time import Estimate, StepModel
 from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.planner.step_time import Estimate, StepModel
 
 USABLE = 0.9
 """of a device's memory, unless the user says how much: the rest is for the allocator, libraries and fragments"""
@@ -82,6 +83,7 @@ def make_plan(
     model: StepModel | None = None,
     accept: Callable[[Candidate], bool] = lambda _: True,
     batch_size: int | None = None,
+    choices: Choices = ALL,
 ) -> Plan:
     """Rank all layouts in closed form, simulate the fastest that fit, and rank these by their simulated steps.
 
@@ -98,6 +100,7 @@ def make_plan(
         model: estimates steps; None: one without measured times.
         accept: which layouts to consider.
         batch_size: samples of a data rank's batch; None: whatever divides.
+        choices: what to choose from in a cube.
 
     Raises:
         HanayoError: no layout divides, or none fits into memory; the message names the nearest miss.
@@ -105,7 +108,9 @@ def make_plan(
     limit = USABLE * machine.memory if memory is None else memory
     model = model or StepModel(facts, machine)
     refused: Counter[str] = Counter()
-    found = [one for one in candidates(facts, num_devices, global_batch, refused, batch_size) if accept(one)]
+    every = candidates(facts, num_devices, global_batch, refused, batch_size, choices)
+    is_forced = False not in choices.pairs
+    found = [one for one in every if accept(one) and (is_forced or not one.pairs or model.saved_by_a_pair(one) > 0)]
     if not found:
         raise HanayoError(_none_divides(facts, num_devices, global_batch, refused))
     estimates = sorted(map(model.closed_form, found), key=_order)
@@ -113,14 +118,20 @@ def make_plan(
     if len(fitting) < len(estimates):
         refused["needs more memory than a device has"] = len(estimates) - len(fitting)
     if not fitting:
-        raise HanayoError(_nearest_miss(model, estimates, num_devices, global_batch, limit, accept, batch_size))
+        enlarged = partial(
+            candidates, facts, global_batch=global_batch, refused=Counter(), batch_size=batch_size, choices=choices
+        )
+        raise HanayoError(
+            _nearest_miss(model, estimates, num_devices, limit, lambda more: filter(accept, enlarged(num_devices=more)))
+        )
     simulated: list[Estimate] = []
-    for tries, one in enumerate(_distinct(fitting)):
+    for tries, one in enumerate(_distinct(fitting, by_pairs=True)):
         if len(simulated) >= top and (one.seconds > simulated[top - 1].seconds or tries == _MOST_SIMULATED * top):
             break
         again = model.simulated(one.candidate)
         if again.memory.total <= limit:
             insort(simulated, again, key=_order)
+            simulated = _distinct(simulated)
     best = tuple(simulated[:top]) or (fitting[0],)
     return Plan(facts, machine, num_devices, global_batch, limit, best, _points(fitting), len(found), refused)
 
@@ -130,12 +141,13 @@ def _order(estimate: Estimate) -> tuple[float, float, int]:
     return round(estimate.seconds, 9), round(estimate.memory.total), estimate.candidate.num_waves
 
 
-def _distinct(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """The fastest of those that differ in recomputation and sharding alone."""
+def _distinct(estimates: Sequence[Estimate], *, by_pairs: bool = False) -> list[Estimate]:
+    """The first of those that differ in recomputation, sharding and how often weights are gathered alone; and in pairs,
+    unless asked otherwise: only the simulation knows how many pairs a table has."""
     found: dict[tuple[object, ...], Estimate] = {}
     for one in estimates:
         own = one.candidate
-        found.setdefault((own.data, own.pipe, own.mesh, own.num_waves, own.samples), one)
+        found.setdefault((own.data, own.pipe, own.mesh, own.num_waves, own.samples, by_pairs and own.pairs), one)
     return list(found.values())
 
 
@@ -160,10 +172,8 @@ def _nearest_miss(
     model: StepModel,
     estimates: Sequence[Estimate],
     num_devices: int,
-    global_batch: int,
     limit: float,
-    accept: Callable[[Candidate], bool],
-    batch_size: int | None,
+    found_on: Callable[[int], Iterable[Candidate]],
 ) -> str:
     """The layout that needs the least memory: what takes most of it, and what would help."""
     least = min(estimates, key=lambda one: one.memory.total)
@@ -174,8 +184,7 @@ def _nearest_miss(
     way_out = f"more than {_MOST_DEVICES} times as many devices, or a smaller model"
     while more < _MOST_DEVICES * num_devices:
         more *= 2
-        others = candidates(model.facts, more, global_batch, Counter(), batch_size)
-        found = map(model.closed_form, filter(accept, others))
+        found = map(model.closed_form, found_on(more))
         if any(one.memory.total <= limit for one in found):
             way_out = f"{more} devices of this size, or {bytes_of(least.memory.total)} on each of these"
             break

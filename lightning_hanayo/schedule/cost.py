@@ -1,6 +1,7 @@
 """CostModel: how long actions and messages take. The unit of time is the caller's (T_F, or seconds)."""
 
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
@@ -88,19 +89,16 @@ class CostModel:
 
     def pair(self, table: Table, first: Action, second: Action) -> tuple[float, float]:
         """How long each of two actions of a rank takes if it begins both at once."""
-        own = [self._segments(table, action) for action in (first, second)]
-        return best_order(own[0], own[1], _TRIES).ends
+        return _ends(self.segments_of(table, first), self.segments_of(table, second))
 
-    def _segments(self, table: Table, action: Action) -> Segments:
-        """Of an action, in the unit of the costs."""
+    def segments_of(self, table: Table, action: Action) -> tuple[Segment, ...]:
+        """When an action computes and when it uses the link, in the unit of the costs."""
         takes = self.of(table, action)
         given = dict(self.segments).get(action.kind)
         if given is None:
             return (Segment(takes),)
         factor = takes / run_alone(given)
-        return [
-            Segment(factor * one.compute, None if one.start is None else factor * one.start, one.wait) for one in given
-        ]
+        return tuple(one.scaled(factor) for one in given)
 
     def scaled(self, factor: float) -> "CostModel":
         """The same costs in another unit of time: all times multiplied by `factor`.
@@ -173,6 +171,12 @@ class CostModel:
             raise WrongLength(name, len(values), table.name, wanted)
         index = stage if len(values) == table.num_stages else stage % table.stages_per_replica
         return values[index] if index < len(values) else 0.0
+
+
+@lru_cache(maxsize=10_000)
+def _ends(first: tuple[Segment, ...], second: tuple[Segment, ...]) -> tuple[float, float]:
+    """When two actions end that begin at once; many stages are alike."""
+    return best_order(first, second, _TRIES).ends
 
 
 def _scaled(factor: float, time: Any) -> Any:

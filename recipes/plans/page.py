@@ -30,7 +30,20 @@ CASES = {
 }
 """name of the block -> options of the command above it"""
 KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "suspended", "queue", "messages", "workspace")
-HEAD = ("P", "W", "D", "cube", "weights per", "B x samples", "sharded", "step s", "bubble", "exposed", "memory GB")
+HEAD = (
+    "P",
+    "W",
+    "D",
+    "cube",
+    "weights per",
+    "pairs",
+    "B x samples",
+    "sharded",
+    "step s",
+    "bubble",
+    "exposed",
+    "memory GB",
+)
 
 Layout = dict[str, Any]
 
@@ -97,6 +110,7 @@ def _row(layout: Layout) -> tuple[str, ...]:
         str(layout["data"]),
         "x".join(map(str, mesh)) if mesh != [1, 1, 1] else "-",
         layout["cube_weights"] if mesh[0] > 1 else "-",
+        "yes" if layout["pairs"] else "-",
         batch if layout["accumulate"] == 1 else f"{layout['accumulate']} x ({batch})",
         "yes" if layout["shard_optimizer"] else "-",
         f"{layout['seconds']:.2f}",

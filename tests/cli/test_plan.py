@@ -4,11 +4,14 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 from lightning_hanayo import cli
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.candidates import Choices
 from lightning_hanayo.planner.machine import machine
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.schedule import CostModel
@@ -31,15 +34,16 @@ class Block(nn.Module):
 
 
 class Model(LightningModule):
-    def __init__(self, width: int = 16, blocks: int = 8, item: bool = False):
+    def __init__(self, width: int = 16, blocks: int = 8, item: bool = False, encoder: bool = False):
         super().__init__()
         self.item = item
         self.first = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        layer = lambda: nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
+        self.blocks = nn.ModuleList(layer() if encoder else Block(width) for _ in range(blocks))
         self.rate = float(torch.linspace(0, 1, 3)[1]) if item else 0.5
 
     def training_step(self, batch, batch_idx):
-        x = self.first(batch if batch.shape[-1] == 8 else batch.T)
+        x = self.first(batch if batch.shape[-1] == 8 else batch.T).unsqueeze(1)
         for block in self.blocks:
             x = block(x)
         loss = x.square().mean()
@@ -64,6 +68,7 @@ class Data(LightningDataModule):
         stack = (lambda rows: torch.stack(rows, 1)) if self.mode == "transposed" else None
         return DataLoader(rows, batch_size=self.batch_size, collate_fn=stack)
 """
+STRATEGY = "--trainer.strategy"
 RECIPE = """
 model:
   class_path: planned_model.Model
@@ -152,6 +157,23 @@ def test_samples_per_step_are_those_of_the_configuration(
     assert all(one["data"] * one["batch_size"] * one["accumulate"] == samples for one in made["layouts"])
 
 
+@pytest.mark.parametrize(
+    ("argv", "choices"),
+    [
+        ([], Choices()),
+        (["--pairs=on", "--cube-weights=batch"], Choices(("batch",), (True,))),
+        (["--pairs=off", "--cube-weights=microbatch"], Choices(("microbatch",), (False,))),
+        (["--model.encoder=false"], Choices(pairs=(False,))),
+        ([f"{STRATEGY}=lightning_hanayo.HanayoStrategy", f"{STRATEGY}.cube_outside=tokens"], Choices(pairs=(False,))),
+    ],
+    ids=str,
+)
+def test_choices_in_cubes(argv: list[str], choices: Choices) -> None:
+    with patch("lightning_hanayo.cli.plan.command.make_plan", side_effect=HanayoError) as make_plan:
+        run("--devices=4", "--device=cpu", "--model.encoder=true", *argv)
+    assert make_plan.call_args.kwargs["choices"] == choices
+
+
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--devices=64", "--nodes=8", "--device=h100", "--global-batch=128", "--memory=1GB", "--json") == 0
     made: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -212,6 +234,7 @@ WRONG = {
     "memory": (["--devices=8", "--device=h100", "--memory=lots"], "lots: expected bytes, such as 80GB"),
     "unknown": (["--devices=8", "--device=h1000"], "device 'h1000' is unknown; did you mean 'h100'"),
     "no_fit": (["--devices=2", "--device=cpu", "--memory=1KB"], "fits into 1.0 KB on 2 devices. The nearest, "),
+    "pairs": (["--devices=2", "--device=cpu", "--pairs=on"], "--pairs on: the blocks of blocks aren't registered"),
     "no_file": (["--devices=2", "--machine=none.json"], "none.json can't be read: No such file"),
     "batch": (["--devices=2", "--device=cpu", "--global-batch=0"], "0: expected a whole number from 1 on"),
 }

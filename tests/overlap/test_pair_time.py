@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hanayo.overlap.pair_time import Segment, Segments, best_order, bound, run_alone, run_pair
+from lightning_hanayo.overlap.pair_time import (
+    Segment,
+    Segments,
+    best_order,
+    bound,
+    run_alone,
+    run_by_turns,
+    run_pair,
+)
 from tests.schedule.samples import unhurried
 
 GATHERS = [Segment(start=1.0), Segment(wait=0), Segment(1.0, start=1.0), Segment(wait=1)]
@@ -53,6 +61,27 @@ def test_an_order_is_kept() -> None:
     assert run.ends == (4.0, 5.0)
     hangs = run_pair(GATHERS, GATHERS, [(0, 1), (0, 0), (1, 0), (1, 1)])
     assert hangs.seconds == float("inf")
+
+
+def test_by_turns_an_action_gives_the_device_away_even_if_it_need_not_wait() -> None:
+    """The second wait of the first action is for a collective that has ended; the other action takes its turn."""
+    first = [Segment(1.0, start=0.5), Segment(1.0, wait=0), Segment(1.0)]
+    run = run_by_turns(first, [Segment(4.0)])
+    assert run.ends == (7.0, 6.0)
+    assert run_pair(first, [Segment(4.0)]).ends == (3.0, 7.0)
+    assert run_by_turns(GATHERS, GATHERS).ends == run_pair(GATHERS, GATHERS).ends
+
+
+@unhurried
+@given(st.integers(0, 10**6))
+def test_turns_keep_the_programs_order(seed: int) -> None:
+    random = Random(seed)
+    first, second = (actions(random, random.randint(0, 6)) for _ in range(2))
+    run = run_by_turns(first, second)
+    assert bound(first, second) - 1e-9 <= run.seconds
+    for number, own in enumerate((first, second)):
+        started = [collective for action, collective in run.order if action == number]
+        assert started == list(range(sum(one.start is not None for one in own)))
 
 
 @unhurried

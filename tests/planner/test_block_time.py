@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.planner.block_time import time_block
-from lightning_hanayo.planner.communication_volume import LinearLayer
+from lightning_hanayo.overlap.pair_time import run_alone
+from lightning_hanayo.planner.communication_volume import CubeWeights, LinearLayer
+from lightning_hanayo.planner.estimates.block_time import segments, time_block
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import BlockFacts, products_of
 from recipes.benchmarks.schemes.log import replay
@@ -47,6 +48,23 @@ def test_what_real_layers_take(mesh: MeshSizes, tokens: int) -> None:
         stage = time.stage(layers)
         assert stage.forward == pytest.approx(real.forward, rel=1e-9)
         assert stage.forward + stage.backward == pytest.approx(real.step, rel=1e-9)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 2, 1), (8, 1, 1), (1, 8, 1)], ids=str)
+@pytest.mark.parametrize("weights", ["microbatch", "batch"])
+def test_segments_alone_take_what_the_block_takes(mesh: MeshSizes, weights: CubeWeights) -> None:
+    given = block(32), mesh, BATCH, machine(), "float32", 4
+    time = time_block(*given, weights=weights)
+    for num_blocks in (1, 2):
+        parts, stage = segments(*given, weights, num_blocks), time.stage(num_blocks)
+        alone = {kind: run_alone(one) for kind, one in parts.items()}
+        assert alone == pytest.approx({"F": stage.forward, "B": stage.backward, "I": stage.backward_input})
+
+
+def test_segments_compute_for_as_long_as_the_host_needs() -> None:
+    busy = replace(machine(), is_asynchronous=True, host_call=1e3, host_collective=0.0)
+    parts = segments(replace(block(32), calls=10), (2, 2, 2), BATCH, busy, "float32", 4)
+    assert sum(one.compute for one in parts["F"]) == pytest.approx(1e4)
 
 
 def test_a_split_backward_takes_what_the_whole_one_does_without_a_link() -> None:

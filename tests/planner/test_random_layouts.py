@@ -7,9 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 
 from lightning_hanayo.planner.candidates import Candidate
+from lightning_hanayo.planner.estimates.step_time import StepModel
 from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.planner.step_time import StepModel
 from tests.planner.llamas import SEVEN_B
 from tests.planner.test_step_time import even
 

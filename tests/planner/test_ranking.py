@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.candidates import candidates
-from lightning_hanayo.planner.machine import machine
+from lightning_hanayo.planner.candidates import Choices, candidates
+from lightning_hanayo.planner.estimates.step_time import Estimate
+from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.ranking import make_plan
 from tests.planner.llamas import SEVEN_B, SEVENTY_B, llama
 
@@ -30,6 +31,54 @@ def test_each_layout_has_all_devices_and_the_samples_that_were_asked_for(devices
         assert one.num_microbatches >= one.pipe
 
 
+def test_what_cubes_may_choose() -> None:
+    """What makes no difference, and what a run would refuse, is no choice."""
+    found = list(candidates(SMALL, 8, 64, Counter()))
+    in_cubes = [one for one in found if one.cube_size > 1 and one.num_microbatches > 1]
+    assert not any(one.pairs or one.cube_weights == "batch" for one in found if one not in in_cubes)
+    assert not any(one.pairs and one.recompute for one in found)
+    gathering = {(one.cube_weights, one.pairs) for one in in_cubes if one.mesh[0] > 1}
+    assert gathering == {("microbatch", False), ("microbatch", True), ("batch", False), ("batch", True)}
+    assert {one.cube_weights for one in in_cubes if one.mesh[0] == 1} == {"microbatch"}
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_what_has_been_decided(pairs: bool) -> None:
+    refused: Counter[str] = Counter()
+    found = list(candidates(SMALL, 8, 64, refused, choices=Choices(("batch",), (pairs,))))
+    in_cubes = [one for one in found if one.cube_size > 1 and one.num_microbatches > 1]
+    assert {one.pairs for one in in_cubes} == {pairs}
+    assert {one.cube_weights for one in in_cubes if one.mesh[0] > 1} == {"batch"}
+    assert any(one.recompute for one in in_cubes) != pairs
+    assert bool(refused["pairs need registered blocks, and no recomputation"]) == pairs
+
+
+def test_blocks_that_are_not_registered_have_no_pairs() -> None:
+    generic = replace(
+        SMALL.blocks[0], products=tuple(replace(one, is_generic=True) for one in SMALL.blocks[0].products)
+    )
+    found = candidates(replace(SMALL, blocks=(generic,) * 8), 8, 64, Counter())
+    assert not any(one.pairs for one in found)
+
+
+def test_pairs_are_proposed_where_they_win() -> None:
+    slow = replace(H100, within_node=Link(2e-5, 60e9))
+
+    def fastest(choices: Choices) -> Estimate:
+        return make_plan(
+            SEVEN_B,
+            slow,
+            num_devices=8,
+            global_batch=128,
+            top=1,
+            accept=lambda one: one.mesh == (2, 2, 2),
+            choices=choices,
+        ).first
+
+    free, without = fastest(Choices()), fastest(Choices(pairs=(False,)))
+    assert free.candidate.pairs and free.seconds < 0.95 * without.seconds
+
+
 def test_the_fastest_comes_first_and_fits() -> None:
     plan = make_plan(SEVEN_B, H100, num_devices=16, global_batch=128)
     times = [one.seconds for one in plan.best]
@@ -46,7 +95,9 @@ def test_the_fastest_comes_first_and_fits() -> None:
 
 def test_less_memory_never_makes_a_plan_faster() -> None:
     times = [
-        make_plan(SEVEN_B, H100, num_devices=16, global_batch=64, memory=memory, top=3).first.seconds
+        make_plan(
+            SEVEN_B, H100, num_devices=16, global_batch=64, memory=memory, top=3, choices=Choices(pairs=(False,))
+        ).first.seconds
         for memory in (72e9, 40e9, 20e9)
     ]
     assert times == sorted(times)

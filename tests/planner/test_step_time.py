@@ -10,11 +10,12 @@ import pytest
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.planner.candidates import Candidate
+from lightning_hanayo.planner.estimates.measured import Measured
+from lightning_hanayo.planner.estimates.step_time import StepModel
 from lightning_hanayo.planner.machine import Link, machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.planner.ranking import make_plan
-from lightning_hanayo.planner.step_time import Measured, StepModel
 from lightning_hanayo.schedule import CostModel
 from tests.planner.llamas import SEVEN_B, SEVENTY_B
 
@@ -114,6 +115,30 @@ def test_weights_that_are_gathered_once_a_batch(pipe: int) -> None:
     if pipe == 1:  # one micro-batch gathers its weights once either way
         each, once = (model.closed_form(replace(one, num_microbatches=1)) for one in (own, kept))
         assert once.seconds == pytest.approx(each.seconds)
+
+
+@pytest.mark.parametrize(("device", "bandwidth"), [("h100", 60e9), ("cpu", 4e6)])
+@pytest.mark.parametrize(("pipe", "num_waves"), [(1, 1), (2, 2)])
+def test_pairs_hide_collectives_and_hold_a_micro_batch_more(
+    device: str, bandwidth: float, pipe: int, num_waves: int
+) -> None:
+    rates = replace(machine(device), within_node=Link(2e-5, bandwidth), ranks_per_node=16)
+    model = StepModel(even(SEVEN_B), rates)
+    schedule = "1f1b" if pipe == 1 else "hanayo-zb"
+    own = Candidate(1, pipe, (2, 2, 2), num_waves, samples=4, num_microbatches=16, schedule=schedule)
+    at_once = replace(own, pairs=True)
+    closed, simulated = model.closed_form(at_once), model.simulated(at_once)
+    assert closed.seconds == pytest.approx(simulated.seconds, rel=0.03)
+    assert simulated.seconds < 0.95 * model.simulated(own).seconds
+    assert closed.memory.total == pytest.approx(simulated.memory.total, rel=0.05)
+    more = simulated.memory.activations / model.simulated(own).memory.activations
+    assert more == pytest.approx(1 + 1 / pipe / own.stages_per_rank)
+
+
+def test_pairs_save_nothing_where_the_host_is_the_limit() -> None:
+    """Both actions need it."""
+    model = StepModel(SEVEN_B, replace(H100, host_call=1e-2))
+    assert model.saved_by_a_pair(Candidate(1, 1, (1, 8, 1), num_microbatches=8, schedule="1f1b", pairs=True)) == 0
 
 
 def test_the_host_is_the_limit_where_its_calls_take_longer_than_the_device() -> None:

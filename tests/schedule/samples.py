@@ -87,8 +87,8 @@ def _may_run_at_once(first: Action, second: Action) -> bool:
 
 
 def _with_pair(schedule: Schedule, rank: int, both: tuple[Action, Action]) -> Schedule:
-    """The same with one more pair of neighbours, of which a forward comes first."""
-    first, second = sorted(both, key=lambda action: action.kind is not Kind.F)
+    """The same with one more pair of neighbours, in the order of a pair."""
+    first, second = sorted(both, key=lambda action: (Kind.F, Kind.B, Kind.I).index(action.kind))
     rows, at = list(schedule.actions), schedule.actions[rank].index(both[0])
     rows[rank] = (*rows[rank][:at], first, second, *rows[rank][at + 2 :])
     return replace(schedule, actions=tuple(rows), pairs=schedule.pairs | {(first, second)})

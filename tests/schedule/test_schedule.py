@@ -145,7 +145,8 @@ def test_pairs_are_written_as_they_were_read(tmp_path: Path, text: str) -> None:
 
 
 NO_PAIRS = {
-    "0F0,(0B0;0F1)OVERLAP_B_F,0B1": "the forward comes first, as in 0F1, 0B0",
+    "0F0,(0B0;0F1)OVERLAP_B_F,0B1": "F comes before B and I, and B before I, as in 0F1, 0B0",
+    "0F0,0F1,(0I0;0B1)OVERLAP_I_B,0W0": "F comes before B and I, and B before I, as in 0B1, 0I0",
     "0F0,(0F1;0F1)OVERLAP_F_F,0B0,0B1": "0F1 appears twice",
     "(0F0;0B0)OVERLAP_F_B,0F1,0B1": "they are of one micro-batch",
     "0F0,0I0,(0F1;0W0)OVERLAP_F_B,0B1": "a weight gradient (W) runs alone",

@@ -51,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=_bytes, metavar="SIZE", help="that a rank may need, such as 80GB (default: 0.9 of a device's)")
     add("--global-batch", type=_count, metavar="N", help="samples per optimizer step (default: the configuration's)")
     add("--profile", metavar="FILE", help="measured times of blocks: the profile.json of a run with this model")
+    meaning = "how often a cube gathers its weights (default: what is faster and fits)"
+    add("--cube-weights", choices=("auto", "microbatch", "batch"), default="auto", help=meaning)
+    meaning = "whether a cube's ranks work on two micro-batches at once (default: what is faster and fits)"
+    add("--pairs", choices=("auto", "on", "off"), default="auto", help=meaning)
     add("--top", type=_count, default=10, metavar="N", help="how many layouts to simulate and to show (default: 10)")
     add("--output", default="plan.yaml", metavar="FILE", help="the configuration to write (default: plan.yaml)")
     meaning = "time over memory of all layouts: an image, or a page (.html) that names them (default: plan.png)"

@@ -13,18 +13,31 @@ from lightning_hanayo.cli.error_messages import condense
 from lightning_hanayo.cli.plan.show import COLUMNS, Shown, rows, show
 from lightning_hanayo.cli.trainer import WaveCLI, run_cli
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.planner.candidates import Choices
+from lightning_hanayo.planner.communication_volume import CubeWeights
+from lightning_hanayo.planner.estimates.measured import Measured
+from lightning_hanayo.planner.estimates.step_time import StepModel
 from lightning_hanayo.planner.machine import Machine, machine, with_nodes
+from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import overlay, save_plan
 from lightning_hanayo.planner.profile import Profile
 from lightning_hanayo.planner.ranking import Plan, make_plan
-from lightning_hanayo.planner.step_time import Measured, StepModel
 from lightning_hanayo.plotting.layouts import Dot, save_layouts
 from lightning_hanayo.plotting.pages.layouts import save_layouts_page
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.runtime.batches.plan import BatchRule
 from lightning_hanayo.strategy import HanayoStrategy
 from lightning_hanayo.strategy.batch_split import WholeSplitter
+from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.planning.read_model import read_model
+
+_WEIGHTS: dict[str, tuple[CubeWeights, ...]] = {
+    "auto": ("microbatch", "batch"),
+    "microbatch": ("microbatch",),
+    "batch": ("batch",),
+}
+_PAIRS = {"auto": (False, True), "on": (True,), "off": (False,)}
+"""the values of the command's options -> what to choose from"""
 
 
 def run_plan(options: argparse.Namespace, rest: list[str]) -> int:
@@ -103,6 +116,7 @@ class PlanCLI(WaveCLI):
                 memory=options.memory,
                 top=options.top,
                 model=step_model,
+                choices=Choices(_WEIGHTS[options.cube_weights], _pairs(options.pairs, facts, own)),
             )
         show(plan, self._write(plan), as_json=options.json)
 
@@ -153,6 +167,22 @@ class PlanCLI(WaveCLI):
             save_layouts(picture, dots, numbered, limit=plan.memory, title=title)
         save_plan(options.output, plan, content)
         return Shown(options.output, picture, configs, sets_batch_size=sets_batch_size)
+
+
+def _pairs(given: str, facts: ModelFacts, options: Options | None) -> tuple[bool, ...]:
+    """Whether layouts may have pairs: what `HanayoStrategy` accepts in a cube.
+
+    Raises:
+        HanayoError: they are asked for, and it would refuse them.
+    """
+    reason = ""
+    if not facts.is_registered:
+        reason = f"the blocks of {facts.stack} aren't registered"
+    elif options is not None and options.cube_outside == "tokens":
+        reason = "cube_outside='tokens' starts collectives in user code"
+    if reason and given == "on":
+        raise HanayoError(f"--pairs on: {reason}, and HanayoStrategy refuses pairs then; leave --pairs out")
+    return (False,) if reason else _PAIRS[given]
 
 
 def _on_cpu(cls: type[LightningDataModule], *args: Any, **kwargs: Any) -> LightningDataModule:

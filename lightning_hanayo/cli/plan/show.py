@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_hanayo.cli.tables import print_table
+from lightning_hanayo.planner.estimates.step_time import Estimate
 from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.ranking import Plan, bytes_of, count_of
-from lightning_hanayo.planner.step_time import Estimate
 
 COLUMNS = (
-    "#", "P", "W", "D", "cube", "B", "samples", "batches", "schedule", "recompute", "sharded", "weights", "step s",
-    "samples/s", "bubble", "exposed", "memory", "products",
+    "#", "P", "W", "D", "cube", "B", "samples", "batches", "schedule", "recompute", "sharded", "weights", "pairs",
+    "step s", "samples/s", "bubble", "exposed", "memory", "products",
 )  # fmt: skip
 
 
@@ -43,8 +43,8 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
     print_table(COLUMNS, rows(plan))
     fitting = len(plan.points)
     print(
-        "samples: of a micro-batch. weights: how often a cube gathers them. exposed: waiting for other data ranks. "
-        "products: the time of the model's own ones\n"
+        "samples: of a micro-batch. weights: how often a cube gathers them. pairs: two micro-batches at once. "
+        "exposed: waiting for other data ranks. products: the time of the model's own ones\n"
     )
     print(f"{plan.num_considered:,} layouts considered, {fitting:,} fit. Left out:")
     for reason, count in plan.refused.most_common():
@@ -109,6 +109,7 @@ def _row(number: int, one: Estimate, plan: Plan) -> list[str]:
         "blocks" if own.recompute else "-",
         "yes" if own.shard_optimizer else "-",
         f"per {own.cube_weights}" if own.mesh[0] > 1 else "-",
+        "yes" if own.pairs else "-",
         f"{one.seconds:.3g}",
         f"{plan.global_batch / one.seconds:.4g}",
         f"{one.bubble:.1%}",

@@ -19,7 +19,7 @@ from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.passes.subset import AnyTable
 from lightning_hanayo.schedule.search.evaluator import CodeRows, Evaluator
 
-EFFORT = 300_000
+EFFORT = 100_000
 """how many actions are run in total, in all orders that are tried"""
 _SHIFTS = (-4, -3, -2, -1, 1, 2, 3, 4)
 

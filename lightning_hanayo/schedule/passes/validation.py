@@ -10,6 +10,7 @@ from lightning_hanayo.schedule.passes.table_error import reject
 from lightning_hanayo.schedule.search.evaluator import Evaluator
 from lightning_hanayo.schedule.table import Table
 
+_PAIR_ORDER = (Kind.F, Kind.B, Kind.I)
 _WHOLE_BACKWARDS = ({Kind.B}, {Kind.I, Kind.W})
 
 
@@ -127,8 +128,8 @@ def _check_pairs(table: Table) -> None:
             reject(table, cells[second], f"{name}: they are of one micro-batch; two run at once")
         if Kind.W in (first.kind, second.kind):
             reject(table, cells[first], f"{name}: a weight gradient (W) runs alone; pair F, B and I")
-        if second.kind is Kind.F and first.kind is not Kind.F:
-            reject(table, cells[first], f"{name}: the forward comes first, as in {second}, {first}")
+        if _PAIR_ORDER.index(first.kind) > _PAIR_ORDER.index(second.kind):
+            reject(table, cells[first], f"{name}: F comes before B and I, and B before I, as in {second}, {first}")
         if not seen.isdisjoint((first, second)):
             reject(table, cells[first], f"{name}: one of them is in another pair, too")
         seen |= {first, second}

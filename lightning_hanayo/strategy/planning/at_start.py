@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.planner.candidates import WHOLE, Candidate
+from lightning_hanayo.planner.candidates import WHOLE, Candidate, Choices
 from lightning_hanayo.planner.machine import KNOWN, Machine, with_nodes
 from lightning_hanayo.planner.model_facts import ModelFacts
 from lightning_hanayo.planner.plan_file import strategy_options
@@ -107,6 +107,7 @@ def _best(
                     global_batch=data * samples_per_rank,
                     top=3,
                     batch_size=batch_size,
+                    choices=Choices((options.cube_weights,), (options.pairs,)),
                     accept=lambda one, data=data: one.data == data and accept(one),  # type: ignore[misc]
                 )
             )

@@ -23,6 +23,7 @@ _IN_FILES = {
     "recompute": "none",
     "shard_optimizer": False,
     "cube_weights": "microbatch",
+    "pairs": False,
 }
 
 

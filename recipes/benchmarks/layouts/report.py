@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from lightning_hanayo.planner.candidates import Candidate
+from lightning_hanayo.planner.estimates.step_time import StepModel
 from lightning_hanayo.planner.machine import Link, Machine
-from lightning_hanayo.planner.step_time import StepModel
 from lightning_hanayo.schedule import CostModel, simulate
 from recipes.benchmarks.case import Candidate as Named
 from recipes.benchmarks.layouts.cases import INSTANT, PROBES, Contender, Model, contenders, is_megatron

@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hanayo.planner.candidates import Candidate
+from lightning_hanayo.planner.estimates.step_time import StepModel
 from lightning_hanayo.planner.machine import Link
-from lightning_hanayo.planner.step_time import StepModel
 from recipes.benchmarks.layouts.__main__ import main
 from recipes.benchmarks.layouts.cases import HOSTS, INSTANT, PROBES, Model, contenders, is_megatron, layouts
 from recipes.benchmarks.layouts.rank import MESSAGE_FLOATS, PROBED, Plan, Record, check

@@ -78,8 +78,8 @@ def test_the_wrong_action_is_named_and_marked(rows: tuple[str, ...], why: str, c
         ("0F0 0F2", "the second one must come right behind the first one, on one rank", "[0F2]"),
         ("0F0 1F0", "the second one must come right behind the first one, on one rank", "[1F0]"),
         ("0F0 0F1, 0F1 0B0", "the pair of 0F1 and 0B0: one of them is in another pair, too", "[0F1]"),
-        ("0B0 0F2", "the pair of 0B0 and 0F2: the forward comes first, as in 0F2, 0B0", "[0B0]"),
-        ("0F1 0B0, 1B0 1F1", "the forward comes first", "[1B0]"),
+        ("0B0 0F2", "the pair of 0B0 and 0F2: F comes before B and I, and B before I, as in 0F2, 0B0", "[0B0]"),
+        ("0F1 0B0, 1B0 1F1", "as in 1F1, 1B0", "[1B0]"),
         ("0F0 0B3", "the pair of 0F0 and 0B3: the table has no 0B3", None),
     ],
 )

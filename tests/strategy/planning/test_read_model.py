@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.planner.candidates import Candidate
 from lightning_hanayo.planner.communication_volume import LinearLayer
+from lightning_hanayo.planner.estimates.step_time import StepModel
 from lightning_hanayo.planner.machine import machine
-from lightning_hanayo.planner.step_time import StepModel
 from lightning_hanayo.strategy.planning.read_model import formats_of, read_model
 from recipes.gpt.module import GPT
 from tests.strategy.planning.counted import counted

@@ -10,7 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from typing_extensions import override
+
 from lightning_hanayo.divisibility import MeshSizes
+from lightning_hanayo.overlap.pair_time import Segment
 from lightning_hanayo.planner.communication_volume import CubeWeights, Keep, Volume
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import BlockFacts, Product
@@ -43,6 +46,35 @@ class Clock:
     def wait(self, end: float) -> None:
         """Wait until then."""
         self.now = max(self.now, end)
+
+
+class SegmentClock(Clock):
+    """A clock that also records what the rank does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.segments: list[Segment] = []
+        self._numbers: dict[float, int] = {}
+        """of collectives, by their ends"""
+
+    @override
+    def compute(self, seconds: float) -> None:
+        super().compute(seconds)
+        self.segments.append(Segment(seconds))
+
+    @override
+    def start(self, seconds: float) -> float:
+        end = super().start(seconds)
+        if seconds:
+            self._numbers[end] = len(self._numbers)
+            self.segments.append(Segment(start=seconds))
+        return end
+
+    @override
+    def wait(self, end: float) -> None:
+        super().wait(end)
+        if end in self._numbers:
+            self.segments.append(Segment(wait=self._numbers[end]))
 
 
 @dataclass(frozen=True)
@@ -116,6 +148,24 @@ def time_block(
     return BlockTime(one, two + one * -1)
 
 
+def segments(
+    block: BlockFacts,
+    mesh: MeshSizes,
+    samples: int,
+    machine: Machine,
+    dtype: str,
+    element: int,
+    weights: CubeWeights = "microbatch",
+    num_blocks: int = 1,
+) -> dict[str, tuple[Segment, ...]]:
+    """When a stage of so many of these blocks computes and when it uses the link, in its forward "F", its backward "B"
+    and the backward of inputs "I". The other arguments are those of `time_block`.
+
+    The host counts as the device: both actions of a pair need it, and only one of them has it at a time.
+    """
+    return _Run(block, mesh, samples, machine, dtype, element, "gathered", weights).segments(num_blocks)
+
+
 class _Run:
     """The block's work, in seconds of the device and of the link."""
 
@@ -165,6 +215,23 @@ class _Run:
             return device + of_host
         return PartTimes(*(max(getattr(device, one.name), getattr(of_host, one.name)) for one in fields(device)))
 
+    def segments(self, num_blocks: int) -> dict[str, tuple[Segment, ...]]:
+        """What a stage with so many of these blocks does, by kind of action."""
+        clocks = {kind: SegmentClock() for kind in ("F", "B", "I")}
+        self._forward(clocks["F"], num_blocks)
+        self._backward(clocks["B"], num_blocks, weights=True)
+        self._backward(clocks["I"], num_blocks, weights=False)
+        host = self._of_host() * num_blocks
+        hosts = {"F": host.forward, "B": host.backward, "I": host.backward_input}
+        return {kind: self._with_host(clock, hosts[kind]) for kind, clock in clocks.items()}
+
+    def _with_host(self, clock: SegmentClock, host: float) -> tuple[Segment, ...]:
+        """What was recorded, computing for as long as the host needs, too."""
+        device = clock.computing
+        busy = max(device, host) if self._is_asynchronous else device + host
+        stretch = busy / device if device else 1.0
+        return tuple(one._replace(compute=stretch * one.compute) for one in clock.segments)
+
     def _of_host(self) -> PartTimes:
         """Seconds of the host for one block: operations, and the collectives that it starts and waits for."""
 
@@ -203,7 +270,8 @@ class _Run:
             clock.compute(2 * behind)
             of_dy, of_w = clock.start(one.gather_dy), clock.start(one.regather_w)
             of_x = clock.start(one.regather_x) if weights else 0.0
-            clock.wait(max(of_dy, of_w))
+            clock.wait(of_dy)
+            clock.wait(of_w)
             clock.compute(seconds)
             of_dx = clock.start(one.scatter_dx)
             if weights:
@@ -237,7 +305,8 @@ class _Sums:
 
     def finish(self) -> None:
         """Wait for all."""
-        self._clock.wait(max(self._pending, default=0.0))
+        for end in self._pending:
+            self._clock.wait(end)
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,30 @@ from functools import cache, cached_property
 from math import ceil
 
 from lightning_hanayo.divisibility import MeshSizes
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.overlap.pair_time import Segment, run_alone
 from lightning_hanayo.partition.cut import Load, cut
-from lightning_hanayo.planner.block_time import BlockTime, PartTimes, time_block
 from lightning_hanayo.planner.candidates import SPLIT, Candidate
 from lightning_hanayo.planner.communication_volume import CubeWeights
-from lightning_hanayo.planner.layout import COSTS, RECOMPUTING, Layout
+from lightning_hanayo.planner.estimates.block_time import BlockTime, PartTimes, segments, time_block
+from lightning_hanayo.planner.estimates.measured import Measured
+from lightning_hanayo.planner.estimates.pair_costs import PairCosts, TurnCosts, pair_ends
+from lightning_hanayo.planner.estimates.step_memory import StepBytes
+from lightning_hanayo.planner.layout import COSTS, PAIR_SEGMENTS, RECOMPUTING, Layout
 from lightning_hanayo.planner.machine import Link, Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
-from lightning_hanayo.planner.profile import Profile
-from lightning_hanayo.schedule import CostModel, MemoryModel, RankMemory, simulate
+from lightning_hanayo.schedule import CostModel, RankMemory, simulate
 from lightning_hanayo.schedule.action import COMPUTE
 
 _WAITS = 3.0
 """how much longer ranks wait for each other if the largest stage is twice the mean one, fitted to simulated orders"""
+_PAIRED = 0.9
+"""of the micro-batches beyond one per pipeline rank, the part that runs in pairs"""
 _BACKWARD_ACTIONS = 2
 """actions of a backward that is split: each costs the host what a forward does"""
+
+
+AllSegments = dict[str, tuple[Segment, ...]]
+"""by kind of action"""
 
 
 @dataclass(frozen=True)
@@ -50,34 +58,6 @@ class Estimate:
     is_simulated: bool = False
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Times of a run without a cube, for one sample."""
-
-    block: PartTimes
-    outside: float
-    """the forward of what isn't in the stack"""
-
-    @classmethod
-    def of(cls, profile: Profile, samples: float) -> "Measured":
-        """Of a run's profile, whose micro-batches had so many samples. The last stage has head and loss, too.
-
-        Raises:
-            HanayoError: the profile hasn't the times of each stage, or they are 0.
-        """
-        costs, blocks = profile.costs, profile.blocks
-        values = (costs.forward, costs.backward_input, costs.backward_weight)
-        times = [one for one in values if isinstance(one, tuple) and len(one) == len(blocks)]
-        if len(times) != len(values) or not all(blocks):
-            raise HanayoError("the profile has no time of each stage, or a stage without blocks; measure once more")
-        inner = max(1, len(blocks) - 1)
-        each = [sum(one[:inner]) / (samples * sum(blocks[:inner])) for one in times]
-        if not sum(each):
-            raise HanayoError("the profile's stages take no time; measure once more")
-        last = sum(one[-1] for one in times) / samples - blocks[-1] * sum(each)
-        return cls(PartTimes(each[0], each[1] + each[2], each[1], each[2]), max(0.0, last) / 3)
-
-
 class StepModel:
     """Estimates the steps of one model on one machine.
 
@@ -95,16 +75,10 @@ class StepModel:
             counted = self._counted((1, 1, 1), 1)
             self.machine = _scaled(machine, _sum(counted.alone, False) / _sum(measured.block, False))
         self._block_time = cache(self._time_block)
-        self._rank_blocks = cache(_blocks_of_slowest)
-        self._saved = cache(
-            lambda mesh, samples, weights: facts.mean(
-                lambda one: one.saved_by_a_rank(samples, mesh, facts.element, weights=weights)
-            )
-        )
-        self._gathered = cache(lambda mesh, samples: facts.mean(lambda one: one.gathered_by_a_rank(samples, mesh)))
-        self._parameters_of_block = cache(lambda mesh: facts.mean(lambda one: one.parameters_of_a_rank(mesh)))
-        self._trained_of_block = cache(lambda mesh: facts.mean(lambda one: one.trained_by_a_rank(mesh)))
+        self._bytes = StepBytes(facts)
         self._stages = cache(self._cut)
+        self._segments = cache(self._segments_of)
+        self._pairs = cache(self._pair_part)
 
     def closed_form(self, candidate: Candidate) -> Estimate:
         """The estimate without a simulation."""
@@ -118,11 +92,11 @@ class StepModel:
             batch += (pipe - 1) * self._unevenness(candidate) * work.backward / waves
             batch += (4 * waves * (pipe - 1) + 2 * (pipe - 2)) * hop
             batch += -count % pipe * (1 - 1 / waves) * work.backward
-        batch += self._gathering_once(candidate)
+        batch += self._gathering_once(candidate) - _num_pairs(candidate) * self.saved_by_a_pair(candidate)
         reduction = self._reduction(candidate)
         exposed = max(reduction / stages, reduction - _window(candidate, work)) + self._gather(candidate) / stages
         busy = count * work.mean
-        return self._estimate(candidate, batch, 1 - busy / batch, self._memory_of_ranks(candidate), exposed)
+        return self._estimate(candidate, batch, 1 - busy / batch, self._bytes.in_closed_form(candidate), exposed)
 
     def _unevenness(self, candidate: Candidate) -> float:
         """By how much longer ranks wait where some stages have a block more than others; 1 where all are equal."""
@@ -139,7 +113,7 @@ class StepModel:
         exposed = timeline.makespan - batch + self._gather(candidate) / stages
         batch += self._gathering_once(candidate)
         bubble = 1 - sum(timeline.busy) / (batch * candidate.pipe)
-        memory = max(self._memory_model(candidate).peaks(timeline), key=lambda one: one.total)
+        memory = max(self._bytes.model(candidate, self._stages(candidate)).peaks(timeline), key=lambda one: one.total)
         return replace(self._estimate(candidate, batch, bubble, memory, exposed), is_simulated=True)
 
     def _estimate(
@@ -193,6 +167,40 @@ class StepModel:
         )
         return stages * max(0.0, _sum(with_it, split) - _sum(without, split))
 
+    # two micro-batches at once
+
+    def _segments_of(self, mesh: MeshSizes, samples: int, weights: CubeWeights, num_blocks: int) -> AllSegments:
+        """When a typical stage of so many blocks computes and communicates, by kind of action."""
+        facts = self.facts
+        block, _ = max(facts.kinds, key=lambda kind: kind[1])
+        made = segments(block, mesh, samples, self.machine, facts.dtype, facts.element, weights, num_blocks)
+        return {kind: parts for kind, parts in made.items() if run_alone(parts) > 0}
+
+    def _pair_part(self, mesh: MeshSizes, samples: int, weights: CubeWeights, num_blocks: int, *, split: bool) -> float:
+        """What a forward and a backward take at once, as a part of what they take one after the other."""
+        found = self._segments(mesh, samples, weights, num_blocks)
+        backward = "I" if split else "B"
+        if not {"F", backward} <= set(found):
+            return 1.0
+        ends = pair_ends(found["F"], found[backward], self.machine.is_asynchronous)
+        return min(1.0, max(ends) / (run_alone(found["F"]) + run_alone(found[backward])))
+
+    def saved_by_a_pair(self, candidate: Candidate) -> float:
+        """Seconds that the mean rank saves for a micro-batch whose forward runs at once with another one's backward."""
+        if not candidate.pairs:
+            return 0.0
+        split, stages = candidate.schedule == SPLIT, candidate.stages_per_rank
+        stage = self._stage(candidate, len(self.facts.blocks) / (candidate.pipe * stages))
+        both = stage.forward + (stage.backward_input if split else stage.backward)
+        part = self._pairs(*_cube_of(candidate), self._typical_blocks(candidate), split=split)
+        return stages * both * (1 - part)
+
+    def _typical_blocks(self, candidate: Candidate) -> int:
+        """Blocks of the stage whose segments are taken: with more the pattern repeats."""
+        return min(2, max(1, round(len(self.facts.blocks) / (candidate.pipe * candidate.stages_per_rank))))
+
+    # outside the stack
+
     def _outside(self, candidate: Candidate) -> float:
         """Seconds of the forward of embedding, head and loss: each rank of a cube has its part of the samples."""
         facts, machine = self.facts, self.machine
@@ -211,7 +219,7 @@ class StepModel:
         split, outside = candidate.schedule == SPLIT, self._outside(candidate)
         mean = self._stage(candidate, total / (pipe * stages)) * stages
         whole = _sum(mean, split)
-        own, others = self._blocks(candidate)
+        own, others = self._bytes.blocks(candidate)
         slowest = max(
             _sum(self._stage(candidate, own / stages) * stages, split) + 3 * outside,
             _sum(self._stage(candidate, others / stages) * stages, split) if pipe > 1 else 0.0,
@@ -248,14 +256,14 @@ class StepModel:
             return 0.0
         others = 1 - 1 / candidate.data
         passes = 1 if candidate.shard_optimizer else 2
-        num_bytes = passes * others * self.facts.gradient_bytes * self._trained(candidate)
+        num_bytes = passes * others * self.facts.gradient_bytes * self._bytes.trained(candidate)
         return self._data_link(candidate).seconds(num_bytes, messages=candidate.stages_per_rank)
 
     def _gather(self, candidate: Candidate) -> float:
         """Seconds in which updated parameters are gathered, where each data rank updates its own rows."""
         if not candidate.shard_optimizer:
             return 0.0
-        num_bytes = (1 - 1 / candidate.data) * self.facts.parameter_bytes * self._trained(candidate)
+        num_bytes = (1 - 1 / candidate.data) * self.facts.parameter_bytes * self._bytes.trained(candidate)
         return self._data_link(candidate).seconds(num_bytes, messages=candidate.stages_per_rank)
 
     def _outside_gather(self, candidate: Candidate) -> float:
@@ -270,76 +278,17 @@ class StepModel:
         """Seconds in which it reads and writes values, gradients and states."""
         facts = self.facts
         each = 2 * facts.parameter_bytes + facts.gradient_bytes + 2 * facts.optimizer_bytes
-        own = self._trained(candidate) / (candidate.data if candidate.shard_optimizer else 1)
+        own = self._bytes.trained(candidate) / (candidate.data if candidate.shard_optimizer else 1)
         return each * own / self.machine.memory_bandwidth
-
-    # bytes
-
-    def _trained(self, candidate: Candidate) -> float:
-        """Elements of the rank that trains the most."""
-        own, others = self._blocks(candidate)
-        return max(self._held(candidate, own, has_outside=True)[1], self._held(candidate, others, has_outside=False)[1])
-
-    def _held(self, candidate: Candidate, blocks: float, *, has_outside: bool) -> tuple[float, float]:
-        """Elements of a rank with so many blocks, and those of them that it trains."""
-        facts, mesh = self.facts, candidate.mesh
-        own, trained = blocks * self._parameters_of_block(mesh), blocks * self._trained_of_block(mesh)
-        if not has_outside:
-            return own, trained
-        outside, frozen = facts.outside_parameters, facts.outside_frozen
-        return own + outside / candidate.cube_size, trained + (outside - frozen) / candidate.cube_size
-
-    def _blocks(self, candidate: Candidate) -> tuple[int, int]:
-        """Blocks of pipeline rank 0, and the most of the others, as the strategy cuts them: by parameters."""
-        facts = self.facts
-        outside = tuple(
-            one / max(1.0, facts.mean(lambda block: block.parameters))
-            for one in (facts.computing_parameters, facts.outside_parameters)
-        )
-        return self._rank_blocks(len(facts.blocks), candidate.pipe, candidate.stages_per_rank, outside)
-
-    def _memory_of_ranks(self, candidate: Candidate) -> RankMemory:
-        own, others = self._blocks(candidate)
-        peak = min(candidate.num_microbatches, candidate.pipe)
-        first = self._rank_memory(candidate, own, peak, has_outside=True)
-        return max(first, self._rank_memory(candidate, others, peak, has_outside=False), key=lambda one: one.total)
-
-    def _rank_memory(self, candidate: Candidate, blocks: float, peak: float, *, has_outside: bool) -> RankMemory:
-        facts, part = self.facts, self._stage_bytes(candidate)
-        own, trained = self._held(candidate, blocks, has_outside=has_outside)
-        return RankMemory(
-            weights=own * facts.parameter_bytes,
-            gradients=trained * facts.gradient_bytes,
-            optimizer=trained * facts.optimizer_bytes / (candidate.data if candidate.shard_optimizer else 1),
-            activations=peak * blocks * part.activation,
-            gathered=has_outside * part.gathered + blocks * part.kept,
-            suspended=has_outside * (part.suspended + peak * part.message * (candidate.pipe > 1)),
-            messages=2 * candidate.stages_per_rank * part.message * (candidate.pipe > 1),
-            workspace=max(part.workspace, has_outside * part.outside_workspace),
-        )
-
-    def _stage_bytes(self, candidate: Candidate) -> "_Bytes":
-        """What is held of one micro-batch, or all the time besides parameters."""
-        facts, samples, ranks = self.facts, candidate.samples, candidate.cube_size
-        saved = self._saved(candidate.mesh, samples, candidate.cube_weights)
-        kept = self._gathered(candidate.mesh, samples) if candidate.cube_weights == "batch" else 0.0
-        message = facts.message * samples / ranks
-        share = max(1.0, samples / ranks)
-        return _Bytes(
-            activation=message if candidate.recompute else saved,
-            workspace=saved if candidate.recompute else 2 * message,
-            outside_workspace=2 * facts.largest_outside * share,
-            message=message,
-            suspended=facts.outside_saved * share,
-            gathered=facts.outside_bytes if ranks > 1 else 0.0,
-            kept=(facts.element + facts.gradient_bytes) * kept,
-        )
 
     # simulation
 
     def _layout(self, candidate: Candidate) -> Layout:
         costs = RECOMPUTING["blocks"] if candidate.recompute else COSTS
-        return Layout(candidate.schedule, candidate.pipe, candidate.num_waves, candidate.num_microbatches, costs=costs)
+        if candidate.pairs:
+            costs = replace(costs, segments=PAIR_SEGMENTS)
+        sizes = candidate.pipe, candidate.num_waves, candidate.num_microbatches
+        return Layout(candidate.schedule, *sizes, costs=costs, pairs=candidate.pairs)
 
     def _cut(self, candidate: Candidate) -> list[range]:
         layout, facts = self._layout(candidate), self.facts
@@ -364,41 +313,16 @@ class StepModel:
         split = candidate.schedule == SPLIT
         within, between, per_node = self._hops(candidate)
         by_node = candidate.pipe > per_node
-        return CostModel(
+        found = self._segments(*_cube_of(candidate), self._typical_blocks(candidate)) if candidate.pairs else {}
+        model = TurnCosts if self.machine.is_asynchronous else PairCosts
+        return model(
             forward=tuple(one.forward for one in times),
             backward_input=tuple(one.backward_input if split else one.backward for one in times),
             backward_weight=tuple(one.backward_weight if split else 0.0 for one in times),
             message=within if candidate.pipe > 1 else 0.0,
             message_between_nodes=between if by_node else None,
             ranks_per_node=per_node if by_node else None,
-        )
-
-    def _memory_model(self, candidate: Candidate) -> MemoryModel:
-        facts, part = self.facts, self._stage_bytes(candidate)
-        stages = self._stages(candidate)
-        held, trained = zip(
-            *(self._held(candidate, len(blocks), has_outside=not number) for number, blocks in enumerate(stages)),
-            strict=True,
-        )
-        first, last = [1.0] + [0.0] * (len(stages) - 1), [0.0] * (len(stages) - 1) + [1.0]
-        shard = candidate.data if candidate.shard_optimizer else 1
-        has_messages = candidate.pipe > 1
-        return MemoryModel(
-            activation=tuple(len(blocks) * part.activation for blocks in stages),
-            weights=tuple(one * facts.parameter_bytes for one in held),
-            gradients=tuple(one * facts.gradient_bytes for one in trained),
-            optimizer=tuple(one * facts.optimizer_bytes / shard for one in trained),
-            gathered=tuple(
-                one * part.gathered + len(blocks) * part.kept for one, blocks in zip(first, stages, strict=True)
-            ),
-            suspended=tuple(
-                a * part.message * has_messages + b * part.suspended for a, b in zip(first, last, strict=True)
-            ),
-            message=part.message * has_messages,
-            send_buffers=part.message * has_messages,
-            forward_workspace=part.workspace,
-            backward_workspace=tuple(max(part.workspace, one * part.outside_workspace) for one in last),
-            weight_workspace=part.workspace,
+            segments=tuple(found.items()),
         )
 
 
@@ -413,19 +337,6 @@ class _Work:
     weight: float
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    activation: float
-    """of one block"""
-    workspace: float
-    outside_workspace: float
-    message: float
-    suspended: float
-    gathered: float
-    kept: float
-    """for the batch, of one block: gathered weights and their gradients"""
-
-
 def _scaled(machine: Machine, speed: float) -> Machine:
     """The machine with devices that are so many times as fast."""
     rates = {dtype: tuple((size, speed * rate) for size, rate in table) for dtype, table in machine.matmul.items()}
@@ -436,21 +347,20 @@ def _sum(time: PartTimes, split: bool) -> float:
     return time.forward + (time.backward_input + time.backward_weight if split else time.backward)
 
 
+def _cube_of(candidate: Candidate) -> tuple[MeshSizes, int, CubeWeights]:
+    """What the times of a block depend on."""
+    return candidate.mesh, candidate.samples, candidate.cube_weights
+
+
+def _num_pairs(candidate: Candidate) -> float:
+    """Micro-batches of which a rank runs the forward at once with the backward of another one: fitted to orders."""
+    others = candidate.num_microbatches - candidate.pipe
+    return max(0.0, others * (1.0 if candidate.pipe == 1 else _PAIRED))
+
+
 def _window(candidate: Candidate, work: _Work) -> float:
     """Seconds in which a rank still computes when the first of its stages has all its gradients."""
     pipe, stages = candidate.pipe, candidate.stages_per_rank
     if candidate.schedule != SPLIT:
         return work.backward * pipe * (stages - 1) / stages
     return work.weight * pipe * (1.0 if candidate.num_waves > 1 else (stages - 1) / stages)
-
-
-def _blocks_of_slowest(total: int, pipe: int, stages: int, outside: tuple[float, ...]) -> tuple[int, int]:
-    """Blocks of rank 0, and the most of the others, as `partition.cut` shares them; `outside` are in blocks."""
-    if pipe == 1:
-        return total, 0
-
-    def largest(own: int, others: int) -> float:
-        return max(max(own + one, others) / (total + one) for one in outside)
-
-    choices = [(own, ceil((total - own) / (pipe - 1))) for own in range(stages, total // pipe + 1)]
-    return min(choices, key=lambda one: (largest(*one), -one[0]))

@@ -1,0 +1,1 @@
+"""Estimates of what an optimizer step takes: its time, and its memory."""

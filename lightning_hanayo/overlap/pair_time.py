@@ -135,10 +135,13 @@ def best_order(first: Segments, second: Segments, tries: int = TRIES) -> PairRun
 
 
 def _run_as_they_come(first: Segments, second: Segments, prefer: int | None, link_prefer: int | None) -> PairRun:
-    """The link carries the collective that started first; of several that wait, one of the action `link_prefer`."""
+    """The link carries the collective that started first; of several that wait, one of the action `link_prefer`.
+
+    The result is that of this order as a plan, which may hold up a collective that another one could overtake.
+    """
     run = _Run([first, second], None, prefer, link_prefer)
-    end, other = run.run()
-    return PairRun((end, other), tuple(run.carried), prefer)
+    run.run()
+    return run_pair(first, second, tuple(run.carried), prefer)
 
 
 def bound(*actions: Segments) -> float:

@@ -168,16 +168,17 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Draw what a further micro-batch adds, one by one and in pairs, for each scheme."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.2 * len(outcomes)), layout="constrained")
-    panels = figure.subplots(len(outcomes), squeeze=False)[:, 0]
+    heights = [0.8 + 0.2 * len(outcome.results) for outcome in outcomes]
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    panels = figure.subplots(len(outcomes), squeeze=False, height_ratios=heights)[:, 0]
     for panel, outcome in zip(panels, outcomes, strict=True):
         rows = list(outcome.results)[::-1]
         colors = ["tab:gray" if one.way == rows[-1].way else "tab:green" for one in rows]
         bars = panel.barh(range(len(rows)), [one.steady for one in rows], color=colors)
-        panel.bar_label(bars, [f"{one.steady:.2f}" for one in rows], padding=3)
+        panel.bar_label(bars, [f"{one.steady:.2f}" for one in rows], padding=3, fontsize=8)
         names = [f"{one.scheme}, {one.way}" + ("" if one.queue else ", all at once") for one in rows]
-        panel.set_yticks(range(len(rows)), names)
+        panel.set_yticks(range(len(rows)), names, fontsize=8)
         panel.axvline(1.0, color="black", linewidth=0.8)
         panel.set_title(f"{outcome.title}: what a further micro-batch adds / max(compute, link)")
-        panel.margins(x=0.1)
+        panel.margins(x=0.1, y=0.01)
     figure.savefig(path, dpi=120)

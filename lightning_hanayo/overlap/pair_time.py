@@ -10,7 +10,7 @@ carried. All ranks of a cube must have the same order, so it can't be left to th
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import inf
+from math import exp, inf
 from random import Random
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ TRIES = 2000
 """orders that `best_order` tries at most: about half a second for 100 collectives"""
 ENOUGH = 1.002
 """it stops where a pair takes at most this multiple of the bound"""
+_WARM = 0.01
+"""by which part of the bound orders may be longer than the one that they change, at first"""
 _SHIFTS = (-12, -6, -4, -3, -2, -1, 1, 2, 3, 4, 6, 12)
 """by how many places a collective may move at a time"""
 
@@ -110,27 +112,29 @@ def run_by_turns(first: Segments, second: Segments) -> PairRun:
 
 
 def best_order(first: Segments, second: Segments, tries: int = TRIES) -> PairRun:
-    """The best order found: that in which the collectives start, and small changes to it.
+    """The best order found: that in which the collectives start, and small changes to it (simulated annealing).
 
     The same arguments always give the same order.
     """
     choices = product((None, 0, 1), repeat=2)
     best = min((_run_as_they_come(first, second, *one) for one in choices), key=lambda run: _length(run.ends))
     least = bound(first, second)
-    random = Random(0)
-    for _ in range(tries if len(best.order) > 1 else 0):
+    random, current = Random(0), best
+    for done in range(tries if len(best.order) > 1 else 0):
         if best.seconds <= least * ENOUGH:
             break
-        order = list(best.order)
+        order = list(current.order)
         for _ in range(random.choice((0, 1, 1, 1, 2))):
             place = random.randrange(len(order))
             moved = order.pop(place)
             order.insert(max(0, min(len(order), place + random.choice(_SHIFTS))), moved)
-        prefer = random.choice((None, 0, 1, best.prefer))
+        prefer = random.choice((None, 0, 1, current.prefer, current.prefer))
         run = _Run([first, second], order, prefer)
         end, other = run.run()
-        if _length((end, other)) <= _length(best.ends):
-            best = PairRun((end, other), tuple(run.carried), prefer)
+        worse = max(end, other) - current.seconds
+        if worse <= 0 or random.random() < exp(-worse / (_WARM * least * (1 - done / tries))):
+            current = PairRun((end, other), tuple(run.carried), prefer)
+            best = min(best, current, key=lambda run: _length(run.ends))
     return best
 
 

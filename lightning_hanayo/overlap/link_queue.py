@@ -94,7 +94,7 @@ class Recording:
     """What one action does, as it runs: when it computes, and which collectives it starts and waits for."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[float, Ticket | None, int | None]] = []
+        self._parts: list[tuple[float, Ticket | None, int | None, bool]] = []
         self._mark = perf_counter()
         self._computed = 0.0
         """seconds before that"""
@@ -103,10 +103,13 @@ class Recording:
         """The action starts a collective."""
         self._add(ticket, None)
 
-    def wait(self, ticket: Ticket) -> None:
-        """It needs the collective's result. That of one which another action has started is taken to be there."""
-        if ticket.recorded is self:
-            self._add(None, ticket.number)
+    def wait(self, ticket: Ticket, other: "Recording | None" = None) -> None:
+        """It needs the result of a collective: its own, or that of the pair's `other` action.
+
+        That of one which an earlier action has started is taken to be there.
+        """
+        if ticket.recorded is not None and ticket.recorded in (self, other):
+            self._add(None, ticket.number, is_shared=ticket.recorded is other)
         else:
             self._computed += perf_counter() - self._mark
 
@@ -121,12 +124,13 @@ class Recording:
     def segments(self) -> tuple[Segment, ...]:
         """What was recorded. Call it when its collectives have ended."""
         return tuple(
-            Segment(compute, None if ticket is None else ticket.seconds, wait) for compute, ticket, wait in self._parts
+            Segment(compute, None if ticket is None else ticket.seconds, wait, is_shared)
+            for compute, ticket, wait, is_shared in self._parts
         )
 
-    def _add(self, ticket: Ticket | None, wait: int | None) -> None:
+    def _add(self, ticket: Ticket | None, wait: int | None, *, is_shared: bool = False) -> None:
         now = perf_counter()
-        self._parts.append((now - self._mark + self._computed, ticket, wait))
+        self._parts.append((now - self._mark + self._computed, ticket, wait, is_shared))
         self._mark, self._computed = now, 0.0
 
 
@@ -185,7 +189,7 @@ class LinkQueue:
         """Wait until the collective has ended; in a pair the other action has the device meanwhile."""
         recording = self.recordings.get(self.turns.slot)
         if recording is not None:
-            recording.wait(ticket)
+            recording.wait(ticket, self.recordings.get(1 - self.turns.slot))
         self.turns.wait(lambda: ticket.is_done, ticket.block)
         if recording is not None:
             recording.go_on()

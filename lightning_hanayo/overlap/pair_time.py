@@ -33,10 +33,13 @@ class Segment(NamedTuple):
     """seconds of the link that the collective takes which starts then; the first one that starts has number 0"""
     wait: int | None = None
     """the number of the collective whose result is needed then"""
+    is_shared: bool = False
+    """whether that is a collective of the pair's other action; alone, an action finds its result there"""
 
     def scaled(self, factor: float) -> "Segment":
         """The same in another unit of time."""
-        return Segment(factor * self.compute, None if self.start is None else factor * self.start, self.wait)
+        start = None if self.start is None else factor * self.start
+        return self._replace(compute=factor * self.compute, start=start)
 
 
 Segments = Sequence[Segment]
@@ -96,14 +99,15 @@ def run_by_turns(first: Segments, second: Segments) -> PairRun:
         if done[number] == inf:
             now = max(now, awaited[number])
             for place in range(places[number], len(actions[number])):
-                compute, start, wait = actions[number][place]
+                compute, start, wait, is_shared = actions[number][place]
                 now += compute
                 if start is not None:
                     link = max(link, now) + start
                     carried.append((number, len(ends[number])))
                     ends[number].append(link)
                 if wait is not None:
-                    places[number], awaited[number] = place + 1, ends[number][wait]
+                    places[number] = place + 1
+                    awaited[number] = ends[1 - number if is_shared else number][wait]
                     break
             else:
                 done[number] = now
@@ -173,8 +177,8 @@ class _Run:
         self._device = self._link = 0.0
         self._ready = [0.0 for _ in actions]
         """when each action can use the device; infinity: that isn't known yet"""
-        self._awaited: list[int | None] = [None for _ in actions]
-        """the collective that each action waits for whose end isn't known yet"""
+        self._awaited: list[tuple[int, int] | None] = [None for _ in actions]
+        """the collective that each action waits for whose end isn't known yet: whose it is, and its number"""
         self._places = [0 for _ in actions]
         self._is_done = [False for _ in actions]
         self._started: list[list[tuple[float, float]]] = [[] for _ in actions]
@@ -215,17 +219,18 @@ class _Run:
     def _go_on(self, number: int) -> float | None:
         """Let an action use the device until it has to wait. Returns when it has ended, if it has."""
         now = max(self._device, self._ready[number])
-        segments, ends = self._actions[number], self._ends[number]
+        segments = self._actions[number]
         for place in range(self._places[number], len(segments)):
-            compute, start, wait = segments[place]
+            compute, start, wait, is_shared = segments[place]
             now += compute
             if start is not None:
                 self._start(number, now, start)
-            if wait is not None and ends.get(wait, inf) > now:
+            owner = 1 - number if is_shared else number
+            if wait is not None and owner < len(self._ends) and self._ends[owner].get(wait, inf) > now:
                 self._carry_until(now)
-                if ends.get(wait, inf) > now:
-                    self._ready[number] = ends.get(wait, inf)
-                    self._awaited[number] = wait
+                if self._ends[owner].get(wait, inf) > now:
+                    self._ready[number] = self._ends[owner].get(wait, inf)
+                    self._awaited[number] = owner, wait
                     self._places[number] = place + 1
                     self._device = now
                     return None
@@ -268,5 +273,6 @@ class _Run:
         started, takes = self._started[action][collective]
         self._link = self._ends[action][collective] = max(self._link, started) + takes
         self.carried.append((action, collective))
-        if self._awaited[action] == collective:
-            self._ready[action] = self._link
+        for number, awaited in enumerate(self._awaited):
+            if awaited == (action, collective):
+                self._ready[number] = self._link

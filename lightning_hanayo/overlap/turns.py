@@ -37,6 +37,8 @@ class DeviceTurns:
         self.slot = 0
         """the action that has the device: 0, or 1 in a pair"""
         self.is_pair = False
+        self.are_twins = False
+        """whether both actions do the same to the same stage"""
         self.number = 0
         """of the pair that runs; between two pairs a number of its own"""
         self.states: Sequence[ActionState] = ()
@@ -49,6 +51,7 @@ class DeviceTurns:
         self._is_free = False
         self._waiting: list[int] = []
         self._failed = False
+        self._ended: set[int] = set()
         self._partner: _Partner | None = None
 
     def __reduce__(self) -> tuple[type["DeviceTurns"], tuple[()]]:
@@ -56,7 +59,13 @@ class DeviceTurns:
         return DeviceTurns, ()
 
     def run(
-        self, first: Callable[[], T], second: Callable[[], T], *, by_turns: bool = True, prefer: int | None = None
+        self,
+        first: Callable[[], T],
+        second: Callable[[], T],
+        *,
+        by_turns: bool = True,
+        prefer: int | None = None,
+        are_twins: bool = False,
     ) -> tuple[T, T]:
         """Run both actions, `second` in a thread of its own, and return what they return.
 
@@ -66,14 +75,15 @@ class DeviceTurns:
             by_turns: whether the device changes hands wherever an action waits, even if it needn't, beginning with 0.
             prefer: otherwise, which of them gets the device where both could use it; None: the one that waits longer,
                 and first the action 0.
+            are_twins: whether both do the same to the same stage.
 
         Raises:
             BaseException: what an action has raised; the other one is unwound.
         """
         self._partner = self._partner or _Partner()
         self._by_turns, self._prefer, self._failed = by_turns, prefer, False
-        self._waiting, self._is_free = [0, 1], True
-        self.slot, self.is_pair = 0, True
+        self._waiting, self._is_free, self._ended = [0, 1], True, set()
+        self.slot, self.is_pair, self.are_twins = 0, True, are_twins
         self.number += 1
         results: dict[int, T] = {}
         errors: list[BaseException] = []
@@ -88,12 +98,13 @@ class DeviceTurns:
                 errors.append(error)
                 self._failed = True
                 self.on_failure()
+            self._ended.add(slot)
             self._give()
 
         done = self._partner.start(lambda: act(1, second))
         act(0, first)
         done.wait()
-        self.slot, self.is_pair = 0, False
+        self.slot, self.is_pair, self.are_twins = 0, False, False
         self.number += 1
         if errors:
             raise errors[0]
@@ -111,6 +122,20 @@ class DeviceTurns:
             self.offer()
         else:
             self._hand_over(block, stands_in_line=False)
+
+    def wait_for_other(self, is_there: Callable[[], bool]) -> None:
+        """In a pair: let the other action have the device until `is_there()` through what it does, or it has ended."""
+        other = 1 - self.slot
+
+        def goes_on() -> bool:
+            return is_there() or other in self._ended or self._failed
+
+        def block() -> None:
+            with self._changed:
+                self._changed.wait_for(goes_on)
+
+        while not goes_on():
+            self._hand_over(lambda: None if self._by_turns else block(), stands_in_line=self._by_turns)
 
     def offer(self) -> None:
         """Give the device to the preferred action, if it could use it."""

@@ -11,12 +11,12 @@ clocks say.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from lightning_hanayo.overlap.link_queue import LinkQueue, Recording
-from lightning_hanayo.overlap.pair_time import PairRun, Segment, Segments, best_order
+from lightning_hanayo.overlap.pair_time import PairRun, Segments, best_order
 from lightning_hanayo.overlap.turns import ActionState
 from lightning_hanayo.runtime.capture.thread_state import ThreadState
 from lightning_hanayo.schedule import Action, Kind
@@ -29,10 +29,22 @@ ALL_TRIES, LEAST_TRIES = 12_000, 500
 """orders that are tried for all kinds of pairs together, and for each at least: a few seconds, once"""
 
 _Pair = tuple[Action, Action]
-Kinds = tuple[int, Kind, bool, int]
-"""the stage of an action, what it does there, whether it is the first or last to (`Program.edges`), and whether it
-is the first one of its pair (0) or the second (1)"""
-Plans = dict[tuple[Kinds, Kinds], PairRun]
+
+
+class PairedKind(NamedTuple):
+    """What an action of a pair does: all of a kind start the same collectives."""
+
+    stage: int
+    kind: Kind
+    is_edge: bool
+    """whether it is the stage's first or last of this kind (`Program.edges`)"""
+    slot: int
+    """0: the first action of its pair; 1: the second one"""
+    is_twin: bool
+    """whether the other one does the same to the same stage: the second one then uses weights that the first gathers"""
+
+
+Plans = dict[tuple[PairedKind, PairedKind], PairRun]
 
 
 class Pairs:
@@ -64,13 +76,13 @@ class Pairs:
         """batches, by their signature"""
         self.plans: dict[int, Plans] = {}
         """by signature: how the pairs of such batches are expected to run"""
-        self.segments: dict[Kinds, Segments] = {}
+        self.segments: dict[PairedKind, Segments] = {}
         """what actions of each kind do, as the first rank has recorded it"""
         self._signature = 0
         self._edges: Collection[Action] = frozenset()
-        self._recordings: dict[int, dict[tuple[Action, int], Recording]] = {}
+        self._recordings: dict[int, list[tuple[PairedKind, Recording]]] = {}
         """by signature: of batches that were recorded, until the next one with their signature"""
-        self._active: dict[tuple[Action, int], Recording] | None = None
+        self._active: list[tuple[PairedKind, Recording]] | None = None
         """of the batch that runs, if it is recorded"""
 
     def close(self) -> None:
@@ -93,22 +105,22 @@ class Pairs:
         if signature in self._recordings:
             recorded, made = self._recordings.pop(signature), None
             if self._is_first:
-                self.segments = typical_segments(recorded, edges)
+                self.segments = typical_segments(recorded)
                 made = make_plans(pairs, self.segments, edges)
             self.plans[signature] = self._share(made)
         if self._seen[signature] == RECORDED and self._is_planned and pairs:
-            self._active = self._recordings[signature] = {}
+            self._active = self._recordings[signature] = []
 
     def run(
         self, first: Action, run_first: Callable[[], T], second: Action, run_second: Callable[[], T]
     ) -> tuple[T, T]:
         """Run both actions, and return what they return."""
-        kinds = kind_of(first, 0, self._edges), kind_of(second, 1, self._edges)
+        kinds = kinds_of(first, second, self._edges)
         plan = self.plans.get(self._signature, {}).get(kinds)
         queue, state = self._queue, ThreadState.current()
 
-        def act(slot: int, action: Action, run: Callable[[], T]) -> T:
-            recording = self._begin(slot, action)
+        def act(slot: int, run: Callable[[], T]) -> T:
+            recording = self._begin(kinds[slot])
             with torch.autograd.set_multithreading_enabled(False):  # a device's thread would run one of both at a time
                 result = run()
             if recording is not None:
@@ -118,45 +130,45 @@ class Pairs:
 
         def act_second() -> T:
             with state.applied():
-                return act(1, second, run_second)
+                return act(1, run_second)
 
         queue.begin_pair(None if plan is None else plan.order)
         try:
             return queue.turns.run(
-                lambda: act(0, first, run_first),
+                lambda: act(0, run_first),
                 act_second,
                 by_turns=plan is None,
                 prefer=plan.prefer if plan else None,
+                are_twins=kinds[0].is_twin,
             )
         finally:
             queue.end_pair()
 
-    def _begin(self, slot: int, action: Action) -> Recording | None:
+    def _begin(self, kind: PairedKind) -> Recording | None:
         if self._active is None:
             return None
-        self._active[action, slot] = made = self._queue.record(slot)
+        made = self._queue.record(kind.slot)
+        self._active.append((kind, made))
         return made
 
 
-def typical_segments(
-    recorded: Mapping[tuple[Action, int], Recording], edges: Collection[Action] = frozenset()
-) -> dict[Kinds, Segments]:
+def typical_segments(recorded: Collection[tuple[PairedKind, Recording]]) -> dict[PairedKind, Segments]:
     """What each kind of action does: each part takes the median of its times over micro-batches.
 
     Kinds of which not all micro-batches do the same are left out.
     """
-    alike: defaultdict[Kinds, list[Segments]] = defaultdict(list)
-    for (action, slot), recording in recorded.items():
-        alike[kind_of(action, slot, edges)].append(recording.segments())
+    alike: defaultdict[PairedKind, list[Segments]] = defaultdict(list)
+    for kind, recording in recorded:
+        alike[kind].append(recording.segments())
     return {kind: _median(several) for kind, several in alike.items() if len(set(map(_shape, several))) == 1}
 
 
 def make_plans(
-    pairs: Sequence[_Pair], segments: Mapping[Kinds, Segments], edges: Collection[Action] = frozenset()
+    pairs: Sequence[_Pair], segments: Mapping[PairedKind, Segments], edges: Collection[Action] = frozenset()
 ) -> Plans:
     """The order of the collectives of each kind of pair; none where it isn't known what its actions do."""
     plans: Plans = {}
-    kinds = dict.fromkeys((kind_of(first, 0, edges), kind_of(second, 1, edges)) for first, second in pairs)
+    kinds = dict.fromkeys(kinds_of(first, second, edges) for first, second in pairs)
     for first, second in kinds:
         if first in segments and second in segments:
             tries = max(LEAST_TRIES, ALL_TRIES // len(kinds))
@@ -164,21 +176,25 @@ def make_plans(
     return plans
 
 
-def kind_of(action: Action, slot: int, edges: Collection[Action] = frozenset()) -> Kinds:
-    """The kind of a pair's action."""
-    return action.stage, action.kind, action in edges, slot
+def kinds_of(first: Action, second: Action, edges: Collection[Action] = frozenset()) -> tuple[PairedKind, PairedKind]:
+    """The kinds of a pair's actions."""
+    are_twins = (first.stage, first.kind) == (second.stage, second.kind)
+    one, other = (
+        PairedKind(action.stage, action.kind, action in edges, slot, are_twins)
+        for slot, action in enumerate((first, second))
+    )
+    return one, other
 
 
-def _shape(segments: Segments) -> tuple[tuple[bool, int | None], ...]:
-    return tuple((one.start is None, one.wait) for one in segments)
+def _shape(segments: Segments) -> tuple[tuple[bool, int | None, bool], ...]:
+    return tuple((one.start is None, one.wait, one.is_shared) for one in segments)
 
 
 def _median(several: Sequence[Segments]) -> Segments:
     return [
-        Segment(
-            median(one.compute for one in same),
-            None if same[0].start is None else median(one.start or 0.0 for one in same),
-            same[0].wait,
+        same[0]._replace(
+            compute=median(one.compute for one in same),
+            start=None if same[0].start is None else median(one.start or 0.0 for one in same),
         )
         for same in zip(*several, strict=True)
     ]

@@ -271,8 +271,10 @@ class Mesh:
         return mesh
 
     @staticmethod
-    def create(sizes: MeshSizes, axis: type[MeshAxis] = MeshAxis) -> "Mesh":
+    def create(sizes: MeshSizes, axis: type[MeshAxis] = MeshAxis, queue: LinkQueue | None = None) -> "Mesh":
         """Returns a mesh of all ranks of the initialized default process group. All of them call it.
+
+        All collectives go through the `queue`, if there is one.
 
         Example:
             >>> torch.distributed.init_process_group("gloo")
@@ -292,7 +294,7 @@ class Mesh:
             return group
 
         control = dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
-        return Mesh.of(sizes, rank, make, axis, control)
+        return Mesh.of(sizes, rank, make, axis, control, queue)
 
     @staticmethod
     def single() -> "Mesh":

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor3d.batch_weights import BatchWeights, GradientSum
 from lightning_hanayo.tensor3d.mesh import MeshAxis, Pending
+from lightning_hanayo.tensor3d.pair_weights import PairWeights
 from lightning_hanayo.weight_gradients import WeightGradients, gradient_dtype
 
 _MAX_PREFETCHED = 2
@@ -97,6 +98,7 @@ class ShardedWeight:
         queue: takes the gradients that the stage's split backward leaves for later; None: it leaves none.
         turns: which of two actions runs now; each prefetches for itself.
         batch: what the stage keeps for all micro-batches.
+        pair: what one action of a pair gathers for both.
     """
 
     def __init__(
@@ -107,11 +109,13 @@ class ShardedWeight:
         queue: WeightGradients | None = None,
         turns: DeviceTurns | None = None,
         batch: "BatchWeights[ShardedWeight] | None" = None,
+        pair: PairWeights | None = None,
     ) -> None:
         self.parts = list(parts)
         self._axis = axis
         self._turns = DeviceTurns() if turns is None else turns
         self._batch: BatchWeights[ShardedWeight] = BatchWeights() if batch is None else batch
+        self._pair = PairWeights() if pair is None else pair
         self._prefetched: dict[int, tuple[_Key, Pending[list[Tensor]]]] = {}
         self.pending_gradients = pending_gradients
         self.queue = queue
@@ -210,10 +214,13 @@ class ShardedWeight:
         return self.versions, dtype
 
     def _start(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
+        if self._axis.size == 1:
+            return Pending.done([part.to_send(dtype, 1) for part in self.parts])
+        return self._pair.gather((self, dtype), lambda: self._gather(dtype))
+
+    def _gather(self, dtype: torch.dtype) -> Pending[list[Tensor]]:
         size = self._axis.size
         own = [part.to_send(dtype, size) for part in self.parts]
-        if size == 1:
-            return Pending.done(own)
         rows = [size * len(one) for one in own]
         whole = own[0].new_empty(sum(rows), own[0].shape[1])
         gathered = [whole] if len(own) == 1 else list(whole.split(rows))

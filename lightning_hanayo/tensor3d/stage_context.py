@@ -9,6 +9,7 @@ from lightning_hanayo.overlap.turns import DeviceTurns
 from lightning_hanayo.tensor3d.batch_weights import BatchWeights
 from lightning_hanayo.tensor3d.call_order import CallOrder
 from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.tensor3d.pair_weights import PairWeights
 from lightning_hanayo.tensor3d.parallel_style import AxisCollective
 from lightning_hanayo.tensor3d.product_args import BoundCollective, Keep
 from lightning_hanayo.tensor3d.sharded_weight import PendingGradients, PrefetchOrder, ShardedWeight, StoredWeight
@@ -57,6 +58,7 @@ class StageContext:
         self.num_pieces = num_pieces
         self._sequence_lengths = [sequence_length, sequence_length]
         self.batch_weights: BatchWeights[ShardedWeight] = BatchWeights(keep_weights, self._turns)
+        self._pair_weights = PairWeights(self._turns)
         self.pending_gradients = PendingGradients(self._turns, self.batch_weights)
         order = PrefetchOrder()
         self._prefetch_orders = order, order.twin()
@@ -101,7 +103,13 @@ class StageContext:
     def weight(self, *parts: StoredWeight, axis: str = "x") -> ShardedWeight:
         """Returns the weight of a layer, or those of several layers that read one input, gathered along `axis`."""
         return ShardedWeight(
-            parts, self.mesh.axis(axis), self.pending_gradients, self.queue, self._turns, self.batch_weights
+            parts,
+            self.mesh.axis(axis),
+            self.pending_gradients,
+            self.queue,
+            self._turns,
+            self.batch_weights,
+            self._pair_weights,
         )
 
     def check_open(self) -> None:
@@ -117,6 +125,7 @@ class StageContext:
         """A batch begins: drop what a failure in the batch before may have left."""
         self.pending_gradients.discard()
         self.batch_weights.begin_batch()
+        self._pair_weights.discard()
         self.pending_gradients.ends_late = True
         for order in self._prefetch_orders:
             order.drop_prefetched()

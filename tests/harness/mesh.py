@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis, Pending, Waitable
 
 Sizes = tuple[int, int, int]
@@ -54,9 +55,9 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_mesh(sizes: Sizes) -> Mesh:
+def make_mesh(sizes: Sizes, queue: LinkQueue | None = None) -> Mesh:
     """A mesh of all ranks that counts its traffic. It has seven process groups, so use one mesh for many cases."""
-    return Mesh.create(sizes, CountingAxis)
+    return Mesh.create(sizes, CountingAxis, queue)
 
 
 def part(full: Tensor, mesh: Mesh, *axes: str) -> Tensor:

@@ -11,7 +11,7 @@ from lightning_hanayo.overlap.pair_time import Segment, best_order
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.pairs import RECORDED, Pairs, kind_of
+from lightning_hanayo.runtime.pairs import RECORDED, Pairs, kinds_of
 from lightning_hanayo.runtime.profiling.measurement import stage_times
 from lightning_hanayo.runtime.profiling.trace import Event, Trace
 from lightning_hanayo.runtime.program import Pair, Program
@@ -133,9 +133,9 @@ def test_a_plan_is_made_for_each_kind_of_pair() -> None:
     _, _, engine = run(STEADY, RECORDED + 1)
     assert engine.pairs is not None
     (plans,) = engine.pairs.plans.values()
-    forward, backward = kind_of(Action(0, Kind.F, 1), 0), kind_of(Action(0, Kind.B, 0), 1)
-    assert set(plans) == {(forward, backward)}
-    assert len(plans[forward, backward].order) == 8
+    kinds = kinds_of(Action(0, Kind.F, 1), Action(0, Kind.B, 0))
+    assert set(plans) == {kinds}
+    assert len(plans[kinds].order) == 8
 
 
 def test_actions_without_collectives_have_an_empty_plan() -> None:

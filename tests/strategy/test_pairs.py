@@ -58,10 +58,10 @@ class Seen:
         self.carried: list[tuple[int, int]] = []
         run, put = DeviceTurns.run, LinkQueue._put
 
-        def run_pair(turns: DeviceTurns, *actions: Any, by_turns: bool = True, prefer: int | None = None) -> Any:
+        def run_pair(turns: DeviceTurns, *actions: Any, by_turns: bool, **options: Any) -> Any:
             self.pairs += 1
             self.planned += not by_turns
-            return run(turns, *actions, by_turns=by_turns, prefer=prefer)
+            return run(turns, *actions, by_turns=by_turns, **options)
 
         def put_ticket(queue: LinkQueue, ticket: Any) -> None:
             if queue.turns.is_pair:

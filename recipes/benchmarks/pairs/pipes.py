@@ -73,8 +73,8 @@ def work_pipes(rank: int, pipes: Pipes) -> PipeRecord:
     for runner in runners[1::2]:
         assert runner.pairs is not None
         kinds: dict[str, list[Segments]] = defaultdict(list)
-        for (_, kind, _, _), segments in runner.pairs.segments.items():
-            kinds[kind.value].append(segments)
+        for kind, segments in runner.pairs.segments.items():
+            kinds[kind.kind.value].append(segments)
         record.segments.append(dict(kinds))
         record.schedules.append(runner.schedule)
         runner.close()

@@ -16,7 +16,7 @@ from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.pairs import RECORDED, Pairs, kind_of
+from lightning_hanayo.runtime.pairs import RECORDED, Pairs, kinds_of
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stages.self_contained import SelfContainedSingleStage
@@ -149,9 +149,13 @@ class Runner:
         for action in table.actions[0]:
             partner = table.partner_of.get(action)
             if partner is not None:
-                total += plans[kind_of(action, 0), kind_of(partner, 1)].seconds
+                total += plans[kinds_of(action, partner)].seconds
             elif action not in seconds:
-                alone = next(own for kind, own in segments.items() if kind[:2] == (action.stage, action.kind))
+                alone = next(
+                    own
+                    for kind, own in segments.items()
+                    if (kind.stage, kind.kind) == (action.stage, action.kind) and not (kind.is_twin and kind.slot)
+                )
                 total += run_alone(alone)
         return total
 

@@ -70,5 +70,7 @@ def test_the_api_has_the_public_names() -> None:
 def test_the_table_of_models_names_every_registered_block() -> None:
     page = (DOCS / "supported" / "README.md").read_text(encoding="utf-8").lower().replace("-", "")
     for name in blocks._BLOCKS:
+        if name.startswith("tests."):  # one that a test before has registered
+            continue
         family = name.split(".")[2] if name.startswith("transformers.") else name.rpartition(".")[2].lower()
         assert family in page, name

@@ -48,6 +48,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, expected: Weights) -> None:
         assert_close(trained(tmp_path, commands, num_nodes=2, devices=2)[0], expected, 1e-12)
 
 
+@pytest.mark.thorough
 def test_slurm(tmp_path: Path, expected: Weights) -> None:
     command = [*SRUN, "2", "2", sys.executable, SCRIPT, *arguments(tmp_path, 2, 2)]
     weights, output = trained(tmp_path, [command], num_nodes=2, devices=2)

@@ -46,16 +46,16 @@ SMALL_RANKS, SMALL_SEQUENCES = 4, 16
 ABOUT = """\
 The GPT recipe and a Llama of `transformers`: {blocks} blocks of width {width}, {words} words, batches of {samples}
 sequences of {context} tokens for each data rank, AdamW in fp32. A peak is the most bytes of live tensors that a rank
-held, from a batch's begin to the end of the optimizer's step; shown is the rank that held the most. The prediction
+held, from the start of a batch to the end of the optimizer's step; shown is the rank that held the most. The prediction
 takes sizes of parameters, what one micro-batch was measured to take in each stage, and the order of the actions."""
 ABOUT_PEERS = f"""\
 On paper: Llama-7B on {NUM_RANKS} ranks, a step of {SEQUENCES} sequences of 4,096 tokens, nothing recomputed; bytes of
 the rank that holds the most. State is parameters in bf16, and gradients, master weights and Adam in fp32: 2 + 4 + 12
 bytes per parameter (FSDP2's peak is at the loss, before it makes gradients). What a block keeps of a sequence, in each
 cube, and what head and loss take, is counted on the meta device with flash attention; the loss is over whole logits,
-but with `cube_outside="tokens"`, which shares them.
-Megatron-LM's ways are those of arXiv 2205.05198, section 4.2. Memory of the allocator and of libraries comes on top.
-Ours are the best for each P, of all cubes and D, with `hanayo` and W = 1 or 2, with and without shared tokens. In a
+except with `cube_outside="tokens"`, which divides them among ranks.
+Megatron-LM's formulas are those of arXiv 2205.05198, section 4.2. Memory of the allocator and of libraries comes on top.
+Ours are the best layouts for each P, of all cubes and D, with `hanayo` and W = 1 or 2, with and without shared tokens. In a
 cube each rank has embedding and head whole while a batch runs, where TP = 8 has an eighth."""
 
 

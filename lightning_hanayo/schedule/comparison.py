@@ -1,8 +1,9 @@
 """Comparison: simulates all schedules for the same ranks, micro-batches, depth and costs, and sorts them by time."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from lightning_hanayo.errors import HanayoError
@@ -50,6 +51,7 @@ def compare(
     steps: int = 1,
     pairs: bool = False,
     names: Iterable[str] | None = None,
+    tables: Mapping[str, Schedule] = MappingProxyType({}),
     tell: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
     """All registered schedules (or `names`) for these sizes, each with 2W stages per rank (as W waves have) if it can.
@@ -62,16 +64,24 @@ def compare(
         steps: the number of steps simulated in a row, without a barrier.
         pairs: whether ranks may run two actions at once, as `costs` with `segments` say.
         names: of the schedules to compare; None: all.
+        tables: schedules that exist already, of these sizes, by the name to show.
         tell: is called with the name of each schedule before it is built.
 
     Raises:
-        HanayoError: a size or the budget makes no sense for any schedule.
+        HanayoError: a size or the budget makes no sense for any schedule, or a table has another size.
 
     Example:
         >>> [one.name for one in compare(num_ranks=4, num_microbatches=8, names=["1f1b", "hanayo"]).candidates]
         ['hanayo', '1f1b']
     """
-    candidates: list[Candidate] = []
+    costs = costs or CostModel()
+    for name, table in tables.items():
+        if (table.num_ranks, table.num_microbatches) != (num_ranks, num_microbatches):
+            raise HanayoError(
+                f"{name} is a table of {table.num_ranks} ranks and {table.num_microbatches} micro-batches, so it can't be "
+                f"compared with schedules of {num_ranks} and {num_microbatches}: give its sizes"
+            )
+    candidates = [_simulated(name, table, costs, activation_budget, steps) for name, table in tables.items()]
     refused: dict[str, str] = {}
     names = tuple(dict.fromkeys(schedule_names() if names is None else names))
     most = MAX_TRIED if len(names) > 1 else MAX_ACTIONS
@@ -83,7 +93,7 @@ def compare(
         try:
             sizes: dict[str, Any] = sizes_for(name, num_waves)
             make = partial(build, name, num_ranks=num_ranks, num_microbatches=num_microbatches, pairs=pairs, **sizes)
-            candidates.append(_candidate(name, make, costs or CostModel(), activation_budget, steps))
+            candidates.append(_candidate(name, make, costs, activation_budget, steps))
         except HanayoError as error:
             refused[name] = str(error).partition("\n")[0]
     return Comparison(tuple(sorted(candidates, key=lambda one: (one.timeline.makespan, one.peak, one.name))), refused)
@@ -92,7 +102,7 @@ def compare(
 def _candidate(
     name: str, make: Callable[..., Schedule], costs: CostModel, budget: float | None, steps: int
 ) -> Candidate:
-    if costs.is_per_stage:
+    if costs.is_per_stage:  # what chooses its order optimizes for them
         costs = costs.merged(make().stages_per_replica)
     try:
         schedule, keeps_budget = make(costs=costs, activation_budget=budget), True
@@ -100,6 +110,12 @@ def _candidate(
         if budget is None:
             raise
         schedule, keeps_budget = make(costs=costs), False
+    made = _simulated(name, schedule, costs, budget, steps)
+    return made if keeps_budget else replace(made, within_budget=False)
+
+
+def _simulated(name: str, schedule: Schedule, costs: CostModel, budget: float | None, steps: int) -> Candidate:
+    if costs.is_per_stage:
+        costs = costs.merged(schedule.stages_per_replica)
     timeline = simulate(schedule, costs, steps)
-    within_budget = keeps_budget and (budget is None or max(timeline.peak_activations) <= budget)
-    return Candidate(name, schedule, timeline, within_budget)
+    return Candidate(name, schedule, timeline, budget is None or max(timeline.peak_activations) <= budget)

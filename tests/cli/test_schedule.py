@@ -217,6 +217,7 @@ def test_show_reads_a_table(capsys: Captured) -> None:
         ("sho", "unknown subcommand 'sho'; did you mean 'show'?"),
         ("", "a subcommand is missing"),
         ("compare 1f1c", "there is no schedule '1f1c': did you mean '1f1b'?"),
+        ("compare mine.csv", "mine.csv: "),
         ("compare -P 0", "num_ranks must be a whole number of at least 1, got 0"),
         ("compare -B 0", "num_microbatches must be a whole number of at least 1, got 0"),
         ("compare -W 0", "num_waves must be a whole number of at least 1, got 0"),
@@ -278,6 +279,17 @@ def test_compare_as_json(capsys: Captured) -> None:
 def test_compare_over_several_steps(capsys: Captured) -> None:
     assert run("compare -P 2 --steps 3 hanayo") == 0
     assert "last step's bubble" in capsys.readouterr().out
+
+
+def test_compare_takes_tables_and_their_sizes(capsys: Captured) -> None:
+    assert run("export 1f1b mine.csv -P 2 -B 6") == 0
+    capsys.readouterr()
+    shown = printed("compare mine.csv hanayo 1f1b --forward 2 --json", capsys)["schedules"]
+    times = {one["schedule"]: one["makespan"] for one in shown}
+    assert times["mine"] == times["1f1b"] > times["hanayo"]
+    assert run("compare mine.csv") == 0
+    output = capsys.readouterr().out
+    assert output.startswith("P = 2, W = 1, B = 6\n") and "mine.csv" in output and "interleaved" in output
 
 
 def test_compare_writes_an_image_a_page_and_a_trace(capsys: Captured) -> None:

@@ -30,6 +30,8 @@ from lightning_hanayo.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
+_OF_TORCH = ".metadata"
+"""in folders of `torch.distributed.checkpoint`"""
 TEMPORARY = ".tmp-"
 """stands between the name of a checkpoint and the id of the save that is writing it"""
 
@@ -206,6 +208,11 @@ class CheckpointFolder:
             return (
                 f"{self.path} is what a save that was interrupted has left, and not whole. Use "
                 f"{self.path.rpartition(TEMPORARY)[0]}, if it is there, or an earlier checkpoint."
+            )
+        if self._storage.sizes([_OF_TORCH]):
+            return (
+                f"{self.path} is a folder of torch.distributed.checkpoint, as FSDPStrategy saves shards. Make one file of "
+                f"it, python -m lightning.pytorch.utilities.consolidate_checkpoint {self.path}, and load that."
             )
         if self._storage.is_folder():
             return (

@@ -17,14 +17,15 @@ from lightning_hanayo.cli.tables import print_table
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.plotting import save_page, save_ranking, save_trace
 from lightning_hanayo.plotting.terminal_status import showing
-from lightning_hanayo.schedule import schedule_names
+from lightning_hanayo.schedule import Schedule, schedule_names
 from lightning_hanayo.schedule.comparison import Candidate, Comparison, compare
 from lightning_hanayo.schedule.passes.communication import messages_per_microbatch
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Add sizes, costs and output files."""
-    parser.add_argument("schedules", nargs="*", default=[], metavar="NAME", help="schedules to compare (default: all)")
+    meaning = "schedules to compare (default: all), and tables of the same sizes"
+    parser.add_argument("schedules", nargs="*", default=[], metavar="NAME|FILE.csv", help=meaning)
     add_sizes(parser)
     add_costs(parser)
     meaning = "an image, HTML page or trace to write; can be repeated"
@@ -33,13 +34,18 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(options: Options) -> int:
     """Compare the schedules: print a table, and write the output files."""
-    names = options.schedules or None
+    tables = {name: Schedule.from_csv(name) for name in options.schedules if name.endswith(".csv")}
+    names = [name for name in options.schedules if name not in tables] or None
     for path in options.output:
         check_output(path)
     for name in names or ():
         if name not in schedule_names():
-            raise HanayoError(f"there is no schedule {name!r}: {nearest(name, schedule_names())}")
+            hint = nearest(name, schedule_names())
+            raise HanayoError(f"there is no schedule {name!r}: {hint}; or a file ending in .csv")
     sizes, budget = options.sizes, options.activation_budget
+    for table in tables.values():
+        sizes["num_ranks"] = options.ranks or table.num_ranks
+        sizes["num_microbatches"] = options.microbatches or table.num_microbatches
     with showing("comparing schedules") as say:
         comparison = compare(
             **sizes,
@@ -48,6 +54,7 @@ def run(options: Options) -> int:
             steps=options.steps,
             pairs=options.pairs is not None,
             names=names,
+            tables=tables,
             tell=lambda name: say(f"building and simulating {name}"),
         )
     if not comparison.candidates:

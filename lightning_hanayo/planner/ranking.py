@@ -13,6 +13,8 @@ from lightning_hanayo.planner.estimates.step_time import Estimate, StepModel
 from lightning_hanayo.planner.machine import Machine
 from lightning_hanayo.planner.model_facts import ModelFacts
 
+TOO_LARGE = "need more memory than a device has"
+"""a reason in `Plan.refused`"""
 USABLE = 0.9
 """of a device's memory, unless the user says how much: the rest is for the allocator, libraries and fragments"""
 _MOST_SIMULATED = 5
@@ -116,7 +118,7 @@ def make_plan(
     estimates = sorted(map(model.closed_form, found), key=_order)
     fitting = [one for one in estimates if one.memory.total <= limit]
     if len(fitting) < len(estimates):
-        refused["needs more memory than a device has"] = len(estimates) - len(fitting)
+        refused[TOO_LARGE] = len(estimates) - len(fitting)
     if not fitting:
         enlarged = partial(
             candidates, facts, global_batch=global_batch, refused=Counter(), batch_size=batch_size, choices=choices
@@ -181,7 +183,7 @@ def _nearest_miss(
     largest = max(parts, key=lambda name: parts[name])
     missing = least.memory.total - limit
     more = num_devices
-    way_out = f"more than {_MOST_DEVICES} times as many devices, or a smaller model"
+    way_out = f"a smaller model (tried: up to {_MOST_DEVICES * num_devices:,} devices)"
     while more < _MOST_DEVICES * num_devices:
         more *= 2
         found = map(model.closed_form, found_on(more))

@@ -78,8 +78,8 @@ def compare(
     for name, table in tables.items():
         if (table.num_ranks, table.num_microbatches) != (num_ranks, num_microbatches):
             raise HanayoError(
-                f"{name} is a table of {table.num_ranks} ranks and {table.num_microbatches} micro-batches, so it can't be "
-                f"compared with schedules of {num_ranks} and {num_microbatches}: give its sizes"
+                f"{name} is a table of {table.num_ranks} ranks and {table.num_microbatches} micro-batches, so it can't "
+                f"be compared with schedules of {num_ranks} and {num_microbatches}: give its sizes"
             )
     candidates = [_simulated(name, table, costs, activation_budget, steps) for name, table in tables.items()]
     refused: dict[str, str] = {}

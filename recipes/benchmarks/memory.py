@@ -54,9 +54,9 @@ the rank that holds the most. State is parameters in bf16, and gradients, master
 bytes per parameter (FSDP2's peak is at the loss, before it makes gradients). What a block keeps of a sequence, in each
 cube, and what head and loss take, is counted on the meta device with flash attention; the loss is over whole logits,
 except with `cube_outside="tokens"`, which divides them among ranks.
-Megatron-LM's formulas are those of arXiv 2205.05198, section 4.2. Memory of the allocator and of libraries comes on top.
-Ours are the best layouts for each P, of all cubes and D, with `hanayo` and W = 1 or 2, with and without shared tokens. In a
-cube each rank has embedding and head whole while a batch runs, where TP = 8 has an eighth."""
+Megatron-LM's formulas are those of arXiv 2205.05198, section 4.2. Memory of the allocator and of libraries comes on
+top. Ours are the best layouts for each P, of all cubes and D, with `hanayo` and W = 1 or 2, with and without shared
+tokens. In a cube each rank has embedding and head whole while a batch runs, where TP = 8 has an eighth."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,8 +10,7 @@ class Rates:
     Sources: NVIDIA's H100 data sheet (SXM5: 989 TFLOP/s in bf16 without sparsity, 3.35 TB/s, 80 GB, NVLink 900 GB/s,
     half of it in each direction); NVIDIA's DGX H100 user guide (an adapter of 400 Gbit/s for each GPU). The assumed
     shares are ours. The host's times are those that `recipes.benchmarks.cube_host` and `pipeline` measured on a shared
-    core of a virtual machine (15 us per call of a plain block, 26 in a cube; 220 to 380 us per action), on a core 1.5
-    times as fast.
+    core of a virtual machine (6 us per call of a plain block, 9 in a cube; 210 to 380 us per action), rounded.
     """
 
     flops: float = 989e12

@@ -217,7 +217,7 @@ def test_show_reads_a_table(capsys: Captured) -> None:
         ("sho", "unknown subcommand 'sho'; did you mean 'show'?"),
         ("", "a subcommand is missing"),
         ("compare 1f1c", "there is no schedule '1f1c': did you mean '1f1b'?"),
-        ("compare mine.csv", "mine.csv: "),
+        ("compare mine.csv", "the schedule table mine.csv can't be read"),
         ("compare -P 0", "num_ranks must be a whole number of at least 1, got 0"),
         ("compare -B 0", "num_microbatches must be a whole number of at least 1, got 0"),
         ("compare -W 0", "num_waves must be a whole number of at least 1, got 0"),

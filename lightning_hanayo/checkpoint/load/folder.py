@@ -211,8 +211,8 @@ class CheckpointFolder:
             )
         if self._storage.sizes([_OF_TORCH]):
             return (
-                f"{self.path} is a folder of torch.distributed.checkpoint, as FSDPStrategy saves shards. Make one file of "
-                f"it, python -m lightning.pytorch.utilities.consolidate_checkpoint {self.path}, and load that."
+                f"{self.path} is a folder of torch.distributed.checkpoint, as FSDPStrategy saves shards. Make one "
+                f"file of it, python -m lightning.pytorch.utilities.consolidate_checkpoint {self.path}, and load that."
             )
         if self._storage.is_folder():
             return (

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_hanayo.cli.tables import print_table
 from lightning_hanayo.planner.estimates.step_time import Estimate
 from lightning_hanayo.planner.machine import Machine
-from lightning_hanayo.planner.ranking import Plan, bytes_of, count_of
+from lightning_hanayo.planner.ranking import TOO_LARGE, Plan, bytes_of, count_of
 
 COLUMNS = (
     "#", "P", "W", "D", "cube", "B", "samples", "batches", "schedule", "recompute", "sharded", "weights", "pairs",
@@ -41,14 +41,16 @@ def show(plan: Plan, written: Shown, *, as_json: bool) -> None:
         f"{plan.global_batch} samples per step; at most {bytes_of(plan.memory)} per device\n"
     )
     print_table(COLUMNS, rows(plan))
-    fitting = len(plan.points)
     print(
         "samples: of a micro-batch. weights: how often a cube gathers them. pairs: two micro-batches at once. "
         "exposed: waiting for other data ranks. products: the time of the model's own ones\n"
     )
-    print(f"{plan.num_considered:,} layouts considered, {fitting:,} fit. Left out:")
+    print(
+        f"{plan.num_considered:,} layouts considered: {len(plan.points):,} fit, {plan.refused[TOO_LARGE]:,} {TOO_LARGE}"
+    )
     for reason, count in plan.refused.most_common():
-        print(f"  {count:,}: {reason}")
+        if reason != TOO_LARGE:
+            print(f"not considered: {count:,}, {reason}")
     print(f"\n{_summary(plan)}\n")
     print(f"written: {written.output}, {written.picture}")
     configs = " ".join(f"--config {shlex.quote(path)}" for path in (*written.configs, written.output))

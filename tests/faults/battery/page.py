@@ -18,7 +18,7 @@ runs all of them; `python -m tests.faults.battery -k "P=4 kill save"` runs some.
 |---|---|
 | detected | the run ended by itself, or reported that no rank makes progress |
 | named | one line names the rank and the cause |
-| clean | all ended in time with the [exit code](../guides/faults.md), the cause was printed once and last; nothing is left |
+| clean | all ended in time with the [exit code](../guides/faults.md), the cause was printed last; nothing is left |
 | lost | the newest checkpoint was damaged or missing, or a signal came and nothing was saved |
 
 In time: within 10 s of the fault; 25 s if a process is stopped; until 15 s after the time-out if it hangs. All limits

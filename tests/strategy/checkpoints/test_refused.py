@@ -185,12 +185,17 @@ def lose_the_manifest(folder: Path) -> str:
     return "has no manifest.json"
 
 
+def be_of_torch(folder: Path) -> str:
+    (folder / "manifest.json").rename(folder / ".metadata")
+    return "is a folder of torch.distributed.checkpoint, as FSDPStrategy saves shards. Make one file of it, python -m"
+
+
 def lose_all(folder: Path) -> str:
     shutil.rmtree(folder)
     return "Checkpoint file not found"
 
 
-DAMAGES = [flip, truncate, lose_a_file, lose_the_manifest, lose_all]
+DAMAGES = [flip, truncate, lose_a_file, lose_the_manifest, be_of_torch, lose_all]
 
 
 def refusals(folder: Path) -> list[str]:

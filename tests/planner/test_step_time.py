@@ -44,9 +44,8 @@ def test_equal_stages(schedule: str, pipe: int, num_waves: int, data: int) -> No
     assert closed.memory.total == pytest.approx(simulated.memory.total, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("facts", "devices"), [(SEVEN_B, 64), pytest.param(SEVENTY_B, 256, marks=pytest.mark.thorough)], ids=["7B", "70B"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("facts", "devices"), [(SEVEN_B, 64), (SEVENTY_B, 256)], ids=["7B", "70B"])
 def test_the_ten_best(facts: ModelFacts, devices: int) -> None:
     """With embedding and head on the first rank, and stages of different sizes."""
     model = StepModel(facts, H100)

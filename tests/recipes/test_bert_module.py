@@ -58,6 +58,7 @@ def test_it_does_not_import_this_package() -> None:
     assert not any(str(name).startswith("lightning_hanayo") for name in imported)
 
 
+@pytest.mark.thorough
 def test_it_learns_in_one_process(tmp_path: Path) -> None:
     model = tiny(learning_rate=1e-2, warmup_steps=5, decay_steps=40)
     loader = DataLoader(gaps(56), batch_size=14)

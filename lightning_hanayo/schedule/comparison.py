@@ -102,14 +102,13 @@ def compare(
 def _candidate(
     name: str, make: Callable[..., Schedule], costs: CostModel, budget: float | None, steps: int
 ) -> Candidate:
-    if costs.is_per_stage:  # what chooses its order optimizes for them
-        costs = costs.merged(make().stages_per_replica)
+    own = costs.merged(make().stages_per_replica) if costs.is_per_stage else costs
     try:
-        schedule, keeps_budget = make(costs=costs, activation_budget=budget), True
+        schedule, keeps_budget = make(costs=own, activation_budget=budget), True
     except HanayoError:
         if budget is None:
             raise
-        schedule, keeps_budget = make(costs=costs), False
+        schedule, keeps_budget = make(costs=own), False
     made = _simulated(name, schedule, costs, budget, steps)
     return made if keeps_budget else replace(made, within_budget=False)
 

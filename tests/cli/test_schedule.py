@@ -287,6 +287,8 @@ def test_compare_takes_tables_and_their_sizes(capsys: Captured) -> None:
     shown = printed("compare mine.csv hanayo 1f1b --forward 2 --json", capsys)["schedules"]
     times = {one["schedule"]: one["makespan"] for one in shown}
     assert times["mine"] == times["1f1b"] > times["hanayo"]
+    assert run("compare mine.csv -P 0") == 2
+    assert "mine.csv is a table of 2 ranks and 6 micro-batches" in capsys.readouterr().err
     assert run("compare mine.csv") == 0
     output = capsys.readouterr().out
     assert output.startswith("P = 2, W = 1, B = 6\n") and "mine.csv" in output and "interleaved" in output

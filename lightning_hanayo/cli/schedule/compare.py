@@ -10,11 +10,11 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from lightning_hanayo.cli.schedule.options import Options, add_costs, add_sizes
+from lightning_hanayo.cli.schedule.options import Options, add_costs, add_sizes, no_such_schedule
 from lightning_hanayo.cli.schedule.show import check_output, unit_seconds
 from lightning_hanayo.cli.schedule.summary import summary_dict
 from lightning_hanayo.cli.tables import print_table
-from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.plotting import save_page, save_ranking, save_trace
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.schedule import Schedule, schedule_names
@@ -40,12 +40,13 @@ def run(options: Options) -> int:
         check_output(path)
     for name in names or ():
         if name not in schedule_names():
-            hint = nearest(name, schedule_names())
-            raise HanayoError(f"there is no schedule {name!r}: {hint}; or a file ending in .csv")
+            raise no_such_schedule(name, schedule_names())
     sizes, budget = options.sizes, options.activation_budget
     for table in tables.values():
-        sizes["num_ranks"] = options.ranks or table.num_ranks
-        sizes["num_microbatches"] = options.microbatches or table.num_microbatches
+        if options.ranks is None:
+            sizes["num_ranks"] = table.num_ranks
+        if options.microbatches is None:
+            sizes["num_microbatches"] = table.num_microbatches
     with showing("comparing schedules") as say:
         comparison = compare(
             **sizes,

@@ -1,7 +1,7 @@
 """Defines the options that the subcommands share, and builds the schedule, costs and timeline that they ask for."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,11 @@ _COSTS = {
     "gradient_reduce": "time to all-reduce a rank's gradients over the data ranks, once per step (default 0)",
     "replica_reduce": "time to all-reduce them over chimera's two copies of the model, once per step (default 0)",
 }
+
+
+def no_such_schedule(name: str, known: Iterable[str]) -> HanayoError:
+    """Returns the error for a name that is neither a known schedule nor a table."""
+    return HanayoError(f"there is no schedule {name!r}: {nearest(name, known)}; or a file ending in .csv")
 
 
 def add_schedule(parser: ArgumentParser) -> None:
@@ -122,8 +127,7 @@ class Options(Namespace):
             sizes["num_stages_per_rank"] = self.stages_per_rank
         known = (*schedule_names(), "auto")
         if self.schedule not in known:
-            hint = nearest(self.schedule, known)
-            raise HanayoError(f"there is no schedule {self.schedule!r}: {hint}; or a file ending in .csv")
+            raise no_such_schedule(self.schedule, known)
         budget, pairs = self.activation_budget, self.pairs is not None
         return build(self.schedule, **sizes, costs=self.costs, activation_budget=budget, pairs=pairs)
 

@@ -25,8 +25,9 @@ T = TypeVar("T")
 RECORDED = 2
 """the batch that is recorded, counted from 1: in the first one layers don't know yet which weights come next"""
 
-ALL_TRIES, LEAST_TRIES = 12_000, 500
-"""orders that are tried for all kinds of pairs together, and for each at least: a few seconds, once"""
+SIMULATED, LEAST_TRIES = 2_500_000, 500
+"""collectives that are simulated while orders are tried, for all kinds of pairs together: a few seconds, once; and the
+least number of orders for each kind"""
 
 _Pair = tuple[Action, Action]
 
@@ -171,8 +172,10 @@ def make_plans(
     kinds = dict.fromkeys(kinds_of(first, second, edges) for first, second in pairs)
     for first, second in kinds:
         if first in segments and second in segments:
-            tries = max(LEAST_TRIES, ALL_TRIES // len(kinds))
-            plans[first, second] = best_order(segments[first], segments[second], tries)
+            both = segments[first], segments[second]
+            collectives = sum(one.start is not None for own in both for one in own)
+            tries = max(LEAST_TRIES, SIMULATED // (len(kinds) * max(1, collectives)))
+            plans[first, second] = best_order(*both, tries)
     return plans
 
 

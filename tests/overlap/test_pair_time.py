@@ -45,6 +45,13 @@ def test_one_computes_while_the_other_waits() -> None:
     assert list(run.order) == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
+def test_a_pair_takes_until_the_link_is_free() -> None:
+    """Nothing waits for the last sum, but the gathers of what comes next queue up behind it."""
+    run = run_pair([Segment(1.0, start=3.0)], [Segment(0.5)])
+    assert run.ends == (1.0, 1.5) and run.seconds == run.link_end == 4.0
+    assert run_by_turns([Segment(1.0, start=3.0)], [Segment(0.5)]).seconds == 4.0
+
+
 def test_nothing_to_wait_for_is_one_after_the_other() -> None:
     assert run_pair([Segment(2.0)], [Segment(3.0)]).ends == (2.0, 5.0)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.overlap.link_queue import LinkQueue
-from lightning_hanayo.overlap.pair_time import run_alone
+from lightning_hanayo.overlap.pair_time import run_pair
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
@@ -156,7 +156,7 @@ class Runner:
                     for kind, own in segments.items()
                     if (kind.stage, kind.kind) == (action.stage, action.kind) and not (kind.is_twin and kind.slot)
                 )
-                total += run_alone(alone)
+                total += run_pair(alone, ()).seconds
         return total
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ TRIES = 2000
 """orders that `best_order` tries at most: about a third of a second for 100 collectives"""
 ENOUGH = 1.002
 """it stops where a pair takes at most this multiple of the bound"""
-_WARM = 0.025
+_WARM = 0.02
 """by which part of the bound orders may be longer than the one that they change, at first"""
 _SHIFTS = (-12, -6, -4, -3, -2, -1, 1, 2, 3, 4, 6, 12)
 """by how many places a collective may move at a time"""

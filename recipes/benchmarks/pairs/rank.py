@@ -16,7 +16,7 @@ from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.pairs import RECORDED, Pairs, kinds_of
+from lightning_hanayo.runtime.pairs import Pairs, kinds_of
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stages.self_contained import SelfContainedSingleStage
@@ -28,8 +28,9 @@ from recipes.benchmarks.schemes.names import groups, keeps_weights, make
 from recipes.benchmarks.tensor3d_rank import Case, Groups, agreed_start
 
 QUIET = 0.03
-WARM = 2
-"""micro-batches of the steps that come first: they show the order of weights, and what a pair does"""
+WARM = (2, 4, 2)
+"""micro-batches of the steps that come first: they show the order of weights, what a pair does, and how a planned one
+runs"""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def work(rank: int, plan: Plan) -> Record:
     process_groups = Groups(rank)
     runners = [Runner(plan.case, run, process_groups) for run in plan.runs]
     for runner in runners:
-        for _ in range(1 if runner.way == ALONE else RECORDED + 1):
-            runner.step(WARM)
+        for count in WARM[:1] if runner.way == ALONE else WARM:
+            runner.step(count)
     record = Record([{count: [] for count in plan.microbatches} for _ in runners])
     for turn in range(plan.rounds):
         first = turn % len(runners)

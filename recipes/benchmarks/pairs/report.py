@@ -127,7 +127,7 @@ class Forecast:
     paired: dict[str, float]
 
 
-def far_ahead(link: Link, hidden: int = 1024, tries: int = 3000) -> list[Forecast]:
+def far_ahead(link: Link, hidden: int = 1024, tries: int = 20_000) -> list[Forecast]:
     """64 and 512 hosts, in the simulation that the measured pairs are planned with."""
     found = []
     for hosts, cube in ((64, (4, 4, 4)), (512, (8, 8, 8))):

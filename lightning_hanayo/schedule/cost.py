@@ -12,6 +12,12 @@ from lightning_hanayo.schedule.table import Table
 
 Cost = float | tuple[float, ...]
 _NO_TIMES = ("ranks_per_node", "segments")
+_PARTS = {
+    Kind.F: ("forward",),
+    Kind.I: ("backward_input",),
+    Kind.W: ("backward_weight",),
+    Kind.B: ("backward_input", "backward_weight"),
+}
 _TRIES = 200
 """orders of a pair's collectives that are tried, where only its time matters"""
 
@@ -56,6 +62,9 @@ class CostModel:
     """the additional time to sum them over a stage and its twin (chimera), needed without a data axis too"""
     message_between_nodes: float | None = None
     """one hop between ranks of different nodes; `message`, a number then, is the hop within a node"""
+    per_action: float = 0.0
+    """what each forward, input gradient, weight gradient and whole backward of a stage takes besides, however little
+    the stage holds: the host's time. More waves have more actions, so with it fewer of them may be faster"""
     ranks_per_node: int | None = None
     """pipeline ranks 0 to ranks_per_node - 1 are the first node, and so on"""
     segments: tuple[tuple[str, Segments], ...] = ()
@@ -66,6 +75,10 @@ class CostModel:
     def __post_init__(self) -> None:
         check_numbers(self, "a cost is a finite number of at least 0, or one per stage", but=("segments",))
         self._check_segments()
+        if isinstance(self.per_action, tuple):
+            raise HanayoError(
+                f"CostModel: per_action={self.per_action!r}; expected one number, the same for all stages"
+            )
         nodes = (self.message_between_nodes, self.ranks_per_node)
         if nodes == (None, None):
             return
@@ -131,15 +144,9 @@ class CostModel:
 
     def of(self, table: Table, action: Action) -> float:
         """How long `action` takes in `table`."""
+        if action.kind in _PARTS:
+            return self.per_action + sum(self._stage(part, table, action.stage) for part in _PARTS[action.kind])
         match action.kind:
-            case Kind.F:
-                return self._stage("forward", table, action.stage)
-            case Kind.I:
-                return self._stage("backward_input", table, action.stage)
-            case Kind.W:
-                return self._stage("backward_weight", table, action.stage)
-            case Kind.B:
-                return sum(self._stage(part, table, action.stage) for part in ("backward_input", "backward_weight"))
             case Kind.REDUCE_GRAD:
                 twins = self._stage("replica_reduce", table, action.stage) if table.replica_of else 0.0
                 return self._stage("gradient_reduce", table, action.stage) + twins
@@ -147,6 +154,7 @@ class CostModel:
                 return self.hop(table, action.stage)
             case Kind.RECV_F | Kind.SEND_B:
                 return self.hop(table, action.stage - 1)
+        raise AssertionError(f"{action.kind} has no cost")
 
     def hop(self, table: Table, stage: int) -> float:
         """How long a message between `stage` and `stage + 1` takes if they are on different ranks."""

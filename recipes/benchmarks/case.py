@@ -1,14 +1,14 @@
 """Defines a benchmark case (the sizes and times of one pipeline) and the candidates that run it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, build
 from lightning_hanayo.schedule.registry import sizes_for
 from recipes.benchmarks.emulated import StageTimes
-from recipes.benchmarks.names import BARE, NAMES, TORCHS
+from recipes.benchmarks.names import BARE, NAMES, PLANNED, TORCHS
 
 BYTES_PER_FLOAT = 4
 
@@ -28,11 +28,18 @@ class Candidate:
     @property
     def schedule_name(self) -> str:
         """The schedule's name in our registry."""
-        return self.name.removeprefix("torch-").removeprefix("bare-")
+        return self.name.removeprefix("torch-").removeprefix("bare-").removesuffix("-planned")
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its number of waves is chosen by simulation."""
+        return self.name == PLANNED
 
     @property
     def label(self) -> str:
         """Its name in tables: `hanayo-zb W=2`, `torch interleaved V=4`."""
+        if self.is_planned:
+            return f"{self.schedule_name} W planned"
         sizes = sizes_for(self.schedule_name, self.waves)
         depth = "".join(f" {'W' if what == 'num_waves' else 'V'}={size}" for what, size in sizes.items())
         return ("" if self.runtime == "ours" else f"{self.runtime} ") + self.schedule_name + depth
@@ -51,6 +58,8 @@ class Case:
     steps: int
     planned_message: float | None = 0.0
     """the message time for which searched schedules choose their order; None: the ranks measure it first"""
+    per_action: float = 0.0
+    """what the runtime takes for each action, with which the number of waves is chosen"""
 
     @property
     def width(self) -> int:
@@ -74,6 +83,8 @@ class Case:
         # Without compute times there is nothing to plan with: keep the order for equal stages
         planned = CostModel(*times, message=self.planned_message) if self.forward else CostModel()
         sizes: dict[str, Any] = sizes_for(candidate.schedule_name, candidate.waves)
+        if candidate.is_planned:
+            planned, sizes = replace(planned, per_action=self.per_action), {"num_waves": "auto"}
         return build(
             candidate.schedule_name,
             num_ranks=self.num_ranks,
@@ -103,7 +114,7 @@ def candidates(names: Iterable[str], waves: Iterable[int]) -> list[Candidate]:
     for name in names:
         if name not in NAMES:
             raise HanayoError(f"there is no candidate {name!r}: {nearest(name, NAMES)}")
-        for count in (1,) if name.removeprefix("torch-") in ("1f1b", "zbv") else waves:
+        for count in (1,) if name.removeprefix("torch-") in ("1f1b", "zbv", PLANNED) else waves:
             candidate = Candidate(name, count)
             found.setdefault(candidate.label, candidate)
     return list(found.values())

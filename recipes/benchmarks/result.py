@@ -86,7 +86,7 @@ def outcome_of(case: Case, ranks: Sequence[Records]) -> Outcome:
     """Combine the ranks' records of one case."""
     hop = ranks[0].hop
     if hop is not None:
-        case = replace(case, planned_message=hop)
+        case = replace(case, planned_message=hop, per_action=ranks[0].per_action)
     found = [_result(case, candidate, [records.records[candidate] for records in ranks])
              for candidate in ranks[0].records]  # fmt: skip
     rounds = max((len(record.rounds) for record in ranks[0].records.values()), default=0)
@@ -102,12 +102,12 @@ def _result(case: Case, candidate: Candidate, records: Sequence[Record]) -> Resu
     ideal = records[0].ideal[-1]
     actions = fmean(records[0].num_actions)
     cpu = median(fmean(timing.cpu for timing in turn) / case.steps for turn in turns)
-    middle = median(steps)
+    middle, stages = median(steps), records[0].num_stages // case.num_ranks
     return Result(
         name=candidate.name,
-        label=candidate.label,
+        label=candidate.label.replace("W planned", f"W={stages // 2}, planned"),
         runtime=candidate.runtime,
-        stages_per_rank=records[0].num_stages // case.num_ranks,
+        stages_per_rank=stages,
         step=Summary.of(steps),
         bubble=Summary.of([1 - case.busy / step for step in steps]) if case.busy else None,
         ideal_step=ideal,

@@ -66,6 +66,8 @@ class Records:
     """how late a stage's sleep ends, in seconds"""
     hop: float | None
     """the measured message time in seconds, if orders were chosen for it"""
+    per_action: float = 0.0
+    """the measured time of the runtime per action in seconds, if a number of waves was chosen with it"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def _run_case(case: Case, plan: Plan) -> Records:
     hop = None if case.planned_message is not None else measure_hop(case.width, case.forward / 4)
     if hop is not None:
         case = replace(case, planned_message=hop)
+    if case.forward and any(candidate.is_planned for candidate in plan.candidates):
+        case = replace(case, per_action=measure_action(case))
     runners, refused = _runners(case, plan.candidates)
     for runner in runners.values():
         for _ in range(WARM_UP):
@@ -99,7 +103,7 @@ def _run_case(case: Case, plan: Plan) -> Records:
             rounds[candidate].append(time_steps(runners[candidate], case.steps))
     records = {candidate: _record(runner, rounds[candidate], case) for candidate, runner in runners.items()}
     late = oversleep(case.forward) if case.forward else 0.0
-    return Records(records, refused, late, hop)
+    return Records(records, refused, late, hop, case.per_action)
 
 
 def _runners(case: Case, candidates: tuple[Candidate, ...]) -> tuple[dict[Candidate, Runner], dict[Candidate, str]]:
@@ -112,6 +116,23 @@ def _runners(case: Case, candidates: tuple[Candidate, ...]) -> tuple[dict[Candid
         except (ValueError, AssertionError) as error:  # all ranks get the same error
             refused[candidate] = " ".join(str(error).split())
     return runners, refused
+
+
+def measure_action(case: Case) -> float:
+    """Seconds by which each action takes longer in our runtime than in simulation. All ranks call it, and get the same.
+
+    Those of a step with one wave, the median of three.
+    """
+    runner = OurRunner(case, Candidate("hanayo-zb", 1))
+    for _ in range(WARM_UP):
+        runner.zero_grad()
+        runner.run_step()
+    timings = [time_steps(runner, 1) for _ in range(3)]
+    seconds = torch.tensor([timing.ends[-1] - timing.start for timing in timings], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    simulated = simulate(runner.schedule, replace(case.costs, message=case.planned_message or 0.0)).makespan
+    dist.barrier()  # no rank drops its messages while others still need them
+    return max(0.0, (float(seconds.median()) - simulated) / max(map(len, runner.schedule.actions)))
 
 
 def time_steps(runner: Runner, steps: int) -> RoundTiming:

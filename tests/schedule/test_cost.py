@@ -78,6 +78,26 @@ def test_hops_by_node_need_all_three_numbers(costs: dict[str, Any]) -> None:
         CostModel(**costs)
 
 
+def test_each_action_takes_the_hosts_time_besides() -> None:
+    """A whole backward is one action; a message and a reduction are none."""
+    costs = CostModel(1.0, 2.0, 3.0, message=0.5, per_action=0.25)
+    wave = build("hanayo", num_ranks=2, num_microbatches=2, num_waves=2)  # four stages per rank
+    kinds = [costs.of(wave, Action.parse(cell)) for cell in ("1F0", "1I0", "1W0", "1B0", "1SEND_F0")]
+    assert kinds == [0.25 + 0.25, 0.5 + 0.25, 0.75 + 0.25, 1.25 + 0.25, 0.5]
+    assert costs.of(wave, Action.parse("1REDUCE_GRAD")) == 0.0
+    assert costs.scaled(2.0).per_action == 0.5 and costs.merged(4).per_action == 0.25
+    with pytest.raises(HanayoError, match=r"per_action=\(0.1, 0.2\); expected one number"):
+        CostModel(per_action=(0.1, 0.2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("per_action", "waves"), [(0.0, 2), (0.02, 1)])
+def test_fewer_waves_are_faster_where_actions_take_the_hosts_time(per_action: float, waves: int) -> None:
+    """With the costs of the benchmark on two cores: 20 ms forwards, messages of 0.8 ms, 0.4 ms per action."""
+    costs = CostModel(message=0.04, per_action=per_action)
+    chosen = build("hanayo-zb", num_ranks=4, num_microbatches=8, num_waves="auto", costs=costs)
+    assert chosen.num_stages == 8 * waves
+
+
 def test_a_stage_and_its_replica() -> None:
     """A tuple may have the stages of one replica or of both; summing over twins adds to summing over the data axis."""
     schedule = build("chimera", num_ranks=2, num_microbatches=2)

@@ -22,9 +22,11 @@ _COSTS = {
     "backward_weight": "the same for the gradients of the weights (default 1)",
     "message": "time of one message between two ranks (T_C; default 0)",
     "message_between_nodes": "time of one message between two nodes; --message is then within a node",
+    "per_action": "time that each action takes besides, however small its stage: the host's (default 0)",
     "gradient_reduce": "time to all-reduce a rank's gradients over the data ranks, once per step (default 0)",
     "replica_reduce": "time to all-reduce them over chimera's two copies of the model, once per step (default 0)",
 }
+_NUMBERS = ("message_between_nodes", "per_action")
 
 
 def no_such_schedule(name: str, known: Iterable[str]) -> HanayoError:
@@ -54,7 +56,7 @@ def add_costs(parser: ArgumentParser) -> None:
     meaning = "costs (in ms) and sizes that a training run has measured; other options override them"
     parser.add_argument("--costs", dest="profile", metavar="PROFILE.json", help=meaning)
     for name, meaning in _COSTS.items():
-        to_cost, metavar = (non_negative, "T") if name == "message_between_nodes" else (cost, "T[,T...]")
+        to_cost, metavar = (non_negative, "T") if name in _NUMBERS else (cost, "T[,T...]")
         parser.add_argument(f"--{name.replace('_', '-')}", type=to_cost, metavar=metavar, help=meaning)
     parser.add_argument("--ranks-per-node", type=integer, metavar="N", help="required by --message-between-nodes")
     meaning = (

@@ -106,7 +106,7 @@ def evened(costs: CostModel, num_ranks: int) -> CostModel:
     forward, backward_input, backward_weight = (
         sum(part) / num_ranks if isinstance(part, tuple) else part for part in parts
     )
-    return CostModel(forward, backward_input, backward_weight)
+    return CostModel(forward, backward_input, backward_weight, per_action=costs.per_action)
 
 
 def groupings(num_microbatches: int, num_ranks: int) -> list[tuple[int, ...]]:

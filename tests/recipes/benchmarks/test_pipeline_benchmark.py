@@ -5,6 +5,7 @@ two ranks, two micro-batches, a millisecond of sleep, one round: correctness, no
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,15 @@ def test_wrong_and_missing_gradients_are_detected() -> None:
 
     assert error(2 * GRADIENTS[1]) == pytest.approx(1.0)
     assert math.isnan(error(math.nan))
+
+
+def test_a_planned_number_of_waves_is_that_of_the_measured_times() -> None:
+    """Messages of 0.8 ms; without the runtime's time per action two waves are faster."""
+    (planned,) = candidates(["hanayo-zb-planned"], [1, 2])
+    assert planned.label == "hanayo-zb W planned"
+    case = Case(4, 8, 0.02, 0.02, 0.02, 64, steps=1, planned_message=0.0008)
+    stages = [replace(case, per_action=seconds).schedule(planned).num_stages for seconds in (0.0, 0.0004)]
+    assert stages == [16, 8]
 
 
 def test_candidates_are_listed_once_with_each_possible_number_of_waves() -> None:

@@ -75,10 +75,9 @@ class CostModel:
     def __post_init__(self) -> None:
         check_numbers(self, "a cost is a finite number of at least 0, or one per stage", but=("segments",))
         self._check_segments()
-        if isinstance(self.per_action, tuple):
-            raise HanayoError(
-                f"CostModel: per_action={self.per_action!r}; expected one number, the same for all stages"
-            )
+        per_action: Cost = self.per_action
+        if isinstance(per_action, tuple):
+            raise HanayoError(f"CostModel: per_action={per_action!r}; expected one number, the same for all stages")
         nodes = (self.message_between_nodes, self.ranks_per_node)
         if nodes == (None, None):
             return

@@ -8,7 +8,7 @@ from lightning_hanayo.errors import HanayoError, nearest
 from lightning_hanayo.schedule import CostModel, Schedule, build
 from lightning_hanayo.schedule.registry import sizes_for
 from recipes.benchmarks.emulated import StageTimes
-from recipes.benchmarks.names import BARE, NAMES, PLANNED, TORCHS
+from recipes.benchmarks.names import AUTOGRAD, NAMES, OURS, PLANNED, TORCHS
 
 BYTES_PER_FLOAT = 4
 
@@ -21,14 +21,16 @@ class Candidate:
     waves: int
 
     @property
-    def runtime(self) -> Literal["ours", "torch", "bare"]:
+    def runtime(self) -> Literal["ours", "torch", "autograd", "bare"]:
         """The runtime that runs it."""
-        return "torch" if self.name in TORCHS else "bare" if self.name in BARE else "ours"
+        if self.name in OURS:
+            return "ours"
+        return "torch" if self.name in TORCHS else "autograd" if self.name in AUTOGRAD else "bare"
 
     @property
     def schedule_name(self) -> str:
         """The schedule's name in our registry."""
-        return self.name.removeprefix("torch-").removeprefix("bare-").removesuffix("-planned")
+        return self.name.removeprefix(f"{self.runtime}-").removesuffix("-planned")
 
     @property
     def is_planned(self) -> bool:

@@ -13,4 +13,6 @@ TORCHS = {
 """torch's own schedules, and our table in torch's runtime, whose class is `_PipelineScheduleRuntime`"""
 BARE = ("bare-hanayo-zb",)
 """only the sleeps and messages of our schedule: the least time that any runtime could need"""
-NAMES = (*OURS, *TORCHS, *BARE)
+AUTOGRAD = ("autograd-hanayo-zb",)
+"""these, and autograd's forwards and backwards: what a runtime needs at least that computes gradients with it"""
+NAMES = (*OURS, *TORCHS, *AUTOGRAD, *BARE)

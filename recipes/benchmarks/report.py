@@ -134,7 +134,7 @@ def _bar(result: Result) -> tuple[float, float, float, float | None]:
 def _legend(has_ideal: bool) -> list["Patch"]:
     from matplotlib.patches import Patch
 
-    shown = {"measured, ours": BLUE, "measured, torch's runtime": GREY, "sleeps and messages alone": GREEN}
+    shown = {"measured, ours": BLUE, "measured, torch's runtime": GREY, "without a runtime": GREEN}
     return [
         Patch(color=colour, label=label) for label, colour in (shown | ({"ideal": ORANGE} if has_ideal else {})).items()
     ]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.schedule import simulate
+from recipes.benchmarks.autograd_only import AutogradRunner
 from recipes.benchmarks.bare import BareRunner
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.hop import measure_hop
@@ -24,6 +25,7 @@ HEAD_START = 0.002
 _RUNNERS: dict[str, Callable[[Case, Candidate], Runner]] = {
     "ours": OurRunner,
     "torch": TorchRunner,
+    "autograd": AutogradRunner,
     "bare": BareRunner,
 }
 

@@ -1,4 +1,5 @@
-"""Measures the strategy on one GPU: steps, the host's work, memory of sent outputs, products while others spin.
+"""Measures the strategy on one GPU: steps, the host's work, memory of sent outputs, products while others
+spin, two micro-batches at once.
 
 python -m recipes.benchmarks.gpu --json gpu.json --table gpu.md --picture gpu.png
 python -m recipes.benchmarks.gpu --parts llama host
@@ -18,7 +19,7 @@ from recipes.benchmarks.command import Findings, describe, new_parser, run, whol
 if TYPE_CHECKING:
     from recipes.benchmarks.gpu.figures import Figures
 
-PARTS = ("products", "memory", "llama", "gpt", "host")
+PARTS = ("products", "memory", "pairs", "llama", "gpt", "host")
 """in the order in which they run: the quick ones first"""
 PRECISIONS = ("bf16-true", "bf16-mixed")
 

@@ -10,6 +10,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch._C._autograd import DeviceType
 from typing_extensions import override
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.overlap.link_queue import DeviceLink, LinkQueue, Work
 
 PEAKS = {
     "B200": 2250.0,
@@ -38,6 +41,29 @@ PEAKS = {
 }
 """TFLOP/s of bf16 matrix products without sparsity, from NVIDIA's data sheets; the first name that fits counts"""
 _DRIVER = Path("/sys/module/nvidia/version")
+
+
+@dataclass(frozen=True)
+class SleepingTransfer:
+    """An emulated collective, which needs no core until it has ended."""
+
+    end: float
+    """on the machine's monotonic clock"""
+
+    def wait(self) -> None:
+        """Sleep until then."""
+        time.sleep(max(0.0, self.end - time.monotonic()))
+
+
+@dataclass(frozen=True)
+class StreamTransfer:
+    """An emulated collective of a GPU."""
+
+    ended: torch.cuda.Event
+
+    def wait(self) -> None:
+        """Let what is put into the current stream from now on wait for it; the host doesn't."""
+        torch.cuda.current_stream().wait_event(self.ended)
 
 
 class Card(ABC):
@@ -73,6 +99,14 @@ class Card(ABC):
     @contextmanager
     def spinning(self, num_blocks: int, seconds: float) -> Iterator[Callable[[], bool]]:
         """Let a kernel of `num_blocks` thread blocks spin; yields a function that says whether it still does."""
+
+    @abstractmethod
+    def link_queue(self) -> LinkQueue:
+        """A queue for collectives of this device, as a cube's ranks have it."""
+
+    @abstractmethod
+    def transfer(self, seconds: float) -> Work:
+        """Start an emulated collective that takes so long, after those that were started before."""
 
     @abstractmethod
     def seconds_of(self, run: Callable[[], None]) -> float:
@@ -111,6 +145,14 @@ class CpuCard(Card):
         yield lambda: True
 
     @override
+    def link_queue(self) -> LinkQueue:
+        return LinkQueue()
+
+    @override
+    def transfer(self, seconds: float) -> Work:
+        return SleepingTransfer(time.monotonic() + seconds)
+
+    @override
     def seconds_of(self, run: Callable[[], None]) -> float:
         start = time.perf_counter()
         run()
@@ -124,6 +166,11 @@ class GpuCard(Card):
         self.device, self.accelerator, self.compiler = torch.device("cuda", 0), "gpu", "inductor"
         self.name = torch.cuda.get_device_name(self.device)
         self.peak = next((peak for part, peak in PEAKS.items() if part in self.name), None)
+
+    @cached_property
+    def _link(self) -> torch.cuda.Stream:
+        """Carries emulated collectives, one after the other."""
+        return torch.cuda.Stream(self.device)
 
     @property
     @override
@@ -167,6 +214,21 @@ class GpuCard(Card):
             time.sleep(0.002)  # its blocks are on their SMs before anything else begins
         yield lambda: num_blocks == 0 or not ended.query()
         self.synchronize()
+
+    @override
+    def link_queue(self) -> LinkQueue:
+        return DeviceLink()
+
+    @override
+    def transfer(self, seconds: float) -> Work:
+        from recipes.benchmarks.gpu.spin import spin
+
+        ended = torch.cuda.Event()
+        self._link.wait_stream(torch.cuda.current_stream())  # a collective begins when what it sends is there
+        with torch.cuda.stream(self._link):
+            spin(1, seconds)
+            ended.record()
+        return StreamTransfer(ended)
 
     @override
     def seconds_of(self, run: Callable[[], None]) -> float:

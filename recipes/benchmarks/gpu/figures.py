@@ -7,6 +7,7 @@ from typing import Any
 from recipes.benchmarks.gpu.fits import ALL
 from recipes.benchmarks.gpu.memory import MemoryFigures
 from recipes.benchmarks.gpu.models import Kind
+from recipes.benchmarks.gpu.pairs import PairFigures
 from recipes.benchmarks.gpu.products import ProductFigures
 from recipes.benchmarks.gpu.steps import CaseFigures
 
@@ -50,6 +51,7 @@ class Figures:
     """the same with models so narrow that the host decides how long a step takes"""
     memory: list[MemoryFigures] = field(default_factory=list)
     products: list[ProductFigures] = field(default_factory=list)
+    pairs: list[PairFigures] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """parts that failed, and with what error"""
 
@@ -68,7 +70,7 @@ class Figures:
     @staticmethod
     def of(plain: Mapping[str, Any]) -> "Figures":
         """From JSON."""
-        parts = {name: [figures.of(one) for one in plain[name]] for name, figures in _PARTS.items()}
+        parts = {name: [figures.of(one) for one in plain.get(name, [])] for name, figures in _PARTS.items()}
         return Figures(plain["machine"], plain["peak"], plain["bar_tokens"], **parts, failed=plain["failed"])
 
 
@@ -77,4 +79,5 @@ _PARTS: dict[str, Any] = {
     "host": CaseFigures,
     "memory": MemoryFigures,
     "products": ProductFigures,
+    "pairs": PairFigures,
 }

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from recipes.benchmarks.gpu import memory, products, steps
+from recipes.benchmarks.gpu import memory, pairs, products, steps
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.figures import Figures
 from recipes.benchmarks.gpu.fits import ALL, EAGER, Case
@@ -85,6 +85,11 @@ def _memory(run: Run, figures: Figures) -> None:
     figures.memory.append(memory.measure(run.scale.models["llama"], run.scale.bar_tokens, run.card, run.say))
 
 
+def _pairs(run: Run, figures: Figures) -> None:
+    sizes, rounds = run.scale.models["llama"], run.rounds.rounds
+    figures.pairs.append(pairs.measure(sizes, run.scale.bar_tokens, run.card, rounds, run.say))
+
+
 def _steps(kind: Kind) -> Callable[[Run, Figures], None]:
     def measure(run: Run, figures: Figures) -> None:
         for case in run.scale.cases(kind, is_eager=run.is_eager):
@@ -102,6 +107,7 @@ def _host(run: Run, figures: Figures) -> None:
 PARTS: dict[str, Callable[[Run, Figures], None]] = {
     "products": _products,
     "memory": _memory,
+    "pairs": _pairs,
     "llama": _steps("llama"),
     "gpt": _steps("gpt"),
     "host": _host,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from recipes.benchmarks.gpu.figures import Figures
 from recipes.benchmarks.gpu.fits import ALL, MICROBATCHES
 from recipes.benchmarks.gpu.memory import MemoryFigures
+from recipes.benchmarks.gpu.pairs import PairFigures
 from recipes.benchmarks.gpu.products import ProductFigures
 from recipes.benchmarks.gpu.steps import CaseFigures, StepFigures, largest_difference
 from recipes.paper.figure import BLUE, GREEN, GREY, INK, ORANGE, RED, VIOLET, new, plain, save
@@ -22,6 +23,7 @@ STEP_HEAD = ("", "step ms", "min-max", "TFLOP/s", "of peak", "of plain", "min-ma
 HOST_HEAD = ("", "us/action", "min-max", "CPU us/action", "of plain", "kernels/action")
 MEMORY_HEAD = ("width", "tokens", "in flight", "an output, MB", "kept, MB", "freed, MB", "saved")
 PRODUCT_HEAD = ("spinning blocks", "ms per product", "TFLOP/s", "of alone", "they spun until the end")
+PAIR_HEAD = ("width", "tokens", "collective, ms", "compute, ms", "link, ms", "one by one", "F+B", "gain")
 READING = f"""\
 All candidates train the same model on the same {MICROBATCHES} micro-batches per step, each in its own fit,
 and their steps run in turn. The plain Trainer accumulates the micro-batches' gradients. An action is the forward
@@ -34,6 +36,10 @@ The same models, so narrow that the GPU waits for the host: a step's time is the
 MEMORY = """\
 A stage with micro-batches in flight: the peak with every sent output kept, and with each dropped once it is sent.
 "saved" is the difference in outputs per micro-batch: 1 if the stage itself holds none of them."""
+PAIRS = """\
+What a further micro-batch adds on one device. A stream that waits emulates its collectives: one for each block's
+forward, one for its backward. "one by one" and "F+B" are multiples of max(compute, link), the least that is
+possible."""
 PRODUCTS = """\
 Matrix products while thread blocks of another kernel spin, as those of a waiting receive do: what a limit on a
 communicator's CTAs saves."""
@@ -48,6 +54,8 @@ def table(figures: Figures) -> str:
         parts += ["## The host's work", HOST, *map(_host_case, figures.host)]
     if figures.memory:
         parts += ["## Memory of sent outputs", MEMORY, markdown(MEMORY_HEAD, map(_memory_row, figures.memory))]
+    if figures.pairs:
+        parts += ["## Two micro-batches at once", PAIRS, markdown(PAIR_HEAD, map(_pair_row, figures.pairs))]
     if figures.products:
         shape = " x ".join(map(str, figures.products[0].shape))
         rows = markdown(PRODUCT_HEAD, map(_product_row, figures.products))
@@ -64,6 +72,12 @@ def _listed(lines: Sequence[str]) -> str:
 def _memory_row(one: MemoryFigures) -> tuple[str, ...]:
     sizes = (f"{count / 2**20:.1f}" for count in (one.output_bytes, one.kept, one.freed))
     return f"{one.width}", f"{one.tokens}", f"{one.num_in_flight}", *sizes, f"{one.saved:.2f}"
+
+
+def _pair_row(one: PairFigures) -> tuple[str, ...]:
+    times = (f"{1e3 * seconds:.3f}" for seconds in (one.collective, one.compute.median, one.link))
+    ways = (f"{one.multiple(seconds):.3f}" for seconds in (one.alone.median, one.paired.median))
+    return f"{one.width}", f"{one.tokens}", *times, *ways, f"{one.alone.median / one.paired.median:.3f}"
 
 
 def _product_row(one: ProductFigures) -> tuple[str, ...]:

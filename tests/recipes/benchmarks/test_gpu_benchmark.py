@@ -37,6 +37,14 @@ def found_in(folder: Path, pool: Pool, *arguments: str) -> tuple[dict[str, Any],
     return json.loads(files["json"].read_text()), files["md"].read_text(), files["png"].read_bytes()
 
 
+def test_a_stack_runs_in_pairs_behind_emulated_collectives(pool: Pool, tmp_path: Path) -> None:
+    data, page, _ = found_in(tmp_path, pool, "--parts", "pairs")
+    (pairs,) = data["pairs"]
+    assert data["failed"] == {} and pairs["collective"] > 0
+    assert pairs["paired"]["median"] > 0 and pairs["alone"]["median"] > pairs["compute"]["median"]
+    assert "## Two micro-batches at once" in page
+
+
 def test_three_parts_run_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
     data, page, picture = found_in(tmp_path, pool, "--eager", "--parts", "llama", "products", "memory")
     assert data["failed"] == {} and [(case["kind"], case["tokens"]) for case in data["steps"]] == [("llama", 16)]

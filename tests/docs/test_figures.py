@@ -91,18 +91,36 @@ def test_overheads() -> None:
     assert f"costs {four[0] / four[1]:.1f} to {two[0] / two[1]:.1f} of its cost in torch's runtime" in text()
 
 
+def test_what_the_runtime_takes_besides_autograd() -> None:
+    found = list(cases("runtime").values())
+    ours, autograd, bare = ([one[f"{name}hanayo-zb W=2"] for one in found] for name in ("", "autograd ", "bare "))
+    own, graphs = (
+        [(one["overhead_us"] - other["overhead_us"]) / 1e3 for one, other in zip(*both, strict=True)]
+        for both in ((ours, autograd), (autograd, bare))
+    )
+    assert f"{min(own):.1f} to {max(own):.1f} ms are the runtime's" in text()
+    assert {f"{one:.1f}" for one in graphs} == {"0.2"}
+    behind = [
+        [(step(one) - step(least)) / fastest_of_torch(case) for one, least, case in zip(some, bare, found, strict=True)]
+        for some in (autograd, ours)
+    ]
+    assert {f"{one:.2f}" for one in behind[0]} == {"0.03"}
+    assert f"our runtime {min(behind[1]):.2f} to {max(behind[1]):.2f}" in text()
+
+
 def test_steps_and_messages() -> None:
     (steps,) = cases("steps").values()
     ours, torchs = steps["hanayo-zb W=2"], steps["torch zbv"]
     assert f"a bubble of {_bubble(ours)} % per step, torch's `zbv` {_bubble(torchs)} %" in text()
     assert f"it is {100 * (step(ours) / step(torchs) - 1):.1f} % faster" in text()
+    assert f"With the planned one wave ours has {_bubble(steps['hanayo-zb W=1, planned'])} %" in text()
     torchs, bare = steps["torch interleaved-zb V=4"], steps["bare hanayo-zb W=2"]
     assert f"`interleaved-zb` has {_bubble(torchs)} %; sleeps and messages alone have {_bubble(bare)} %" in text()
     for label in ("hanayo-zb W=2", "hanayo-zb W=1, planned"):
         messages = cases("messages", "message_bytes").values()
         sizes = [step(one[label]) / fastest_of_torch(one) for one in messages]
-        said = f"its step is {sizes[0]:.2f} of torch's best with 64 KB, {sizes[1]:.2f} with 1 MB and {sizes[2]:.2f} with 4 MB"
-        assert said in text()
+        large = f"{sizes[1]:.2f} with 1 MB and {sizes[2]:.2f} with 4 MB"
+        assert f"its step is {sizes[0]:.2f} of torch's best with 64 KB, {large}" in text()
 
 
 def _bubble(result: Cell) -> str:
@@ -146,7 +164,7 @@ def test_pairs() -> None:
 
 
 def _steady_times(results: list[Cell]) -> dict[tuple[str, str], float]:
-    """What a further micro-batch adds, by scheme and way, compared with the bound; with the queue where there are both."""
+    """What a further micro-batch adds, by scheme and way, compared with the bound; with the queue if there are both."""
     return {(one["scheme"], one["way"]): (one["steps"]["8"] - one["steps"]["4"]) / 4 / one["bound"] for one in results}
 
 

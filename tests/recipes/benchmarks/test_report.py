@@ -12,7 +12,9 @@ from recipes.benchmarks.report import main
 PAGES = Path(__file__).parents[3] / "docs" / "benchmarks"
 
 
-@pytest.mark.parametrize("name", ["action", "messages", "pipeline-2", "pipeline-4", "pipeline-8", "real", "steps"])
+@pytest.mark.parametrize(
+    "name", ["action", "messages", "pipeline-2", "pipeline-4", "pipeline-8", "real", "runtime", "steps"]
+)
 def test_a_page_is_regenerated(name: str, tmp_path: Path) -> None:
     table, figures = tmp_path / "found.md", tmp_path / "found.json"
     assert main([str(PAGES / f"{name}.json"), "--table", str(table), "--json", str(figures)]) == 0

@@ -25,9 +25,9 @@ T = TypeVar("T")
 RECORDED = 2
 """the batch that is recorded, counted from 1: in the first one layers don't know yet which weights come next"""
 
-SIMULATED, LEAST_TRIES = 2_500_000, 500
+SIMULATED, LEAST_TRIES, TRIES_PER_PLACE = 2_500_000, 500, 20
 """collectives that are simulated while orders are tried, for all kinds of pairs together: a few seconds, once; and the
-least number of orders for each kind"""
+numbers of orders for each kind: the least, and the most for each collective and each place that it may have"""
 
 _Pair = tuple[Action, Action]
 
@@ -174,8 +174,8 @@ def make_plans(
         if first in segments and second in segments:
             both = segments[first], segments[second]
             collectives = sum(one.start is not None for own in both for one in own)
-            tries = max(LEAST_TRIES, SIMULATED // (len(kinds) * max(1, collectives)))
-            plans[first, second] = best_order(*both, tries)
+            tries = min(TRIES_PER_PLACE * collectives**2, SIMULATED // (len(kinds) * max(1, collectives)))
+            plans[first, second] = best_order(*both, max(LEAST_TRIES, tries))
     return plans
 
 

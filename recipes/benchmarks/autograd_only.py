@@ -68,7 +68,7 @@ class AutogradRunner(Runner):
         assert microbatch is not None
         if action.kind is Kind.F:
             x = self._inputs[microbatch] if received is None else received.requires_grad_()
-            y = self.stages[number](x)
+            y: Tensor = self.stages[number](x)
             if number == self.schedule.num_stages - 1:
                 y = loss_of(y)
                 self._losses[microbatch] = y.detach()
@@ -77,13 +77,13 @@ class AutogradRunner(Runner):
         if action.kind is Kind.W:
             self._queues[number].drain(microbatch)
             return None
-        x, y = self._graphs.pop((number, microbatch))
+        x, output = self._graphs.pop((number, microbatch))
         gradient = self._share if received is None else received
         if action.kind is Kind.I:
             with self._queues[number].collecting(microbatch):
-                run_backward([y], [gradient])
+                run_backward([output], [gradient])
         else:
-            run_backward([y], [gradient])
+            run_backward([output], [gradient])
         gradient_of_input: Tensor | None = x.grad
         return gradient_of_input
 

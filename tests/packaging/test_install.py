@@ -112,7 +112,8 @@ except SyntaxError:
     assert output.splitlines()[-1] == "torch 2.0"
 
 
-@pytest.mark.parametrize("install", ["normal", pytest.param("editable", marks=pytest.mark.thorough)], indirect=True)
+@pytest.mark.thorough  # tox -e package does the same with the wheel
+@pytest.mark.parametrize("install", ["normal", "editable"], indirect=True)
 def test_a_recipe_trains_without_the_checkout(install: Install) -> None:
     """Two steps on two processes, with what `hanayo init` copies."""
     assert install.hanayo("init", "my-gpt").splitlines()[-1] == "hanayo fit --config wave.yaml"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from recipes.benchmarks.gpu import card, memory, steps
+from recipes.benchmarks.gpu import card, memory, pairs, steps
 from recipes.benchmarks.gpu.__main__ import PARTS, main
 from recipes.benchmarks.gpu.card import PEAKS, find_card
 from recipes.benchmarks.gpu.figures import BARS, Figures
@@ -23,6 +23,7 @@ from recipes.benchmarks.gpu.models import Sizes, operations
 from recipes.benchmarks.gpu.parts import FULL
 from recipes.benchmarks.gpu.parts import PARTS as RUN
 from recipes.benchmarks.gpu.report import table
+from recipes.benchmarks.pairs.tables import ALONE, STEADY
 from tests.harness.pool import Pool
 from tests.runtime.test_memory import Live
 
@@ -39,10 +40,31 @@ def found_in(folder: Path, pool: Pool, *arguments: str) -> tuple[dict[str, Any],
 
 def test_a_stack_runs_in_pairs_behind_emulated_collectives(pool: Pool, tmp_path: Path) -> None:
     data, page, _ = found_in(tmp_path, pool, "--parts", "pairs")
-    (pairs,) = data["pairs"]
-    assert data["failed"] == {} and pairs["collective"] > 0
-    assert pairs["paired"]["median"] > 0 and pairs["alone"]["median"] > pairs["compute"]["median"]
+    assert data["failed"] == {} and len(data["pairs"]) == 1
     assert "## Two micro-batches at once" in page
+
+
+class TransferringCard(card.CpuCard):
+    """Counts the emulated collectives."""
+
+    count = 0
+
+    def transfer(self, seconds: float) -> card.SleepingTransfer:
+        self.count += 1
+        return super().transfer(seconds)
+
+
+@pytest.mark.parametrize("way", [ALONE, STEADY])
+def test_each_block_waits_for_a_collective_forward_and_backward(way: str) -> None:
+    counting = TransferringCard()
+    stack = pairs.Stack(Sizes(16, 2, 32, num_blocks=3), 8, counting)
+    stack.step(way, 2)
+    assert counting.count == 0, "compute alone"
+    stack.collective = 1e-5
+    for _ in range(4):  # by turns, recorded, and by the plan
+        stack.step(way, 2)
+    stack.close()
+    assert counting.count == 4 * 2 * 2 * 3
 
 
 def test_three_parts_run_on_a_cpu(pool: Pool, tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def table(outcomes: Sequence[Outcome], machine: Sequence[str]) -> str:
         about = f"{outcome.num_rounds} rounds; a rank's forward sleeps {outcome.oversleep_us:.0f} us too long."
         if outcome.hop is not None and outcome.case.forward:
             about += f" hanayo-zb is planned for the measured message time, {1e3 * outcome.hop:.2f} ms."
-            if outcome.case.per_action:
-                about += f" The number of waves is planned with {1e3 * outcome.case.per_action:.2f} ms per action, too."
+        if outcome.case.per_action:
+            about += f" The number of waves is planned with {1e3 * outcome.case.per_action:.2f} ms per action, too."
         parts += [f"## {title(outcome.case)}", about, markdown(HEAD, map(_row, outcome.results)), "\n".join(notes)]
     return "\n\n".join(filter(None, parts)) + "\n"
 

@@ -85,8 +85,9 @@ class Outcome:
 def outcome_of(case: Case, ranks: Sequence[Records]) -> Outcome:
     """Combine the ranks' records of one case."""
     hop = ranks[0].hop
+    case = replace(case, per_action=ranks[0].per_action)
     if hop is not None:
-        case = replace(case, planned_message=hop, per_action=ranks[0].per_action)
+        case = replace(case, planned_message=hop)
     found = [_result(case, candidate, [records.records[candidate] for records in ranks])
              for candidate in ranks[0].records]  # fmt: skip
     rounds = max((len(record.rounds) for record in ranks[0].records.values()), default=0)

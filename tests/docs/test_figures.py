@@ -99,12 +99,13 @@ def test_what_the_runtime_takes_besides_autograd() -> None:
         for both in ((ours, autograd), (autograd, bare))
     )
     assert f"{min(own):.1f} to {max(own):.1f} ms are the runtime's" in text()
-    assert {f"{one:.1f}" for one in graphs} == {"0.2"}
+    assert f"{min(graphs):.1f}" == f"{max(graphs):.1f}" and f"Autograd takes another {min(graphs):.1f} ms" in text()
     behind = [
         [(step(one) - step(least)) / fastest_of_torch(case) for one, least, case in zip(some, bare, found, strict=True)]
         for some in (autograd, ours)
     ]
-    assert {f"{one:.2f}" for one in behind[0]} == {"0.03"}
+    assert f"{min(behind[0]):.2f}" == f"{max(behind[0]):.2f}"
+    assert f"that loop, too, is {min(behind[0]):.2f} of torch's best step" in text()
     assert f"our runtime {min(behind[1]):.2f} to {max(behind[1]):.2f}" in text()
 
 

@@ -1,7 +1,6 @@
 """The engine: runs the program of one pipeline rank. It depends on no schedule, model or network backend."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from lightning_hanayo.runtime.comm.message import Message, MessageKey
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.pairs import Pairs
 from lightning_hanayo.runtime.profiling.memory_trace import MemoryWatch
-from lightning_hanayo.runtime.profiling.ranges import action_range
+from lightning_hanayo.runtime.profiling.ranges import action_range, is_profiling
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Communicate, Compute, Pair, Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
@@ -96,6 +95,9 @@ class Engine:
 
     def _communicate(self, step: Communicate) -> None:
         sends = [(key, peer, self._messages.pop(key)) for key, peer in step.sends]
+        if not self.memory.is_measuring:
+            self.channel.start_transfers(sends, step.receives)
+            return
         with self.memory.transfers():
             self.channel.start_transfers(sends, step.receives)
 
@@ -107,11 +109,12 @@ class Engine:
 
     def _compute(self, step: Compute, batch: Batch) -> None:
         reached = self.trace.clock.mark()
+        if not self.memory.is_measuring:
+            self.trace.add(step.action, reached, *self._run(step, batch, self._receive(step)))
+            return
         with self.memory.action(step.action):
-            received = self._receive(step)
-            self.trace.add(step.action, reached, *self._run(step, batch, received))
-            if self.memory.is_measuring:
-                self.memory.note_kept(step.action.stage, self.stages[step.action.stage].hooks.kept)
+            self.trace.add(step.action, reached, *self._run(step, batch, self._receive(step)))
+            self.memory.note_kept(step.action.stage, self.stages[step.action.stage].hooks.kept)
 
     def _pair(self, pair: Pair, batch: Batch) -> None:
         if self.pairs is None or self.memory.is_measuring or not self._may_run_at_once(pair):
@@ -158,14 +161,16 @@ class Engine:
         if self.streams is not None and action.kind is not Kind.W:  # a weight gradient draws no random numbers
             self.streams.begin_action(action.microbatch, action.kind)
         self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)
-        with (
-            self.values.explaining(action.stage) if torch.is_anomaly_enabled() else nullcontext(),
-            action_range(action),
-        ):
-            made = self._actions[action.stage, action.kind](batch, action.microbatch, received)
-        if made is not None and action.kind is not Kind.F:
-            self.values.note_gradients(action.stage, made.tensors)
-        if step.output_key is not None and made is not None:
-            self._messages[step.output_key] = made
-            self.memory.note_output(made)
+        run = self._actions[action.stage, action.kind]
+        if is_profiling() or torch.is_anomaly_enabled():
+            with self.values.explaining(action.stage), action_range(action):
+                made = run(batch, action.microbatch, received)
+        else:
+            made = run(batch, action.microbatch, received)
+        if made is not None:
+            if action.kind is not Kind.F:
+                self.values.note_gradients(action.stage, made.tensors)
+            if step.output_key is not None:
+                self._messages[step.output_key] = made
+                self.memory.note_output(made)
         return start, clock.mark()

@@ -1,7 +1,7 @@
 """The boundary of a stage's autograd graph: where it begins and ends, its backward, and what it reaches."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ class DetachedInputs:
 
     def __init__(self, message: Message) -> None:
         self._leaves = message.differentiable
-        tensors = tuple(alias(t) if t.requires_grad else t for t in message.tensors)
-        self.message = Message(message.skeleton, tensors)
+        self.message = Message(message.skeleton, tuple([alias(t) if t.requires_grad else t for t in message.tensors]))
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -77,13 +76,13 @@ def edges_of(outputs: Sequence[Tensor]) -> list[GradientEdge]:
     A leaf has no node, and that of an `autograd.Function` doesn't own the graph (torch 2.10). Then all outputs get
     views, whose nodes save sizes only: autograd runs them first, so gradients are added in the same order either way.
     """
-    nodes = [output.grad_fn for output in outputs]
-    if all(node is not None and not issubclass(type(node), BackwardCFunction) for node in nodes):
-        return [
-            GradientEdge(node, output.output_nr)
-            for node, output in zip(nodes, outputs, strict=True)
-            if node is not None
-        ]
+    edges = []
+    for output in outputs:
+        if (node := output.grad_fn) is None or issubclass(type(node), BackwardCFunction):
+            break
+        edges.append(GradientEdge(node, output.output_nr))
+    else:
+        return edges
     with torch.enable_grad():
         nodes = [output.view_as(output).grad_fn for output in outputs]
     return [GradientEdge(node, 0) for node in nodes if node is not None]
@@ -93,19 +92,17 @@ def run_backward(
     outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
 ) -> None:
     """Run autograd's backward from the `outputs` that have a gradient."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        with without_autocast():
+            run_backward(outputs, gradients, retain_graph=retain_graph)
+        return
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
     if not pairs:
         return
-    with without_autocast() if _autocasts() else nullcontext():
-        # torch.autograd.backward calls this after checks of its arguments, which take longer than a small graph
-        torch.autograd.graph._engine_run_backward(
-            tuple(o for o, _ in pairs), tuple(g for _, g in pairs), retain_graph, False, (),
-            allow_unreachable=True, accumulate_grad=True,
-        )  # fmt: skip
-
-
-def _autocasts() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    # torch.autograd.backward calls this after checks of its arguments, which take longer than a small graph
+    torch.autograd.graph._engine_run_backward(
+        *zip(*pairs, strict=True), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class Carriers:
 
 def carried_after(collected: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
     """The trees for the next stage, from what `Carriers.running` has yielded."""
-    return tuple(tree for (tree,) in collected)
+    return tuple([tree for (tree,) in collected])
 
 
 def merged(early: Sequence[Any], late: Sequence[Any]) -> tuple[Any, ...]:

@@ -15,10 +15,9 @@ proxy for the output of an earlier block, and becomes that output once the block
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -44,8 +43,7 @@ NO_TREES: Skeleton = ("tuple",)
 _UNCHECKED = nullcontext()
 
 
-@dataclass(frozen=True)
-class StageInput:
+class StageInput(NamedTuple):
     """The output of the block before, and the calls of the blocks still to come; all share one list of tensors."""
 
     output_skeleton: Skeleton
@@ -65,7 +63,7 @@ class StageInput:
     def message(self) -> Message:
         """The stage input as a message, with the tensors that are still used, each once."""
         skeleton, used = _used(self.output_skeleton, self.calls, self.call_of_block, self.sequence_length, self.carried)
-        return Message(skeleton, tuple(self.tensors[index] for index in used))
+        return Message(skeleton, tuple([self.tensors[index] for index in used]))
 
     @property
     def output(self) -> Any:

@@ -8,7 +8,7 @@ import ctypes
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import prod
 from typing import Any
@@ -26,19 +26,21 @@ _SENDABLE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float
 """dtypes that every backend can send; a buffer with others, or with several dtypes, is sent as bytes"""
 
 
-@dataclass(frozen=True)
+TensorSpec = tuple[str, tuple[int, ...], bool]
+
+
+@dataclass(frozen=True, eq=False)
 class Spec:
-    """How to read a buffer: the skeleton, and the dtype, shape and requires_grad of each tensor."""
+    """How to read a buffer: the skeleton, and the dtype, shape and requires_grad of each tensor. Made by `of`."""
 
     skeleton: Skeleton
-    tensors: tuple[tuple[str, tuple[int, ...], bool], ...]
+    tensors: tuple[TensorSpec, ...]
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.skeleton, self.tensors))
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(skeleton: Skeleton, tensors: tuple[TensorSpec, ...]) -> "Spec":
+        """The spec with these values: the same object for all messages alike, whose buffers serve them all."""
+        return Spec(skeleton, tensors)
 
     @cached_property
     def extents(self) -> tuple[tuple[int, int], ...]:
@@ -104,7 +106,7 @@ class Spec:
     @staticmethod
     def from_bytes(data: bytes) -> "Spec":
         """The spec that `to_bytes` wrote."""
-        return Spec(*_tuples(json.loads(data)))
+        return Spec.of(*_tuples(json.loads(data)))
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -118,7 +120,7 @@ def _tuples(node: Any) -> Any:
 
 def spec_of(message: Message) -> Spec:
     """The spec of `message`."""
-    return Spec(message.skeleton, tuple((_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in message.tensors))
+    return Spec.of(message.skeleton, tuple((_NAMES[t.dtype], tuple(t.shape), t.requires_grad) for t in message.tensors))
 
 
 class SendBuffer:

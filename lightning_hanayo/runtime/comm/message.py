@@ -1,7 +1,6 @@
 """The message: what one stage sends to the next or the previous one, as a structure and a list of tensors; its key."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -22,8 +21,7 @@ class MessageKey(NamedTuple):
         return 2 + 2 * (2 * (self.stage << 16 | self.microbatch) + (self.direction == "backward"))
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A flattened tree. `skeleton` is hashable and holds plain values only, so two ranks can agree on it once."""
 
     skeleton: Skeleton
@@ -42,8 +40,8 @@ class Message:
 
 def gradient_message(gradients: Sequence[Tensor | None]) -> Message:
     """A message with the gradients of another one's `differentiable` tensors; None where there is no gradient."""
-    present = tuple(gradient is not None for gradient in gradients)
-    return Message(("gradients", *present), tuple(gradient for gradient in gradients if gradient is not None))
+    present = [gradient is not None for gradient in gradients]
+    return Message(("gradients", *present), tuple([gradient for gradient in gradients if gradient is not None]))
 
 
 def unpack_gradients(message: Message) -> list[Tensor | None]:

@@ -58,7 +58,7 @@ class Flattener:
         if isinstance(tree, OutputReference):
             return ("proxy", tree.block, tree.path)
         if kind is tuple or kind is list:
-            parts = (self.flatten(item, f"{what}[{i}]", is_argument=is_argument) for i, item in enumerate(tree))
+            parts = [self.flatten(item, f"{what}[{i}]", is_argument=is_argument) for i, item in enumerate(tree)]
             return (kind.__name__, *parts)
         if isinstance(tree, dict) and kind.__module__ in ("builtins", "collections"):
             return ("dict", *(
@@ -133,7 +133,7 @@ def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[...,
         case "proxy":
             return fill(parts[1], parts[0])
         case "tuple":
-            return tuple(unflatten(part, tensors, fill) for part in parts)
+            return tuple([unflatten(part, tensors, fill) for part in parts])
         case "list":
             return [unflatten(part, tensors, fill) for part in parts]
         case "dict":

@@ -10,7 +10,7 @@ do not count in the loss.
 
 import inspect
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class TensorParallelFirstStage(FirstStage):
         others = StageInput.from_message(calls.others(first))
         self.hooks.before_forward(length)
         trees = merged(first.trees, others.trees)
-        others = replace(others, sequence_length=length).after([first.output], 0, trees)
+        others = others._replace(sequence_length=length).after([first.output], 0, trees)
         made = others.run(self.blocks[1:], self.carriers).message
         if torch.is_grad_enabled():
             self._under_way[microbatch].append((calls.cut, graph_boundary.edges_of(made.differentiable), length))

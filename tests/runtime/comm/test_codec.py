@@ -62,9 +62,9 @@ def test_round_trip(values: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("tree", [(True, 1, 1.0), {"a": None, 2: ["x", float("inf")]}, (torch.Size([2]), torch.int8)])
 def test_spec_as_json(tree: object) -> None:
-    spec = Spec(Flattener().flatten(tree), (("bfloat16", (2, 3), True), ("bool", (), False)))
+    spec = Spec.of(Flattener().flatten(tree), (("bfloat16", (2, 3), True), ("bool", (), False)))
     arrived = Spec.from_bytes(spec.to_bytes())
-    assert (arrived, hash(arrived)) == (spec, hash(spec))
+    assert arrived is spec  # so that messages that are alike share buffers
     assert repr(unflatten(arrived.skeleton, [])) == repr(tree)
 
 

@@ -10,6 +10,7 @@ gets is sent once.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from math import copysign
 from types import FunctionType
 from typing import Any
 
@@ -54,7 +55,8 @@ class Flattener:
         if isinstance(tree, Tensor):
             return ("tensor", self._index(tree)) if _is_strided(tree) else self._object(tree, what)
         if kind in _PLAIN:
-            return ("plain", kind.__name__, tree)  # with its type, as True == 1 == 1.0
+            sign = "-" if kind is float and not tree and copysign(1.0, tree) < 0 else ""
+            return ("plain", sign + kind.__name__, tree)  # with its type, as True == 1 == 1.0, and 0.0 == -0.0
         if isinstance(tree, OutputReference):
             return ("proxy", tree.block, tree.path)
         if kind is tuple or kind is list:

@@ -54,9 +54,9 @@ def test_a_tensor_that_occurs_twice_is_listed_once() -> None:
     assert (tensor_indices(first), tensor_indices(second)) == ([0, 1], [1])
 
 
-def test_true_and_one_and_one_point_zero_are_three_calls() -> None:
-    skeletons = {Flattener().flatten({"causal": value}) for value in (True, 1, 1.0, "1", None)}
-    assert len(skeletons) == 5
+def test_equal_values_of_several_types_or_signs_are_several_calls() -> None:
+    skeletons = {Flattener().flatten({"causal": value}) for value in (True, 1, 1.0, "1", None, 0.0, -0.0)}
+    assert len(skeletons) == 7
 
 
 def test_another_list_of_tensors() -> None:

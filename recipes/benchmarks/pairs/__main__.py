@@ -7,10 +7,16 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from recipes.benchmarks.cluster import Cluster, Link
 from recipes.benchmarks.command import Findings, describe, new_parser, numeric, run_on_cluster, whole
+
+if TYPE_CHECKING:
+    from recipes.benchmarks.pairs.rank import Plan
+    from recipes.benchmarks.pairs.report import Outcome
 
 TIMEOUT_S = 3000.0
 
@@ -32,15 +38,14 @@ def _measure(options: argparse.Namespace) -> Findings:
     from recipes.benchmarks.pairs import report
     from recipes.benchmarks.pairs.cases import HOSTS, plan_of
     from recipes.benchmarks.pairs.pipes import pipes_of, results_of, work_pipes
-    from recipes.benchmarks.pairs.rank import work
 
     link, begin = Link(options.mbit), time.monotonic()
-    outcomes = []
-    for multiple in options.tokens:
-        plan = plan_of(link, options.hidden, multiple, options.microbatches, options.rounds)
-        with Cluster(HOSTS, link) as cluster:
-            outcomes.append(report.outcome_of(plan, link, cluster.run(work, plan, TIMEOUT_S)))
+    plans = [
+        plan_of(link, options.hidden, multiple, options.microbatches, options.rounds) for multiple in options.tokens
+    ]
+    outcomes = [_outcome(plan, link) for plan in plans]
     pipes = pipes_of(link, options.hidden)
+    print("pipelines of cubes", file=sys.stderr)
     with Cluster(HOSTS, link) as cluster:
         pipelines = results_of(pipes, cluster.run(work_pipes, pipes, TIMEOUT_S), link)
     context = f"gloo, {HOSTS} network namespaces, {link.mbit:g} Mbit/s each way (tbf, burst {link.burst_kb} KB)"
@@ -56,6 +61,21 @@ def _measure(options: argparse.Namespace) -> Findings:
         [report.table(outcomes, about), *report.pipeline_table(pipelines), "", *report.forecast_table(far), ""]
     )
     return Findings(text, data, {"picture": lambda path: report.draw(outcomes, path)})
+
+
+def _outcome(plan: "Plan", link: Link) -> "Outcome":
+    """Run each scheme in processes of its own, whose memory and threads no other scheme has used."""
+    from recipes.benchmarks.pairs import report
+    from recipes.benchmarks.pairs.cases import HOSTS
+    from recipes.benchmarks.pairs.rank import work
+
+    results: list[report.Result] = []
+    for scheme, runs in groupby(plan.runs, key=lambda run: run.scheme):
+        part = replace(plan, runs=tuple(runs))
+        print(f"{plan.case.title}: {scheme}, after {len(results)} of {len(plan.runs)} rows", file=sys.stderr)
+        with Cluster(HOSTS, link) as cluster:
+            results += report.results_of(part, link, cluster.run(work, part, TIMEOUT_S))
+    return report.Outcome(plan.case.title, plan.case.hidden, tuple(results))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ def plan_of(link: Link, hidden: int, multiple: int, microbatches: Sequence[int],
     meshes = (2, 2, 2), (4, 2, 1), (8, 1, 1)
     runs = [PEER, Run(ONE_D[0], STEADY)]
     for mesh in meshes:
-        runs += [Run(three_d(mesh), ALONE, queue=False), Run(three_d(mesh), ALONE), Run(three_d(mesh), STEADY)]
-        runs += [Run(three_d(mesh, keep_weights=True), ALONE), Run(three_d(mesh, keep_weights=True), STEADY)]
-        if mesh != meshes[-1]:
-            runs += [Run(three_d(mesh), TWINS), Run(three_d(mesh, PIECES), ALONE), Run(three_d(mesh, PIECES), STEADY)]
+        whole, kept, pieces = three_d(mesh), three_d(mesh, keep_weights=True), three_d(mesh, PIECES)
+        runs += [Run(whole, ALONE, queue=False), Run(whole, ALONE), Run(whole, STEADY)]
+        runs += [] if mesh == meshes[-1] else [Run(whole, TWINS)]
+        runs += [Run(kept, ALONE), Run(kept, STEADY)]
+        runs += [] if mesh == meshes[-1] else [Run(pieces, ALONE), Run(pieces, STEADY)]
     tokens = multiple * hidden
     case = Case(f"M = {multiple}h", HOSTS, tokens, hidden, (), speed_of(link, tokens, hidden))
     return Plan(case, tuple(runs), tuple(microbatches), rounds)

@@ -53,7 +53,7 @@ class Outcome:
     results: tuple[Result, ...]
 
 
-def outcome_of(plan: Plan, link: Link, records: Sequence[Record]) -> Outcome:
+def results_of(plan: Plan, link: Link, records: Sequence[Record]) -> list[Result]:
     """Put the hosts' records together: a step ends when its last host does."""
     found = []
     for place, run in enumerate(plan.runs):
@@ -63,7 +63,7 @@ def outcome_of(plan: Plan, link: Link, records: Sequence[Record]) -> Outcome:
         }
         bound = predict(plan.case, run.scheme, link)[0].bound
         found.append(Result(run.scheme, run.way, run.queue, bound, steps, records[0].predicted[place]))
-    return Outcome(plan.case.title, plan.case.hidden, tuple(found))
+    return found
 
 
 def find(outcome: Outcome, run: Run) -> Result:

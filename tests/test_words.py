@@ -35,6 +35,7 @@ TENSOR3D_NAMES = {
 """Refused in `lightning_hanayo/tensor3d` alone: elsewhere these are plain English, as the kinds of actions."""
 
 PROSE = {
+    "rejected, with an error that names it": r"(refused|rejected) by (its |that )?name",
     "message, send buffer, channel, message key": r"packets?|parcels?|mail|routes?",
     "stage input, proxy, gap, forward patch, block tracer": r"cargos?|holes?|bridges?|recorders?",
     "deferred gradients, relay, message timing, trace gather": (

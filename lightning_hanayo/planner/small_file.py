@@ -1,4 +1,4 @@
-"""Reads the small files that people give: a wrong one is refused by its name, with what was expected."""
+"""Reads the small files that people give: an error names a wrong one, and says what was expected."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

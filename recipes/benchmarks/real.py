@@ -164,7 +164,13 @@ def table(outcome: RealOutcome, machine: Sequence[str]) -> str:
         "CPU ms",
     )
     rows = map(_row, outcome.results)
-    return "\n\n".join(["\n".join(f"- {line}" for line in machine), about, markdown(head, rows)]) + "\n"
+    parts = [
+        "# A pipeline with real computation",
+        "\n".join(f"- {line}" for line in machine),
+        about,
+        markdown(head, rows),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _row(result: RealResult) -> tuple[str, ...]:

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 HEAD = ("schedule", "step ms", "min-max", "bubble", "ideal", "to torch's best", "at equal memory", "peak M_a",
         "us/action", "CPU ms")  # fmt: skip
 
+ABOUT = """# Pipelines of emulated stages
+
+Stages sleep for a set time; messages and gradients are real. `torch` is torch's own runtime, `bare` only sleeps and
+sends, and `autograd` also computes gradients, in a loop that is written for these stages.
+[What the columns mean](README.md#columns)."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table of figures that `recipes.benchmarks.pipeline` wrote; draw their picture."""
@@ -63,7 +69,7 @@ def title(case: Case) -> str:
 
 def table(outcomes: Sequence[Outcome], machine: Sequence[str]) -> str:
     """The results as Markdown."""
-    parts = ["\n".join(f"- {line}" for line in machine)]
+    parts = [ABOUT, "\n".join(f"- {line}" for line in machine)]
     for outcome in outcomes:
         notes = [f"- `{label}` can't run: {why}" for label, why in outcome.refused.items()]
         about = f"{outcome.num_rounds} rounds; a rank's forward sleeps {outcome.oversleep_us:.0f} us too long."

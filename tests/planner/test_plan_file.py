@@ -1,4 +1,4 @@
-"""A plan's file is read back as the strategy's arguments; another file is refused by name."""
+"""A plan's file is read back as the strategy's arguments; another file is rejected, with an error that names it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What works in one process and can't, or not so, in a pipeline: it works, or is refused by name; it never hangs."""
+"""What works in one process and can't, or not so, in a pipeline: it works, or an error names it; it never hangs."""
 
 import copy
 import pickle

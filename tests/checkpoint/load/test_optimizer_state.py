@@ -1,4 +1,4 @@
-"""Optimizer states belong to names: groups may come in another order, and what doesn't belong is refused by name."""
+"""Optimizer states belong to names: groups may come in another order, and an error names what doesn't belong."""
 
 import copy
 from collections.abc import Callable, Sequence

@@ -55,9 +55,9 @@ def _samples(trainer: "pl.Trainer", topology: Topology) -> str:
     if of_rank is None:
         per_step = accumulated * data
         count = "one batch" if per_step == 1 else f"{per_step} batches"
-        return f"A step takes {count} of the loader; ddp on as many devices {accumulated * topology.world_size}."
+        return f"A step takes {count} of the loader; ddp would take {accumulated * topology.world_size}."
     return (
-        f"A step takes {of_rank * data} samples, {of_rank} for each data rank; ddp on as many devices "
+        f"A step takes {of_rank * data} samples, {of_rank} for each data rank; ddp would take "
         f"{of_rank * topology.world_size}."
     )
 

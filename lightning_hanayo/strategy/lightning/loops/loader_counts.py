@@ -1,4 +1,4 @@
-"""All ranks ask for as many loaders, or the run ends with an error that says which rank has how many.
+"""All ranks ask for the same number of loaders, or the run ends with an error that says which rank has how many.
 
 rank 0   val_dataloader() -> [a, b]      2 and 1: an error on both ranks, before Lightning adds up the lengths of b
 rank 1   val_dataloader() -> a
@@ -35,7 +35,7 @@ def agree_on_counts(
 
 
 def check_counts(name: str, counts: dict[int, int]) -> None:
-    """Check that all ranks have as many loaders. `counts`: by rank.
+    """Check that all ranks have the same number of loaders. `counts`: by rank.
 
     Raises:
         HanayoError: they don't.

@@ -15,7 +15,7 @@ from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
 
 _ADVICE = (
     "Gradients are averaged over all data ranks, so all end the epoch there, and the rest is left out. Give all data "
-    "ranks as many batches (a DistributedSampler, drop_last=True) to use all."
+    "ranks the same number of batches (a DistributedSampler, drop_last=True) to use all."
 )
 
 

@@ -46,18 +46,21 @@ def test_one_line_has_layout_schedule_and_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": 16}, "A step takes 16 samples, 16 for each data rank; ddp on as many devices 32."),
-        ({"batch_size": 8, "data": 2}, "A step takes 16 samples, 8 for each data rank; ddp on as many devices 32."),
+        ({"batch_size": 16}, "A step takes 16 samples, 16 for each data rank; ddp would take 32."),
+        (
+            {"batch_size": 8, "data": 2},
+            "A step takes 16 samples, 8 for each data rank; ddp would take 32.",
+        ),
         (
             {"batch_size": 4, "accumulate": 3},
-            "A step takes 12 samples, 12 for each data rank; ddp on as many devices 24.",
+            "A step takes 12 samples, 12 for each data rank; ddp would take 24.",
         ),
         (
             {"batch_size": 4, "cube": (2, 1, 1)},
-            "A step takes 4 samples, 4 for each data rank; ddp on as many devices 16.",
+            "A step takes 4 samples, 4 for each data rank; ddp would take 16.",
         ),
-        ({"batch_size": None}, "A step takes one batch of the loader; ddp on as many devices 2."),
-        ({"batch_size": None, "data": 2}, "A step takes 2 batches of the loader; ddp on as many devices 4."),
+        ({"batch_size": None}, "A step takes one batch of the loader; ddp would take 2."),
+        ({"batch_size": None, "data": 2}, "A step takes 2 batches of the loader; ddp would take 4."),
     ],
     ids=str,
 )

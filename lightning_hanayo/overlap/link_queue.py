@@ -157,6 +157,10 @@ class LinkQueue:
         self._held: dict[tuple[int, int], Ticket] = {}
         """started, but not yet carried: their turn hasn't come"""
         self._under_way: list[Ticket] = []
+        self._awaited: dict[int, Ticket] = {}
+        """by slot: what an action waits for"""
+        self._ended: set[int] = set()
+        """the actions of the pair that have ended"""
 
     def start(self, post: Callable[[], Work]) -> Ticket:
         """Start a collective: `post` puts it on the wire. The queue's thread calls it when its turn has come.
@@ -186,11 +190,19 @@ class LinkQueue:
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
-        """Wait until the collective has ended; in a pair the other action has the device meanwhile."""
-        recording = self.recordings.get(self.turns.slot)
+        """Wait until the collective has ended; in a pair the other action has the device meanwhile.
+
+        Raises:
+            HanayoError: it would never be carried: both actions have started other collectives than planned.
+        """
+        slot = self.turns.slot
+        recording = self.recordings.get(slot)
         if recording is not None:
-            recording.wait(ticket, self.recordings.get(1 - self.turns.slot))
+            recording.wait(ticket, self.recordings.get(1 - slot))
+        self._awaited[slot] = ticket
+        self._check_progress()
         self.turns.wait(lambda: ticket.is_done, ticket.block)
+        self._awaited.pop(slot, None)
         if recording is not None:
             recording.go_on()
 
@@ -204,6 +216,8 @@ class LinkQueue:
         """Two actions begin. `plan`: the order of all their collectives; None: as they start."""
         self._numbers.clear()
         self._held.clear()
+        self._awaited.clear()
+        self._ended.clear()
         self._plan, self._next = plan, 0
 
     def end_pair(self) -> None:
@@ -218,6 +232,22 @@ class LinkQueue:
             HanayoError: it hasn't, so that those behind them would never be carried.
         """
         if self._plan is not None and sum(one == slot for one, _ in self._plan) != self._numbers[slot]:
+            raise HanayoError(_unplanned(self._plan, self._numbers))
+        self._ended.add(slot)
+        self._check_progress()
+
+    def _check_progress(self) -> None:
+        """Check that what is held can still be carried: an action goes on that may start what comes before it.
+
+        Raises:
+            HanayoError: each action has ended, or waits for a collective that is held.
+        """
+        held = self._held.values()
+        if (
+            self._plan is not None
+            and held
+            and all(slot in self._ended or self._awaited.get(slot) in held for slot in (0, 1))
+        ):
             raise HanayoError(_unplanned(self._plan, self._numbers))
 
     def cancel(self) -> None:
@@ -265,6 +295,11 @@ class DeviceLink(LinkQueue):
 
 def _unplanned(plan: Order, numbers: defaultdict[int, int]) -> str:
     planned, started = ([sum(one == slot for one, _ in plan) for slot in (0, 1)], [numbers[slot] for slot in (0, 1)])
+    if planned == started:
+        return (
+            f"two actions that ran at once started their collectives, {started[0]} and {started[1]}, in another order "
+            f"than planned. Blocks whose collectives depend on their data can't run in pairs: pairs=False."
+        )
     return (
         f"two actions that ran at once were planned with {planned[0]} and {planned[1]} collectives, but started "
         f"{started[0]} and {started[1]}. Blocks that start collectives only sometimes can't run in pairs: pairs=False."

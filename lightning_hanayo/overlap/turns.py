@@ -172,7 +172,12 @@ class DeviceTurns:
         with self._changed:
             if slot not in self._waiting:
                 self._waiting.append(slot)
-            self._changed.wait_for(lambda: self._is_free and self._next() == slot)
+            try:
+                self._changed.wait_for(lambda: self._is_free and self._next() == slot)
+            except BaseException:  # of a signal's handler: the other action must not wait for this one
+                self._waiting.remove(slot)
+                self._changed.notify_all()
+                raise
             self._waiting.remove(slot)
             self._is_free = False
             self.slot = slot

@@ -8,7 +8,7 @@ By turns and planned, all ranks of a cube give their links the same collectives 
 clocks say.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -20,14 +20,18 @@ from lightning_hanayo.overlap.pair_time import PairRun, Segments, best_order
 from lightning_hanayo.overlap.turns import ActionState
 from lightning_hanayo.runtime.capture.thread_state import ThreadState
 from lightning_hanayo.schedule import Action, Kind
+from lightning_hanayo.seeds import mix
 
 T = TypeVar("T")
 RECORDED = 2
 """the batch that is recorded, counted from 1: in the first one layers don't know yet which weights come next"""
 
+MAX_SIGNATURES = 64
+"""how many signatures' plans are kept: those of the latest batches"""
 SIMULATED, LEAST_TRIES, TRIES_PER_PLACE = 2_500_000, 500, 20
-"""collectives that are simulated while orders are tried, for all kinds of pairs together: a few seconds, once; and the
-numbers of orders for each kind: the least, and the most for each collective and each place that it may have"""
+"""collectives that are simulated while orders are tried, for all kinds of pairs together: a few seconds for the first
+signature, half of that for the second, and so on; and the numbers of orders for each kind: the least, and the most for
+each collective and each place that it may have"""
 
 _Pair = tuple[Action, Action]
 
@@ -55,6 +59,7 @@ class Pairs:
         queue: through which all collectives of the actions go.
         states: what belongs to the action that has the device.
         share: returns what the first rank of the cube gives it, on all of its ranks, which call it together.
+        trained: a number that tells which parameters are trained: actions start no collectives for others.
         is_first: whether this is that rank.
         is_planned: whether collectives may go in a planned order; else actions always take turns.
     """
@@ -65,26 +70,28 @@ class Pairs:
         states: Sequence[ActionState],
         share: Callable[[Plans | None], Plans],
         *,
+        trained: Callable[[], int] = lambda: 0,
         is_first: bool,
         is_planned: bool = True,
     ) -> None:
         self._queue = queue
-        self._share = share
+        self._share: Callable[[Plans | None], Plans] | None = share
+        self._trained = trained
         self._is_first = is_first
         self._is_planned = is_planned
         queue.turns.states = states
-        self._seen: Counter[int] = Counter()
-        """batches, by their signature"""
+        self._seen: dict[int, int] = {}
+        """how many batches, by their signature"""
         self.plans: dict[int, Plans] = {}
         """by signature: how the pairs of such batches are expected to run"""
         self.segments: dict[PairedKind, Segments] = {}
         """what actions of each kind do, as the first rank has recorded it"""
         self._signature = 0
         self._edges: Collection[Action] = frozenset()
-        self._recordings: dict[int, list[tuple[PairedKind, Recording]]] = {}
-        """by signature: of batches that were recorded, until the next one with their signature"""
+        self._recorded: dict[int, dict[PairedKind, Segments]] = {}
+        """by signature: of batches that were recorded, until the next one with their signature; empty on other ranks"""
         self._active: list[tuple[PairedKind, Recording]] | None = None
-        """of the batch that runs, if it is recorded"""
+        """of the latest batch, if it is recorded"""
 
     def close(self) -> None:
         """End the threads. They begin anew if another batch comes."""
@@ -92,25 +99,36 @@ class Pairs:
 
     def abandon(self) -> None:
         """After a failure: let nothing wait for what is under way."""
+        self._share = None  # it holds a process group, which other ranks wait to see closed
         self._queue.cancel()
         self._queue.close(timeout=0)
 
     def begin_batch(self, signature: int, pairs: Sequence[_Pair], edges: Collection[Action] = frozenset()) -> None:
         """A batch begins whose program has these pairs and `edges`. Called by all ranks of the cube.
 
-        Batches with the same `signature` have the same shapes.
+        Batches with the same `signature` have the same shapes. Parts of a batch without pairs don't count.
         """
+        if not pairs:
+            return
+        if self._active is not None:
+            self._recorded[self._signature] = typical_segments(self._active) if self._is_first else {}
+            self._active = None
+        signature = mix(signature, self._trained())
         self._signature, self._edges = signature, edges
-        self._seen[signature] += 1
-        self._active = None
-        if signature in self._recordings:
-            recorded, made = self._recordings.pop(signature), None
+        self._seen[signature] = self._seen.pop(signature, 0) + 1  # the latest is the last one
+        if signature in self._recorded:
+            segments, made = self._recorded.pop(signature), None
             if self._is_first:
-                self.segments = typical_segments(recorded)
-                made = make_plans(pairs, self.segments, edges)
+                self.segments = segments
+                made = make_plans(pairs, segments, edges, SIMULATED // (1 + len(self.plans)))
+            assert self._share is not None, "a run that has failed trains no more"
             self.plans[signature] = self._share(made)
-        if self._seen[signature] == RECORDED and self._is_planned and pairs:
-            self._active = self._recordings[signature] = []
+        if self._seen[signature] == RECORDED and self._is_planned:
+            self._active = []
+        if len(self._seen) > MAX_SIGNATURES:
+            oldest = next(iter(self._seen))
+            for known in (self._seen, self.plans, self._recorded):
+                known.pop(oldest, None)
 
     def run(
         self, first: Action, run_first: Callable[[], T], second: Action, run_second: Callable[[], T]
@@ -165,16 +183,22 @@ def typical_segments(recorded: Collection[tuple[PairedKind, Recording]]) -> dict
 
 
 def make_plans(
-    pairs: Sequence[_Pair], segments: Mapping[PairedKind, Segments], edges: Collection[Action] = frozenset()
+    pairs: Sequence[_Pair],
+    segments: Mapping[PairedKind, Segments],
+    edges: Collection[Action] = frozenset(),
+    simulated: int = SIMULATED,
 ) -> Plans:
-    """The order of the collectives of each kind of pair; none where it isn't known what its actions do."""
+    """The order of the collectives of each kind of pair; none where it isn't known what its actions do.
+
+    `simulated`: how many collectives are simulated at most, but for the least number of orders.
+    """
     plans: Plans = {}
     kinds = dict.fromkeys(kinds_of(first, second, edges) for first, second in pairs)
     for first, second in kinds:
         if first in segments and second in segments:
             both = segments[first], segments[second]
             collectives = sum(one.start is not None for own in both for one in own)
-            tries = min(TRIES_PER_PLACE * collectives**2, SIMULATED // (len(kinds) * max(1, collectives)))
+            tries = min(TRIES_PER_PLACE * collectives**2, simulated // (len(kinds) * max(1, collectives)))
             plans[first, second] = best_order(*both, max(LEAST_TRIES, tries))
     return plans
 

@@ -279,7 +279,9 @@ class Session:
         raw_collectives.start(self._raw)
         if self.cube is not None and not self.cube.shares_samples:
             ranks, is_required = self.cube.mesh.axis("xyz"), self._options.cube_outside == "tokens"
-            self.token_losses = TokenLosses(module, ranks, self.guard, is_required=is_required)
+            self.token_losses = TokenLosses(
+                module, ranks, self.guard, is_required=is_required, is_allowed=not self._options.pairs
+            )
             self.token_losses.start(self.attributes.set)
         self._replica_check = self._check_of_replicas(module)
         self._nonfinite = look = self._check_of_gradients(trainer, module)

@@ -89,13 +89,22 @@ class MeshAxis:
         size: the number of ranks.
         rank: this rank's number among them.
         queue: puts this rank's collectives on the wire, one at a time; None: each starts at once.
+        tag: tells gathers and all-to-alls over gloo from those of other axes with the same group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int, queue: LinkQueue | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        size: int,
+        rank: int,
+        queue: LinkQueue | None = None,
+        tag: int = 0,
+    ) -> None:
         self.group = group
         self.size = size
         self.rank = rank
         self._queue = queue
+        self._tag = tag
         self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
         """the group, unless its backend is gloo, whose collectives this class replaces by faster ones"""
 
@@ -188,8 +197,8 @@ class MeshAxis:
             return Transfers([])
         steps = range(1, self.size)  # from its neighbour on, so that no rank is the first peer of all others
         sources, targets = ([(self.rank + sign * step) % self.size for step in steps] for sign in (-1, 1))
-        works = [self.group.recv([into[peer]], peer, 0) for peer in sources]
-        works += [self.group.send([out[peer]], peer, 0) for peer in targets]
+        works = [self.group.recv([into[peer]], peer, self._tag) for peer in sources]
+        works += [self.group.send([out[peer]], peer, self._tag) for peer in targets]
         return Transfers(works)
 
     def all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
@@ -245,6 +254,7 @@ class Mesh:
         self.sizes = sizes
         self.coordinates = coordinates
         self._axes = dict(axes)
+        self._unqueued: dict[str, MeshAxis] = {}
         self._control = MeshAxis(None, 1, 0) if control is None else control
 
     @staticmethod
@@ -266,6 +276,8 @@ class Mesh:
         for names in AXIS_NAMES:
             group = make_group(names) if mesh.size(names) > 1 else None
             mesh._axes[names] = axis(group, mesh.size(names), mesh.index(names), queue=queue)
+            if queue is not None:
+                mesh._unqueued[names] = MeshAxis(group, mesh.size(names), mesh.index(names), tag=1)
         if control is None:
             mesh._control = mesh._axes["xyz"]
         return mesh
@@ -316,6 +328,13 @@ class Mesh:
         """Returns the axis `names`, as "y", or several taken as one, as "yz", of which the last one runs fastest."""
         return self._axes[names]
 
+    def unqueued_axis(self, names: str) -> MeshAxis:
+        """Returns the axis `names` for gathers and all-to-alls that an action may start or not, as its data say.
+
+        They don't go through the queue, whose order all ranks must share: only the ranks of this axis must agree.
+        """
+        return self._unqueued.get(names, self._axes[names])
+
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Returns the largest of each number over all ranks, which call this. Waits for hosts, not for devices."""
         if self.num_ranks == 1:
@@ -324,7 +343,7 @@ class Mesh:
 
     def disconnect(self, reason: str) -> None:
         """Drop the process groups of all axes; every use of them is an error with this reason."""
-        for axis in (*self._axes.values(), self._control):
+        for axis in (*self._axes.values(), *self._unqueued.values(), self._control):
             axis.disconnect(reason)
 
     def size(self, names: str) -> int:

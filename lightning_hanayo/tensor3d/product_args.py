@@ -33,7 +33,8 @@ class ProductArgs:
         all_gather: of the input; None: it is gathered already.
         reduce_scatter: of the outputs; None: they are no partial sums.
         keep: what is saved for the backward.
-        num_pieces: in how many pieces the product runs, at most.
+        num_pieces: in how many pieces the product runs; in fewer if there are fewer rows.
+        has_empty_pieces: whether it runs in so many pieces even then, as all ranks of the mesh must.
     """
 
     weight: ShardedWeight
@@ -41,6 +42,7 @@ class ProductArgs:
     reduce_scatter: BoundCollective | None
     keep: Keep = "gathered"
     num_pieces: int = 1
+    has_empty_pieces: bool = False
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Cut `x` along a dimension before the last one that no collective touches; whole if there is none."""
@@ -48,7 +50,10 @@ class ProductArgs:
             return (x,)
         touched = self._touched_dims(x)
         free = [dim for dim in range(x.dim() - 1) if dim not in touched]
-        return x.chunk(self.num_pieces, free[0]) if free else (x,)
+        if not free:
+            return (x,)
+        count = self.num_pieces if self.has_empty_pieces else max(1, min(self.num_pieces, x.shape[free[0]]))
+        return x.tensor_split(count, free[0])
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """Join what `split` has cut: the pieces of an input, an output or a gradient."""

@@ -51,6 +51,8 @@ class StageContext:
         keep_weights: bool = False,
     ) -> None:
         self._mesh = mesh
+        self.has_pairs = turns is not None
+        """whether two actions may run at once: then each must start the same collectives on all ranks"""
         self._turns = DeviceTurns() if turns is None else turns
         self._closed = ""
         self.keep: Keep = keep

@@ -1,5 +1,6 @@
 """Two actions in two threads: who has the device, in which order collectives go, and what an error does."""
 
+import signal
 import threading
 import time
 from typing import Any
@@ -80,6 +81,51 @@ def test_other_collectives_than_planned_are_an_error_and_no_hang(
     with pytest.raises(HanayoError, match="planned with 2 and 2 collectives"):
         queue.turns.run(first, second, by_turns=False)
     queue.end_pair()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_waits_behind_a_collective_that_never_starts_is_an_error_and_no_hang(queue: LinkQueue, ends: bool) -> None:
+    """The second action waits for b1, which the plan puts behind b2; the first one has ended, or waits for a1."""
+    plan = [(0, 0), (1, 0), (1, 2), (1, 1), *([] if ends else [(0, 1)])]
+    first, second = (action(queue, name, [], count) for name, count in (("a", 1 if ends else 2), ("b", 3)))
+
+    def checked() -> None:
+        first()
+        queue.check_action(0)
+
+    queue.begin_pair(plan)
+    with pytest.raises(HanayoError, match="started their collectives|but started"):
+        queue.turns.run(checked, second, by_turns=False)
+    queue.end_pair()
+    assert action(queue, "again", [], 2)() == "again"
+
+
+def test_an_error_that_reaches_an_action_while_it_waits_for_its_turn_unwinds_the_other(queue: LinkQueue) -> None:
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError("of a signal's handler")
+
+    has_begun = threading.Event()
+
+    def first() -> None:
+        queue.start(Transfer("a", [])).wait()
+
+    def second() -> None:
+        has_begun.set()
+        time.sleep(0.2)  # the first one waits for the device meanwhile
+        queue.start(Transfer("b", [])).wait()
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        queue.begin_pair(None)
+        with pytest.raises(TimeoutError, match="handler"):
+            queue.turns.run(first, second)
+        queue.end_pair()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert has_begun.is_set()
+    assert action(queue, "again", [], 2)() == "again"
 
 
 @pytest.mark.parametrize("by_turns", [True, False])

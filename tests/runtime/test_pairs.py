@@ -11,7 +11,7 @@ from lightning_hanayo.overlap.pair_time import Segment, best_order
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.engine import Engine
-from lightning_hanayo.runtime.pairs import RECORDED, Pairs, kinds_of
+from lightning_hanayo.runtime.pairs import MAX_SIGNATURES, RECORDED, Pairs, kinds_of
 from lightning_hanayo.runtime.profiling.measurement import stage_times
 from lightning_hanayo.runtime.profiling.trace import Event, Trace
 from lightning_hanayo.runtime.program import Pair, Program
@@ -136,6 +136,61 @@ def test_a_plan_is_made_for_each_kind_of_pair() -> None:
     kinds = kinds_of(Action(0, Kind.F, 1), Action(0, Kind.B, 0))
     assert set(plans) == {kinds}
     assert len(plans[kinds].order) == 8
+
+
+class Batches:
+    """Batches whose only pair starts a collective in each of its actions."""
+
+    def __init__(self) -> None:
+        self.queue, self.trained = LinkQueue(), 0
+        self.pairs = Pairs(self.queue, [], lambda plans: plans or {}, trained=lambda: self.trained, is_first=True)
+
+    def run(self, signature: int, count: int = 1) -> int:
+        """How many plans there are then."""
+        actions = Action(0, Kind.F, 1), Action(0, Kind.B, 0)
+        for _ in range(count):
+            self.pairs.begin_batch(signature, [actions])
+            self.pairs.run(actions[0], self._act, actions[1], self._act)
+        return len(self.pairs.plans)
+
+    def _act(self) -> None:
+        self.queue.start(Transfer).wait()
+
+
+@pytest.fixture
+def batches() -> Any:
+    made = Batches()
+    yield made
+    made.pairs.close()
+
+
+def test_parts_of_a_batch_without_pairs_do_not_count(batches: Batches) -> None:
+    """As the forward of micro-batch 0, which runs ahead in an epoch's first batch."""
+    for _ in range(RECORDED):
+        batches.pairs.begin_batch(5, ())
+        batches.run(5)
+    batches.pairs.begin_batch(5, ())
+    assert batches.run(5) == 1
+    (plans,) = batches.pairs.plans.values()
+    assert plans
+
+
+def test_a_plan_is_made_anew_for_other_parameters(batches: Batches) -> None:
+    assert batches.run(5, RECORDED + 1) == 1
+    batches.trained = 1
+    assert batches.run(5, RECORDED) == 1
+    assert batches.run(5) == 2
+
+
+def test_plans_of_the_latest_batches_are_kept(batches: Batches) -> None:
+    for signature in range(MAX_SIGNATURES + 3):
+        batches.run(signature, RECORDED + 1)
+    assert len(batches.pairs.plans) == MAX_SIGNATURES
+    before = batches.pairs.plans.copy()
+    batches.run(MAX_SIGNATURES + 2)
+    assert batches.pairs.plans == before
+    batches.run(0, RECORDED + 1)
+    assert len(batches.pairs.plans) == MAX_SIGNATURES
 
 
 def test_actions_without_collectives_have_an_empty_plan() -> None:

@@ -1,5 +1,6 @@
 """Two micro-batches at once: cubes train as without pairs, and all of their ranks start collectives in one order."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from lightning import Callback, LightningModule
 from torch import Tensor
 
+from lightning_hanayo import chunk_loss
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.overlap.turns import DeviceTurns
@@ -45,9 +47,29 @@ def noisy() -> LightningModule:
     return models.HuggingFace(GPT2LMHeadModel(config))
 
 
-MODELS = {"llama": partial(models.llama, 2, 2), "gpt2": models.gpt2, "noisy": noisy}
-CASES = [(kind, layout) for kind in MODELS for layout in LAYOUTS]
+def chunked() -> LightningModule:
+    """Its loss would start collectives in a step, if the cube's ranks shared its tokens."""
+    module = models.llama(2, 2)
+    chunk_loss(module.model)
+    return module
+
+
+MODELS: dict[str, Callable[[], LightningModule]] = {
+    "llama": partial(models.llama, 2, 2),
+    "gpt2": models.gpt2,
+    "noisy": noisy,
+    "chunked": chunked,
+}
+CASES = [(kind, layout) for kind in ("llama", "gpt2", "noisy") for layout in LAYOUTS]
 COVERED = [("noisy", LAYOUTS[0]), ("gpt2", LAYOUTS[3])]
+
+
+def _padded_now_and_then(count: int) -> list[models.Batch]:
+    """The batches that are recorded have padding, of those that are planned only some."""
+    batches = models.padded((8,) * count)
+    for batch, whole in list(zip(batches, models.texts((8,) * count), strict=True))[STEPS - 2 :: 2]:
+        batch |= whole | {"attention_mask": torch.ones_like(batch["attention_mask"])}
+    return batches
 
 
 class Seen:
@@ -72,13 +94,20 @@ class Seen:
         monkeypatch.setattr(LinkQueue, "_put", put_ticket)
 
 
-def train(kind: str, layout: Layout, pairs: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+def train(
+    kind: str,
+    layout: Layout,
+    pairs: bool,
+    options: dict[str, Any],
+    batches: Any = None,
+    callbacks: Sequence[Callback] = (),
+) -> tuple[dict[str, Tensor], Any]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         seen = Seen(monkeypatch)
         module = models.build(MODELS[kind], torch.float64)
-        batches = models.texts((8,) * STEPS)
+        batches = models.texts((8,) * STEPS) if batches is None else batches()
         strategy = make_strategy(replace(layout, pairs=pairs), loss_weight="tokens", **options)
-        trainer = make_trainer(layout, max_epochs=1, strategy=strategy)
+        trainer = make_trainer(layout, max_epochs=1, strategy=strategy, callbacks=list(callbacks))
         trainer.fit(module, make_loader([_double(batch) for batch in batches]))
         return own_weights(module), (seen.pairs, seen.planned, seen.carried)
 
@@ -102,6 +131,89 @@ def test_pairs_train_as_one_by_one(pool: Pool, kind: str, layout: Layout) -> Non
     for first in range(0, layout.world_size, cube):
         orders = [carried for _, _, carried in figures[first : first + cube]]
         assert orders[0] and all(order == orders[0] for order in orders)
+
+
+UNEVEN: dict[str, tuple[Layout, dict[str, Any], Any]] = {
+    "masks on some ranks": (
+        Layout(1, "auto", 1, "auto", 3, cube=(2, 1, 2)),  # type: ignore[arg-type]
+        {},
+        partial(models.padded, (12,) * (STEPS + 1)),
+    ),
+    "masks in some batches": (
+        Layout(1, "auto", 1, "auto", 2, cube=(1, 1, 2)),  # type: ignore[arg-type]
+        {},
+        partial(_padded_now_and_then, STEPS + 2),
+    ),
+    "shares of several sizes": (
+        Layout(1, "auto", 1, "auto", 2, cube=(2, 1, 2)),  # type: ignore[arg-type]
+        {},
+        partial(models.texts, (10,) * STEPS),
+    ),
+    "fewer rows than pieces": (
+        Layout(1, "auto", 1, "auto", 2, cube=(2, 2, 1), outside="replicate"),  # type: ignore[arg-type]
+        {"cube_pieces": 2},
+        partial(models.texts, (6,) * STEPS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_ranks_start_the_same_collectives_whatever_their_samples_need(pool: Pool, name: str) -> None:
+    """Ranks with other samples have a mask or none, tensors as long as their samples or not, more rows or fewer."""
+    layout, options, batches = UNEVEN[name]
+    alone = pool.run(layout.world_size, train, "llama", layout, False, options, batches)
+    paired = pool.run(layout.world_size, train, "llama", layout, True, options, batches)
+    for (expected, _), (weights, (pairs, planned, carried)) in zip(alone, paired, strict=True):
+        assert_bit_equal(weights, expected)
+        assert pairs and planned and carried == paired[0][1][2]
+
+
+class Thaws(Callback):
+    """Trains the second half of the blocks at first, then all, then the first half."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        layers = module.model.model.layers
+        for place, layer in enumerate(layers):
+            is_late = 2 * place >= len(layers)
+            layer.requires_grad_((is_late, True, not is_late)[batch_idx // STEPS])
+
+
+def test_a_plan_is_of_the_parameters_that_are_trained(pool: Pool) -> None:
+    """A frozen weight's gradient needs no collectives."""
+    layout, batches = LAYOUTS[1], partial(models.texts, (8,) * (3 * STEPS))
+    alone, paired = (
+        pool.run(layout.world_size, train, "llama", layout, pairs, {}, batches, [Thaws()]) for pairs in (False, True)
+    )
+    for (expected, _), (weights, (_, planned, _)) in zip(alone, paired, strict=True):
+        assert_bit_equal(weights, expected)
+        assert planned
+
+
+def test_losses_share_no_tokens_while_another_micro_batch_runs(pool: Pool) -> None:
+    layout = replace(LAYOUTS[2], outside="replicate")
+    alone, paired = (pool.run(4, train, "chunked", layout, pairs, {}) for pairs in (False, True))
+    for (expected, _), (weights, (_, planned, _)) in zip(alone, paired, strict=True):
+        assert_close(weights, expected, 1e-12)
+        assert planned
+
+
+def train_again(layout: Layout) -> list[int]:
+    """How many pairs ran by a plan, in each of two runs of one module."""
+    planned = []
+    module = models.build(MODELS["llama"], torch.float64)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            seen = Seen(monkeypatch)
+            strategy = make_strategy(replace(layout, pairs=True), loss_weight="tokens")
+            trainer = make_trainer(layout, max_epochs=1, strategy=strategy)
+            trainer.fit(module, make_loader(models.texts((8,) * STEPS)))
+            planned.append(seen.planned)
+    return planned
+
+
+def test_a_second_run_of_a_module_runs_pairs_too(pool: Pool) -> None:
+    for first, second in pool.run(2, train_again, LAYOUTS[1]):
+        assert first == second > 0
 
 
 class Fails(Callback):

@@ -26,13 +26,17 @@ class TokenLosses:
         ranks: of the cube.
         guard: knows when a step runs.
         is_required: whether each step's loss has to be shared by tokens: `cube_outside="tokens"`.
+        is_allowed: whether steps may start collectives: not where another micro-batch runs at the same time.
     """
 
-    def __init__(self, model: nn.Module, ranks: MeshAxis, guard: ParameterGuard, *, is_required: bool) -> None:
+    def __init__(
+        self, model: nn.Module, ranks: MeshAxis, guard: ParameterGuard, *, is_required: bool, is_allowed: bool = True
+    ) -> None:
         self._model = model
         self._ranks = ranks
         self._guard = guard
         self._is_required = is_required
+        self._is_allowed = is_allowed
         self._is_checked = not is_required
 
     def start(self, set_attribute: Callable[[Any, str, Any], None]) -> None:
@@ -63,7 +67,7 @@ class TokenLosses:
             )
 
     def _shares(self) -> MeshAxis | None:
-        if self._guard.scope != "step":
+        if self._guard.scope != "step" or not self._is_allowed:
             return None
         self._is_checked = True
         return self._ranks

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_hanayo.clock import clock_for
@@ -151,7 +152,7 @@ def build_pipeline(
         before_forward=gradients.finish_gather,
         streams=streams,
         values=context.values,
-        pairs=_pairs(context, stages),
+        pairs=_pairs(context, model, cube, stages),
     )
     splitter: BatchSplitter
     if cube is not None:
@@ -175,12 +176,18 @@ def build_pipeline(
     )
 
 
-def _pairs(context: RankContext, stages: Mapping[int, Stage]) -> Pairs | None:
+def _pairs(context: RankContext, model: nn.Module, cube: Cube | None, stages: Mapping[int, Stage]) -> Pairs | None:
     """What runs two actions of this rank at once, if that is asked for."""
-    cube = context.groups.cube
-    if cube is None or cube.queue is None:
+    groups = context.groups.cube
+    if groups is None or cube is None or not context.options.pairs:
         return None
-    whole = cube.whole
+    if cube.queue is None:
+        rank_zero_warn(
+            "pairs=True has no effect: the layers of this module were parallelized in an earlier run without it. Build "
+            "the module anew."
+        )
+        return None
+    whole, parameters = groups.whole, list(model.parameters())
     states: list[ActionState] = [context.values, *(stage.queue for stage in stages.values())]
     if context.random_streams is not None:
         states.append(context.random_streams)
@@ -188,6 +195,7 @@ def _pairs(context: RankContext, stages: Mapping[int, Stage]) -> Pairs | None:
         cube.queue,
         states,
         lambda plans: broadcast_object(plans, whole),
+        trained=lambda: hash(tuple(parameter.requires_grad for parameter in parameters)),
         is_first=whole.rank() == 0,
         is_planned=cube.queue.keeps_plans,
     )

@@ -33,6 +33,8 @@ class Cube:
         self.plan = plan
         self._device = device
         self.mesh = groups.mesh
+        self.queue = groups.queue
+        """of the run that made the layers: theirs in later runs, too"""
         self._open_groups: CubeGroups | None = groups
         self._options = options
         self.shares_samples = options.cube_outside == "share"
@@ -73,6 +75,8 @@ class Cube:
 
     def close(self) -> None:
         """The run has ended: refuse calls of the 3-D layers, which would wait for other ranks."""
+        if self.queue is not None:
+            self.queue.close()
         for context in self._contexts.values():
             context.close(
                 f"a block with 3-D layers was called, but its run has ended: rank {self.mesh.index('xyz')} of the cube "
@@ -87,6 +91,9 @@ class Cube:
     def disconnect(self) -> None:
         """After a failure: drop all process groups."""
         self._open_groups = None
+        if self.queue is not None:
+            self.queue.cancel()
+            self.queue.close(timeout=0)
         self.mesh.disconnect(
             "the run of this model on a cube of ranks has failed. Build it anew, and load a checkpoint."
         )
@@ -177,7 +184,7 @@ class Cube:
             queue,
             num_pieces=self._options.cube_pieces,
             keep_weights=self._options.cube_weights == "batch",
-            turns=None if self._groups.queue is None else self._groups.queue.turns,
+            turns=None if self.queue is None else self.queue.turns,
         )
         self.plan.install(blocks, context)
         for module in (part for block in blocks for part in block.modules()):

@@ -48,6 +48,8 @@ class Reshard(ABC):
         self.stream_dims = stream_dims
         self.batch_dim = batch_dim
         self._plane = mesh.axis("yz")
+        self._plane_of_arguments = mesh.unqueued_axis("yz")
+        """masks, for instance, come only with samples that need them"""
 
     @abstractmethod
     def stream_in(self, x: Tensor, shares: Sequence[Share]) -> Tensor:
@@ -94,7 +96,7 @@ class SharedReshard(Reshard):
         if self.stream_dims is None or not is_batch or self._plane.size == 1:
             return x
         sizes = self._sizes(shares)
-        return _join_valid(all_gather(padded(x, 0, max(sizes)).unsqueeze(0), self._plane, 0), 0, sizes)
+        return _join_valid(all_gather(padded(x, 0, max(sizes)).unsqueeze(0), self._plane_of_arguments, 0), 0, sizes)
 
     def _sizes(self, shares: Sequence[Share]) -> list[int]:
         """How many samples each rank of the plane has."""

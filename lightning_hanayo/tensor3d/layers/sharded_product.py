@@ -73,7 +73,17 @@ class ShardedProduct:
         if self._args is None or self._args[0] != length:
             bind = self._context.bind
             before, after = (None if one is None else bind(one) for one in (self._all_gather, self._reduce_scatter))
-            self._args = length, ProductArgs(self.weight, before, after, self._context.keep, self._context.num_pieces)
+            self._args = (
+                length,
+                ProductArgs(
+                    self.weight,
+                    before,
+                    after,
+                    self._context.keep,
+                    self._context.num_pieces,
+                    has_empty_pieces=self._context.has_pairs,
+                ),
+            )
         return self._args[1]
 
     def following(self) -> Sequence[ShardedWeight]:

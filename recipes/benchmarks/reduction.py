@@ -1,12 +1,13 @@
 """Measures how much of the gradient reduction over data ranks a step still waits for.
 
-python -m recipes.benchmarks.reduction --data 2 --ranks 2 --microbatches 4
+python -m recipes.benchmarks.reduction --data 2 --ranks 2 4 --microbatches 4 8
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ from recipes.benchmarks.names import OURS
 
 if TYPE_CHECKING:
     from recipes.benchmarks.case import Candidate, Case
+    from recipes.benchmarks.machine import ProcessOptions
     from recipes.benchmarks.reduction_rank import ReductionPlan, WayTimings
 
-HEAD = ("schedule", "MB per rank", "step ms", "reduced at the end, + ms", "of the step", "overlapped, + ms",
+HEAD = ("schedule", "P", "B", "MB per rank", "step ms", "reduced at the end, + ms", "of the step", "overlapped, + ms",
         "exposed", "min-max", "ideal")  # fmt: skip
 
 
@@ -27,6 +29,9 @@ class ReductionResult:
     """One schedule with one size. Times are in seconds, medians over the rounds."""
 
     label: str
+    num_ranks: int
+    """of a pipeline"""
+    num_microbatches: int
     megabytes_per_rank: float
     step: float
     """the step without any reduction"""
@@ -60,6 +65,8 @@ def _row(result: ReductionResult) -> tuple[str, ...]:
 
     return (
         result.label,
+        str(result.num_ranks),
+        str(result.num_microbatches),
         f"{result.megabytes_per_rank:g}",
         f"{1e3 * result.step:.1f}",
         f"{1e3 * result.at_the_end:.1f}",
@@ -75,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser("reduction", __doc__)
     many: dict[str, Any] = {"nargs": "+", "metavar": "N"}
     parser.add_argument("--data", type=whole, default=2, metavar="N", help="D, replicas of the pipeline (default 2)")
-    parser.add_argument("--ranks", type=whole, default=2, metavar="N", help="P (default 2)")
-    parser.add_argument("--microbatches", type=whole, default=4, metavar="N", help="B (default 4)")
+    parser.add_argument("--ranks", type=whole, default=[2], help="P (default 2)", **many)
+    parser.add_argument("--microbatches", type=whole, default=[4], help="B (default 4)", **many)
     parser.add_argument("--waves", type=whole, default=[2, 4], help="W (default 2 4)", **many)
     parser.add_argument("--schedules", nargs="+", default=["hanayo"], metavar="NAME",
                         help=f"of {', '.join(OURS)} (default hanayo)")  # fmt: skip
@@ -91,45 +98,44 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(options: argparse.Namespace) -> Findings:
-    from recipes.benchmarks import processes
     from recipes.benchmarks.case import Case, candidates
     from recipes.benchmarks.machine import ProcessOptions
-    from recipes.benchmarks.reduction_rank import ReductionPlan, run_all
+    from recipes.benchmarks.reduction_rank import ReductionPlan
 
     chosen = tuple(candidates(_ours(options.schedules), options.waves))
     time = options.forward_ms / 1e3
-    if options.ranks < 2 or options.data < 2:
-        raise HanayoError(f"--ranks {options.ranks} --data {options.data}: both are at least 2")
-    case = Case(options.ranks, options.microbatches, time, time, time, 4096, 1, planned_message=0.0005)
-    sizes = tuple(options.megabytes)
-    plan = ReductionPlan(case, chosen, options.data, sizes, options.rounds)
-    count = options.ranks * options.data
-    num_runs = len(chosen) * len(sizes) * (options.rounds + 3) * 3
-    found = processes.run(
-        count, run_all, plan, [ProcessOptions(not options.ordinary)] * count, 120 + 10 * num_runs * 4 * case.busy
-    )
+    if min(options.ranks) < 2 or options.data < 2:
+        raise HanayoError(f"--ranks {min(options.ranks)} --data {options.data}: both are at least 2")
+    results: list[ReductionResult] = []
+    for num_ranks, count in product(options.ranks, options.microbatches):
+        case = Case(num_ranks, count, time, time, time, 4096, 1, planned_message=0.0005)
+        plan = ReductionPlan(case, chosen, options.data, tuple(options.megabytes), options.rounds)
+        priority, found = _results(plan, ProcessOptions(not options.ordinary))
+        results += found
+    title = f"D={options.data}, F/I/W {options.forward_ms:g} ms each, {options.rounds} rounds"
+    machine = describe(LOOPBACK, priority)
+    data = {"machine": machine, "case": title, "results": [asdict(result) for result in results]}
+    return Findings(table(results, machine, title), data)
+
+
+def _results(plan: "ReductionPlan", options: "ProcessOptions") -> "tuple[str, list[ReductionResult]]":
+    """Run a plan in processes of its own. Returns the priority that they got, and the results."""
+    from recipes.benchmarks import processes
+    from recipes.benchmarks.reduction_rank import run_all
+
+    count, num_runs = plan.case.num_ranks * plan.num_replicas, len(plan.pairs) * (plan.num_rounds + 3) * 3
+    found = processes.run(count, run_all, plan, [options] * count, 120 + 40 * num_runs * plan.case.busy)
     ranks = [timings for _, timings in found]
-    results = [
+    return found[0][0], [
         result_of(plan, candidate, megabytes, timings)
         for (candidate, megabytes), *timings in zip(plan.pairs, *ranks, strict=True)
     ]
-    machine, title = describe(LOOPBACK, found[0][0]), _title(plan)
-    data = {"machine": machine, "case": title, "results": [asdict(result) for result in results]}
-    return Findings(table(results, machine, title), data)
 
 
 def _ours(names: Sequence[str]) -> Sequence[str]:
     if strange := [name for name in names if name not in OURS]:
         raise HanayoError(f"--schedules {strange[0]}: expected some of {', '.join(OURS)}")
     return names
-
-
-def _title(plan: "ReductionPlan") -> str:
-    case = plan.case
-    return (
-        f"D={plan.num_replicas} P={case.num_ranks} B={case.num_microbatches}, F/I/W {1e3 * case.forward:g} ms each, "
-        f"{plan.num_rounds} rounds"
-    )
 
 
 def result_of(
@@ -147,6 +153,8 @@ def result_of(
     ratios = [some / all_of_it for some, all_of_it in zip(hidden, late, strict=True)]
     return ReductionResult(
         label=candidate.label,
+        num_ranks=plan.case.num_ranks,
+        num_microbatches=plan.case.num_microbatches,
         megabytes_per_rank=megabytes,
         step=median(plain),
         at_the_end=median(late),

@@ -14,7 +14,7 @@ from lightning_hanayo.schedule import Action, CostModel
 from lightning_hanayo.schedule.table import Table
 
 _OVERHEAD = 1.03
-"""what a pair takes of what is simulated: measured 0.99 to 1.04, and to 1.07 in an earlier run (docs/benchmarks/pairs.md)"""
+"""what a pair takes of what is simulated: measured 0.99 to 1.04, once 1.07 (docs/benchmarks/pairs.md)"""
 _TRIES = 20
 """orders of collectives that are tried, in each of many layouts: a run tries tens of thousands, and takes up to 8 %
 less than predicted (mesh 4,2,1 of the benchmark)"""

@@ -104,8 +104,7 @@ def test_what_the_runtime_takes_besides_autograd() -> None:
         [(step(one) - step(least)) / fastest_of_torch(case) for one, least, case in zip(some, bare, found, strict=True)]
         for some in (autograd, ours)
     ]
-    assert f"{min(behind[0]):.2f}" == f"{max(behind[0]):.2f}"
-    assert f"that loop, too, is {min(behind[0]):.2f} of torch's best step" in text()
+    assert f"that loop, too, is {min(behind[0]):.2f} to {max(behind[0]):.2f} of torch's best step" in text()
     assert f"our runtime {min(behind[1]):.2f} to {max(behind[1]):.2f}" in text()
 
 
@@ -143,10 +142,14 @@ def test_gradient_reduction() -> None:
     rows = {one["label"]: one for one in data("reduction")["results"]}
     two, four, split = (rows[label] for label in ("hanayo W=2", "hanayo W=4", "hanayo-zb W=2"))
     shares = f"{100 * two['exposed']:.0f} % (W=2) and {100 * four['exposed']:.0f} % (W=4) are exposed"
-    ideal = f"({100 * two['ideal']:.0f} and {100 * four['ideal']:.0f} %)"
-    assert f"{shares}, as in simulation {ideal}" in text()
-    assert f"exposes {100 * split['exposed']:.0f} % of the reduction with W=2" in text()
-    assert f"than in its simulation ({100 * split['ideal']:.0f} %)" in text()
+    ideal = f"{100 * two['ideal']:.0f} and {100 * four['ideal']:.0f} %"
+    assert f"{shares} (in simulation {ideal})" in text()
+    share = f"{100 * split['at_the_end'] / split['step']:.0f} % of a step"
+    assert f"exposes {100 * split['exposed']:.0f} % of the reduction with W=2** where sums take {share}" in text()
+    assert f"as in its simulation ({100 * split['ideal']:.0f} %)" in text()
+    ours = [one for one in data("reduction-4")["results"] if one["num_ranks"] == 4 and "zb" in one["label"]]
+    found = [f"{100 * one['exposed']:.0f} %" for one in ours]
+    assert "P = 4 {} (W=2) and {} (W=4) at B = 4, and {} and {} at B = 8".format(*found) in text()
 
 
 def test_pairs() -> None:
@@ -220,6 +223,9 @@ def test_a_page_has_the_rows_of_its_figures(module: Any, name: str, rows: str) -
     page = (FOLDER / f"{name}.md").read_text()
     stored = json.loads((FOLDER / f"{name}.json").read_text(), object_hook=lambda one: SimpleNamespace(**one))
     made = ["| " + " | ".join(module._row(row)) + " |" for row in getattr(stored, rows)]
+    if name == "reduction":  # a second table
+        more = json.loads((FOLDER / "reduction-4.json").read_text(), object_hook=lambda one: SimpleNamespace(**one))
+        made += ["| " + " | ".join(module._row(row)) + " |" for row in more.results if row.num_ranks == 4]
     assert re.findall(r"^\| (?!schedule|precision).*\|$", page, re.MULTILINE) == made
     assert all(f"- {line}\n" in page for line in stored.machine)
 

@@ -188,6 +188,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         assert one["memory"]["total"] <= 1e9
 
 
+@pytest.mark.thorough  # other tests read plans as the strategy's arguments
 @pytest.mark.slow
 def test_hanayo_fit_runs_the_plan(here: Path) -> None:
     assert run("--devices=2", "--device=cpu", "--global-batch=16", "--memory=200KB") == 0

@@ -4,6 +4,7 @@
 """
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.harness import models
 from tests.harness.models import IGNORED, Batch
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 from tests.harness.training import Layout, Training, assert_bit_equal, assert_close, run
 
 WAVE = Layout(2, 1, 1)
@@ -43,12 +45,12 @@ IRREGULAR = {
         models.gpt2, partial(models.padded, (8, 11)), DOUBLE, loss_weight=shifted_tokens
     ),
 }
+COVER = [*product(IRREGULAR, LAYOUTS[:1]), ("an uneven batch", LAYOUTS[1]), ("uneven labels", LAYOUTS[1])]
 # transformers computes this loss in fp32, so the means over the batch and over micro-batches differ by this much
 TOLERANCES = {"a loss_weight function": 1e-6}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("case", IRREGULAR)
+@pytest.mark.parametrize(("case", "layout"), covered(product(IRREGULAR, LAYOUTS), by=COVER), ids=str)
 def test_matches_training_on_the_whole_batch(pool: Pool, case: str, layout: Layout) -> None:
     if case == ONLY_IN_WAVES and layout.schedule != "hanayo":
         pytest.skip("the last block isn't on rank 0")

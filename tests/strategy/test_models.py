@@ -3,6 +3,7 @@
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.oracle import by_hand, plain
 from tests.harness.pool import Pool
+from tests.harness.thorough import covered
 from tests.harness.training import (
     Layout,
     Training,
@@ -30,7 +32,7 @@ from tests.strategy import odd_models as odd
 DOUBLE = torch.float64
 VECTORS = partial(models.vectors, (8, 8, 6))
 PADDED = partial(models.padded, (8, 8))
-WAVE = Layout(2, 2, 1)
+WAVE, LINE = Layout(2, 2, 1), Layout(2, 1, 1, "1f1b")
 
 MODELS = {
     kind.__name__: kind
@@ -64,8 +66,11 @@ def test_a_step_reads_the_gradients_that_accumulate(pool: Pool) -> None:
     assert_close(run(pool, training, WAVE).weights, plain(pool, training).weights, 1e-10)
 
 
-@pytest.mark.parametrize("layout", [WAVE, Layout(2, 1, 1, "1f1b")], ids=str)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    covered(product(MODELS, [WAVE, LINE]), by=[*product(MODELS, [WAVE]), ("Sequence", LINE)]),
+    ids=str,
+)
 def test_trains_as_in_one_process(pool: Pool, kind: str, layout: Layout) -> None:
     training = Training(MODELS[kind], VECTORS, DOUBLE, steps=3, clip=0.1)
     assert_close(run(pool, training, layout).weights, plain(pool, training).weights, 1e-10)

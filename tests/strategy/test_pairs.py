@@ -91,6 +91,7 @@ class Seen:
             put(queue, ticket)
 
         monkeypatch.setattr(DeviceTurns, "run", run_pair)
+        monkeypatch.setattr("lightning_hanayo.runtime.pairs.SIMULATED", 20_000)  # any order will do
         monkeypatch.setattr(LinkQueue, "_put", put_ticket)
 
 

@@ -23,7 +23,7 @@ from tests.harness import models
 from tests.harness.models import Batch
 from tests.harness.pool import Pool, RunFailed
 from tests.harness.thorough import covered
-from tests.harness.training import Layout, make_loader, make_strategy, make_trainer
+from tests.harness.training import Layout, assert_close, make_loader, make_strategy, make_trainer, own_weights
 
 WAVE = Layout(2, 1, 1)
 
@@ -422,3 +422,87 @@ def test_a_trainer_that_does_not_join_ends_the_monitor_of_the_one_before(pool: P
 def test_a_failed_run_leaves_no_threads_and_no_patches(pool: Pool) -> None:
     for kind, threads, patched in pool.run(2, breaks_late):
         assert kind in ("KeyError", "PeerFailed") and not threads and not patched
+
+
+class Expert(models.Block):
+    """Returns a loss of its own if it is sparse, and None otherwise."""
+
+    is_sparse = False
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return x, (x.square().mean() if self.is_sparse else None)
+
+
+class Experts(models.MLP):
+    """Adds the losses of its sparse blocks, where a block returns one."""
+
+    sparse: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Expert() for _ in self.blocks)
+        for index in self.sparse:
+            self.blocks[index].is_sparse = True  # type: ignore[assignment]
+
+    def loss(self, batch: Batch) -> Tensor:
+        x, total = self.embedding(batch["x"]), torch.zeros(())
+        for block in self.blocks:
+            x, own = block(x)
+            if own is not None:
+                total = total + own
+        return torch.nn.functional.cross_entropy(self.head(x), batch["y"]) + total
+
+
+class SparseElsewhere(Experts):
+    sparse = (5,)
+
+
+class SparseLast(Experts):
+    sparse = (7,)
+
+
+def returns_none_on_rank_0() -> None:
+    fit(SparseElsewhere)
+
+
+def test_a_value_that_only_blocks_of_other_ranks_return_is_refused(pool: Pool) -> None:
+    """The step sees None for all of them, as the last block of stage 0 returns."""
+    with pytest.raises(RunFailed, match="a Expert of the stack returns a value \\(output\\[1\\]\\)") as caught:
+        pool.run(2, returns_none_on_rank_0, timeout=20.0)
+    assert "UnsupportedError" in caught.value.first.bases
+
+
+def trained(model: Callable[[], Any], layout: Layout, epochs: int = 1) -> dict[str, Tensor]:
+    trainer = make_trainer(layout, max_epochs=epochs)
+    module = models.build(model, torch.float64)
+    trainer.fit(module, make_loader(models.vectors((8, 8), torch.float64)))
+    return own_weights(module)
+
+
+def test_what_the_last_block_returns_is_seen(pool: Pool) -> None:
+    (expected,) = pool.run(1, trained, SparseLast, Layout(num_microbatches=4))
+    found = pool.run(2, trained, SparseLast, WAVE)
+    assert_close({name: value for own in found for name, value in own.items()}, expected, 1e-10)
+
+
+class FreezesLater(models.MLP):
+    """The head's weight is the embedding's; from the second epoch on, only the head trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(models.WIDTH, models.WIDTH)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.training and self.current_epoch == 0):
+            x = self.embedding(x)
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+def test_a_tied_weight_trains_where_only_the_head_has_a_gradient(pool: Pool) -> None:
+    (expected,) = pool.run(1, trained, FreezesLater, Layout(num_microbatches=4), 2)
+    found = pool.run(2, trained, FreezesLater, WAVE, 2)
+    assert_close({name: value for own in found for name, value in own.items()}, expected, 1e-10)

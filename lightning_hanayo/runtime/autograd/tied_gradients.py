@@ -21,6 +21,10 @@ class TiedGradients:
         self._in_order = in_order
         self._parts: dict[int, dict[Tensor, Tensor]] = {}
 
+    def begin_batch(self) -> None:
+        """Forget parts of the batch before."""
+        self._parts.clear()
+
     def loss_backward(self, microbatch: int, parameters: Iterable[Tensor], backward: Callable[[], None]) -> None:
         """Run the loss's `backward`, and set aside what it adds to `parameters`, if an order is kept."""
         if not self._in_order:

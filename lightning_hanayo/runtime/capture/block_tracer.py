@@ -34,7 +34,7 @@ from lightning_hanayo.runtime.capture.stage_input import NO_OUTPUT, StageInput
 from lightning_hanayo.runtime.capture.suspended_call import suspend
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.comm.objects import is_cache, with_ragged_dims_of
-from lightning_hanayo.runtime.comm.pytree import Flattener, Skeleton, holds, map_leaves
+from lightning_hanayo.runtime.comm.pytree import VALUE, Flattener, Skeleton, holds, map_leaves, structure_of
 
 
 class BlockTracer:
@@ -88,6 +88,7 @@ class BlockTracer:
         self._nested: list[Tensor] = []
         self.has_gradients = self._grad_mode
         self._output: Any = None
+        self._returned = VALUE
         self._forget_calls()
         self._has_left = False
 
@@ -110,7 +111,8 @@ class BlockTracer:
         output = NO_OUTPUT if recorded else self._flattener.flatten(self._output, "the output of a block")
         carried = self._flattener.flatten(self._trees, "what the step stores")
         tensors = tuple(self._flattener.tensors)
-        message = StageInput(output, tuple(self._calls), recorded, tensors, carried=carried).message
+        calls, returned = tuple(self._calls), self._returned
+        message = StageInput(output, calls, recorded, tensors, carried=carried, returned=returned).message
         self.sent += edges_of(message.differentiable)
         self._forget_calls()
         self._output, self._trees = None, ()
@@ -152,6 +154,7 @@ class BlockTracer:
             if index == 0:
                 self._output = self._suspend()
             output = proxies_like(self._output, self._first_number + index)
+            self._returned = structure_of(self._output)
         if self.num_called < len(self._index_of):
             return output
         self.sequence_number = current_sequence_number()

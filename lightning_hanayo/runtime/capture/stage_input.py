@@ -4,6 +4,7 @@
     calls              the distinct calls of the blocks still to come       (args, kwargs), with proxies for that output
     call_of_block      for each block still to come, the index of its call
     sequence_length    of the whole sequences; 0 if no block uses it
+    returned           what the step takes the blocks still to come to return: containers, and where they hold None
     carried            what the step and earlier blocks leave for others: a tree for each carrier
 
 A mask that all blocks get is one tensor in one call. Gemma's two kinds of masks are two calls. A skip connection is a
@@ -27,9 +28,12 @@ from lightning_hanayo.runtime.capture.proxy import subtree
 from lightning_hanayo.runtime.comm.message import Message
 from lightning_hanayo.runtime.comm.objects import values_of
 from lightning_hanayo.runtime.comm.pytree import (
+    NONE,
+    VALUE,
     Flattener,
     Skeleton,
     containers,
+    hidden_part,
     holds,
     map_leaves,
     nodes,
@@ -38,7 +42,7 @@ from lightning_hanayo.runtime.comm.pytree import (
     unflatten,
 )
 
-NO_OUTPUT: Skeleton = ("plain", "NoneType", None)
+NO_OUTPUT: Skeleton = NONE
 NO_TREES: Skeleton = ("tuple",)
 _UNCHECKED = nullcontext()
 
@@ -52,17 +56,19 @@ class StageInput(NamedTuple):
     tensors: tuple[Tensor, ...]
     sequence_length: int = 0
     carried: Skeleton = NO_TREES
+    returned: Skeleton = VALUE
 
     @staticmethod
     def from_message(message: Message) -> "StageInput":
         """Read the stage input in `message`."""
-        output_skeleton, calls, call_of_block, sequence_length, carried = message.skeleton
-        return StageInput(output_skeleton, calls, call_of_block, message.tensors, sequence_length, carried)
+        output_skeleton, calls, call_of_block, sequence_length, returned, carried = message.skeleton
+        return StageInput(output_skeleton, calls, call_of_block, message.tensors, sequence_length, carried, returned)
 
     @property
     def message(self) -> Message:
         """The stage input as a message, with the tensors that are still used, each once."""
-        skeleton, used = _used(self.output_skeleton, self.calls, self.call_of_block, self.sequence_length, self.carried)
+        output_skeleton, calls, call_of_block, _, sequence_length, carried, returned = self
+        skeleton, used = _used(output_skeleton, calls, call_of_block, sequence_length, carried, returned)
         return Message(skeleton, tuple([self.tensors[index] for index in used]))
 
     @property
@@ -86,6 +92,8 @@ class StageInput(NamedTuple):
                 args, kwargs = unflatten(self.calls[call], self.tensors, partial(_output, outputs))
                 with _unchanged(block, self.calls[call], args, kwargs) if _changeable(self.calls[call]) else _UNCHECKED:
                     outputs.append(block(*args, **kwargs))
+                if self.returned != VALUE and not (run.is_last and block is blocks[-1]):
+                    _check_returned(block, self.returned, outputs[-1])
             run.output = outputs[-1]
         return self.after(outputs, len(blocks), carried_after(collected))
 
@@ -103,12 +111,27 @@ class StageInput(NamedTuple):
             self.calls, remaining, len(flattener.tensors), len(self.tensors), tuple(skipping.items())
         )
         tensors = (*flattener.tensors, *self.tensors)
-        return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_length, carried)
+        return StageInput(skeleton, calls, call_of_block, tensors, self.sequence_length, carried, self.returned)
 
 
 def _output(outputs: Sequence[Any], path: tuple[Any, ...], distance: int) -> Any:
     """The part at `path` of an output, by the number of outputs after it."""
     return subtree(outputs[-1 - distance], path)
+
+
+def _check_returned(block: nn.Module, expected: Skeleton, output: Any) -> None:
+    """Check that the step doesn't miss anything that a block on another rank returns.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if part := hidden_part(expected, output, "output"):
+        raise UnsupportedError(
+            f"a {type(block).__name__} of the stack returns a value ({part}) where the last block of the first stage "
+            f"returns None, or nothing. For all blocks on other ranks the step sees what that one returns, and would "
+            f"miss the value. Return a tensor always (zeros, say), or store it as an attribute of the block "
+            f"(self.value = ...), which the step may read after the stack."
+        )
 
 
 @contextmanager
@@ -177,12 +200,14 @@ def _used(
     call_of_block: tuple[int, ...],
     sequence_length: int,
     carried: Skeleton,
+    returned: Skeleton,
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The skeleton of a message with only the tensors that are used, and their indices."""
     used = tuple(dict.fromkeys(index for skeleton in (output, *calls, carried) for index in tensor_indices(skeleton)))
     new = {index: i for i, index in enumerate(used)}
     renumbered = tuple(renumber(call, new) for call in calls)
-    return (renumber(output, new), renumbered, call_of_block, sequence_length, renumber(carried, new)), used
+    message = renumber(output, new), renumbered, call_of_block, sequence_length, returned, renumber(carried, new)
+    return message, used
 
 
 @lru_cache(maxsize=256)

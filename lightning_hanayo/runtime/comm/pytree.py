@@ -148,6 +148,37 @@ def unflatten(skeleton: Skeleton, tensors: Sequence[Tensor], fill: Callable[...,
             return getattr(torch, parts[0])
 
 
+VALUE: Skeleton = ("value",)
+NONE: Skeleton = ("plain", "NoneType", None)
+
+
+def structure_of(tree: Any) -> Skeleton:
+    """The containers of `tree`, and where it holds None: all that code sees which gets proxies for its values."""
+    if type(tree) in (tuple, list):
+        return (type(tree).__name__, *[structure_of(item) for item in tree])
+    if isinstance(tree, dict):
+        return ("dict", *[(key, structure_of(item)) for key, item in tree.items()])
+    return NONE if tree is None else VALUE
+
+
+def hidden_part(structure: Skeleton, tree: Any, what: str) -> str:
+    """Where `tree` has a value that `structure` hasn't, so that nobody would look for it there; "" if nowhere."""
+    kind, *parts = structure
+    if kind == "value":
+        return ""
+    if tree is None or structure == NONE:
+        return "" if tree is None else what
+    if kind == "dict" and isinstance(tree, dict):
+        known = dict(parts)
+        found = (hidden_part(known.get(key, NONE), item, f"{what}[{key!r}]") for key, item in tree.items())
+    elif kind != "dict" and isinstance(tree, (tuple, list)):
+        known = dict(enumerate(parts))
+        found = (hidden_part(known.get(i, NONE), item, f"{what}[{i}]") for i, item in enumerate(tree))
+    else:
+        return what
+    return next(filter(None, found), "")
+
+
 def nodes(skeleton: Skeleton) -> Iterator[Skeleton]:
     """All nodes of a skeleton, from the root on."""
     yield skeleton

@@ -41,6 +41,7 @@ class FirstStage(Stage):
     def begin_batch(self) -> None:
         super().begin_batch()
         self.user.begin_batch()
+        self.tied.begin_batch()
 
     @override
     def forward(self, batch: Batch, microbatch: int, received: Message | None) -> Message:
@@ -60,8 +61,11 @@ class FirstStage(Stage):
 
     def used_parameters(self, microbatch: int) -> set[Tensor]:
         """The parameters that the code before the stack, and the first blocks, use."""
-        passes = self._under_way[microbatch]
-        return graph_boundary.reachable(passes[-1])[1] if passes else set()
+        return graph_boundary.reachable(self._under_way[microbatch][-1])[1]
+
+    def has_backward(self, microbatch: int) -> bool:
+        """Whether a backward of this stage is to come."""
+        return bool(self._under_way[microbatch])
 
     def _has_earlier_pass(self, microbatch: int) -> bool:
         """Whether the backward of an earlier pass comes later: what both use stays in memory until then."""
@@ -134,7 +138,12 @@ class LastStage(Stage):
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
 
     def _tied_parameters(self, leaves: set[Tensor], microbatch: int) -> frozenset[Tensor]:
-        """Those of the loss's parameters that the first stage uses too. Cached: its graph is large."""
+        """Those of the loss's parameters that the first stage uses too. Cached: its graph is large.
+
+        None where the first stage has no backward to come, since no pass of the step has gradients.
+        """
+        if not self.first.has_backward(microbatch):
+            return frozenset()
         parameters = frozenset(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
         if parameters not in self._known_tied:
             self._known_tied[parameters] = parameters & self.first.used_parameters(microbatch)

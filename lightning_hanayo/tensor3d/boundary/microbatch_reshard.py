@@ -1,9 +1,11 @@
 """Reshards the micro-batches of a batch: implements the runtime's `BoundaryReshard` for the ranks of a cube."""
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
@@ -26,6 +28,8 @@ class MicrobatchReshard:
         self._all_gather_object = all_gather_object
         self._shares: list[Sequence[Share]] = []
         self._lengths: dict[int, int] = {}
+        self._compared: set[tuple[int, tuple[int, ...]]] = set()
+        """arguments that are the same for all samples, by place and shape, whose values were compared"""
 
     def begin(self, shares: Sequence[Sequence[Share]]) -> None:
         """Begin a batch: for each micro-batch, the share of every rank of the cube."""
@@ -84,6 +88,10 @@ class MicrobatchReshard:
         """Returns which tensors have something for each sample: as long as the share on all ranks.
 
         None if structures or shapes differ between ranks.
+
+        Raises:
+            HanayoError: lengths of streams differ between ranks.
+            UnsupportedError: which streams have a gradient does, or values of an argument that has no samples.
         """
         shares, dims = self._shares[microbatch], self._reshard.stream_dims
         if isinstance(self._reshard, ReplicatedReshard):
@@ -92,24 +100,49 @@ class MicrobatchReshard:
                 shares = self._shares[microbatch] = sample_shares(rows, self._reshard.mesh.sizes)
             return [self._reshard.sample_dim(tensor, shares) is not None for tensor in tensors]
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        of_all_ranks = self._all_gather_object((structure, shapes))
-        self._check_lengths(of_all_ranks, streams)
-        if any(other[0] != structure for other in of_all_ranks):
+        of_streams = [(shapes[i], tensors[i].requires_grad) for i in streams]
+        gathered = self._all_gather_object((structure, shapes, of_streams))
+        self._check_streams([other for *_, other in gathered])
+        if any(other[0] != structure for other in gathered):
             return None
+        of_all_ranks = [other for _, other, _ in gathered]
         if streams:
             shares = self._shares[microbatch] = self._as_counted(shares, of_all_ranks, next(iter(streams)))
         sizes = [share.size for share in block_shares(tuple(shares), self._reshard.mesh)]
         is_batch = [
-            all(other[i][:1] == (size,) for (_, other), size in zip(of_all_ranks, sizes, strict=True))
+            all(other[i][:1] == (size,) for other, size in zip(of_all_ranks, sizes, strict=True))
             for i in range(len(tensors))
         ]
         agree = all(
             shapes[i][1:] == other[i][1:] if is_batch[i] else shapes[i] == other[i]
-            for _, other in of_all_ranks
+            for other in of_all_ranks
             for i in range(len(tensors))
             if i not in streams
         )
-        return is_batch if agree else None
+        if not agree:
+            return None
+        self._check_values({i: x for i, x in enumerate(tensors) if i not in streams and not is_batch[i]})
+        return is_batch
+
+    def _check_values(self, arguments: Mapping[int, Tensor]) -> None:
+        """Check once for each shape that arguments without samples are the same on all ranks of the plane.
+
+        Raises:
+            UnsupportedError: they aren't: blocks would use one rank's for the samples of all.
+        """
+        new = {i: x for i, x in arguments.items() if (i, tuple(x.shape)) not in self._compared}
+        if not new or self._reshard.mesh.size("yz") == 1:
+            return
+        self._compared.update((i, tuple(x.shape)) for i, x in new.items())
+        own = [_digest(x) for x in new.values()]
+        for others in self._all_gather_object(own):
+            for i, one, other in zip(new, own, others, strict=True):
+                if one != other:
+                    raise UnsupportedError(
+                        f"an argument of the blocks, of the shape {tuple(new[i].shape)}, has other values on other "
+                        f"ranks of the cube, which have other samples, but no row for each sample. Give it the samples "
+                        f"as dimension 0, or set cube_outside='replicate'."
+                    )
 
     def _as_counted(self, shares: Sequence[Share], of_all_ranks: list[Any], stream: int) -> Sequence[Share]:
         """Returns the shares with as many rows as the residual stream has on each rank of this rank's plane.
@@ -121,24 +154,35 @@ class MicrobatchReshard:
         per_x = self._reshard.mesh.size("yz")
         first = self._reshard.mesh.index("x") * per_x
         counted = list(shares)
-        for rank, (_, shapes) in enumerate(of_all_ranks):
-            if stream < len(shapes):
-                old = counted[first + rank]
-                counted[first + rank] = replace(old, stop=old.start + shapes[stream][dims.batch_dim])
+        for rank, shapes in enumerate(of_all_ranks):
+            old = counted[first + rank]
+            counted[first + rank] = replace(old, stop=old.start + shapes[stream][dims.batch_dim])
         return counted
 
-    def _check_lengths(self, of_all_ranks: list[Any], streams: Collection[int]) -> None:
-        """Check that residual streams have one length on all ranks.
+    def _check_streams(self, of_all_ranks: list[Any]) -> None:
+        """Check that residual streams have one length on all ranks, and a gradient on all or none.
 
         Raises:
             HanayoError: code before the stack cuts them to what its own samples need.
+            UnsupportedError: only some ranks would take part in the backward's collectives.
         """
         dims = self._reshard.stream_dims
         assert dims is not None
-        for i in streams:
-            lengths = {shapes[i][dims.sequence_dim] for _, shapes in of_all_ranks if i < len(shapes)}
+        for one in zip(*of_all_ranks, strict=False):
+            if len({has_gradient for _, has_gradient in one}) > 1:
+                raise UnsupportedError(
+                    "what the blocks get has a gradient on some ranks of the cube, and none on others, whose samples "
+                    "differ: code before the stack runs a trained module for some samples only. Run it for all (0 * "
+                    "module(x) for the others), or set cube_outside='replicate'."
+                )
+            lengths = {shape[dims.sequence_dim] for shape, _ in one}
             if len(lengths) > 1:
                 raise HanayoError(
                     f"samples of one micro-batch reach the stack with sequences of {sorted(lengths)} positions on "
                     f"different ranks of the cube; pad them alike, or set cube_outside='replicate'."
                 )
+
+
+def _digest(x: Tensor) -> bytes:
+    """Tells other values from these; the host waits for the device."""
+    return blake2b(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), digest_size=8).digest()

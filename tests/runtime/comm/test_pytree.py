@@ -11,7 +11,14 @@ from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.capture.proxy import Proxy
-from lightning_hanayo.runtime.comm.pytree import Flattener, renumber, tensor_indices, unflatten
+from lightning_hanayo.runtime.comm.pytree import (
+    Flattener,
+    hidden_part,
+    renumber,
+    structure_of,
+    tensor_indices,
+    unflatten,
+)
 
 TENSORS = [torch.arange(3), torch.ones(2, 2), torch.zeros(())]
 PLAIN = some.none() | some.booleans() | some.integers() | some.floats(allow_nan=False) | some.text(max_size=5)
@@ -86,3 +93,23 @@ def test_an_unsupported_value_is_named_by_its_path(tree: Any, named: str) -> Non
 
 def test_an_ordered_dict_arrives_as_a_dict() -> None:
     assert unflatten(Flattener().flatten(OrderedDict(a=1)), []) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("seen", "returned", "part"),
+    [
+        ((1, None), (2, None), ""),
+        ((1, None), (2, 3), "output[1]"),
+        ((1, 2), (2, None), ""),
+        ((1,), (2, 3), "output[1]"),
+        ({"x": 1}, {"x": 1, "loss": 2}, "output['loss']"),
+        ({"x": 1}, {"x": 1, "loss": None}, ""),
+        (1, {"x": 1}, ""),
+        ((1, [2, None]), (1, [2, 3]), "output[1][1]"),
+        ((1, 2), TENSORS[0], "output"),
+        (None, 1, "output"),
+    ],
+    ids=str,
+)
+def test_what_code_misses_that_sees_another_structure(seen: Any, returned: Any, part: str) -> None:
+    assert hidden_part(structure_of(seen), returned, "output") == part

@@ -1,17 +1,67 @@
-"""What a reshard keeps of one micro-batch for the next ones."""
+"""What a reshard keeps of one micro-batch for the next ones, and what ranks with other samples must agree on."""
 
+import re
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 
-from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, StreamDims
-from lightning_hanayo.tensor3d.boundary.sample_shares import Share
+from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.tensor3d.boundary.microbatch_reshard import MicrobatchReshard
+from lightning_hanayo.tensor3d.boundary.reshard import ReplicatedReshard, SharedReshard, StreamDims
+from lightning_hanayo.tensor3d.boundary.sample_shares import Share, shares
 from lightning_hanayo.tensor3d.mesh import Mesh
+from tests.harness.pool import Pool
 
 
 def test_an_index_that_validation_has_made_serves_training() -> None:
-    reshard, shares = ReplicatedReshard(Mesh.single(), StreamDims()), [Share(0, 3)]
+    reshard, own = ReplicatedReshard(Mesh.single(), StreamDims()), [Share(0, 3)]
     x = torch.randn(3, 4, 2, requires_grad=True)
     with torch.inference_mode():
-        reshard.stream_out(reshard.stream_in(x.detach(), shares), shares, 4)
-    whole = reshard.stream_out(reshard.stream_in(x, shares), shares, 4)
+        reshard.stream_out(reshard.stream_in(x.detach(), own), own, 4)
+    whole = reshard.stream_out(reshard.stream_in(x, own), own, 4)
     whole.sum().backward()
     assert torch.equal(whole, x) and torch.equal(x.grad, torch.ones_like(x))
+
+
+def shard(kind: str) -> list[tuple[int, ...]] | str:
+    """What shares of one sample each reshard to on two ranks along z, or the error."""
+    dist.init_process_group("gloo")
+    rank, mesh = dist.get_rank(), Mesh.create((1, 1, 2))
+
+    def all_gather(value: Any) -> list[Any]:
+        found: list[Any] = [None] * 2
+        dist.all_gather_object(found, value)
+        return found
+
+    boundary = MicrobatchReshard(SharedReshard(mesh, StreamDims()), all_gather)
+    boundary.begin([shares(2, (1, 1, 2))])
+    stream = torch.ones(1, 4, 6, requires_grad=kind != "a gradient on one rank" or rank == 0)
+    table = torch.full((3, 4, 4), float(rank if kind == "values of its own" else 7))
+    structure = ("mask", "plain") if kind == "structures differ" and rank else ("plain",)
+    arguments = [table, stream] if kind == "structures differ" and rank else [stream, table]
+    try:
+        made = boundary.shard_arguments(
+            0, arguments, [next(i for i, one in enumerate(arguments) if one is stream)], structure
+        )
+    except HanayoError as error:
+        return str(error)
+    return [] if made is None else [tuple(one.shape) for one in made]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("alike", [(2, 4, 3), (3, 4, 4)]),
+        ("structures differ", []),
+        ("a gradient on one rank", "has a gradient on some ranks of the cube, and none on others"),
+        ("values of its own", r"of the shape \(3, 4, 4\), has other values on other ranks of the cube"),
+    ],
+)
+def test_what_ranks_with_other_samples_must_agree_on(pool: Pool, kind: str, expected: Any) -> None:
+    for found in pool.run(2, shard, kind):
+        if isinstance(expected, str):
+            assert isinstance(found, str) and re.search(expected, found)
+        else:
+            assert found == expected

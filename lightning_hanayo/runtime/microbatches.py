@@ -59,20 +59,35 @@ class PieceSizes:
         return not self.are_known or any(list(lengths) == list(part) for part in self.parts)
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """Of micro-batches: in means, and in the loss and what equals it, if its values are given."""
+
+    in_mean: Sequence[float]
+    in_loss: Sequence[float]
+    losses: Sequence[float] | None
+
+    def of(self, values: Sequence[Any]) -> Sequence[float]:
+        """Those of a column of scalars."""
+        is_loss = self.losses is not None and all(map(float.__eq__, map(float, values), self.losses))
+        return self.in_loss if is_loss else self.in_mean
+
+
 def merge(
     results: Sequence[Any],
     sizes: PieceSizes,
     weights: Sequence[float],
     *,
+    in_loss: Sequence[float] | None = None,
     has_loss: bool = False,
-    name: str = "outputs",
 ) -> Any:
     """Merge what a step returned for each micro-batch into one result.
 
     Tensors, arrays and lists as long as their micro-batch are concatenated. Scalars are averaged with `weights`, which
-    sum to 1. Integers are added as counts, with a warning if they aren't the samples of the micro-batches; an int that
-    is the same for all is kept. Of other tensors the first one is kept, with a warning if they differ. Containers keep
-    their type. A single result is returned as it is.
+    sum to 1; the loss, and what equals it in each micro-batch, with the weights `in_loss`, if given. Integers are added
+    as counts, with a warning if they aren't the samples of the micro-batches; an int that is the same for all is kept.
+    Of other tensors the first one is kept, with a warning if they differ. Containers keep their type. A single result
+    is returned as it is.
 
     Results of a training step have a loss (a tensor, or the mapping's "loss"). It is averaged if it has one element; a
     loss of shape [1] would look like the result of one sample.
@@ -80,6 +95,18 @@ def merge(
     Raises:
         UnsupportedError: some results are None, and others are not.
     """
+    differs = in_loss is not None and list(in_loss) != list(weights)
+    losses = _losses(results) if has_loss and differs else None
+    return _merge(results, sizes, _Weights(weights, in_loss or weights, losses), has_loss=has_loss, name="outputs")
+
+
+def _losses(results: Sequence[Any]) -> Sequence[float] | None:
+    found = [result.get("loss") if isinstance(result, Mapping) else result for result in results]
+    losses = [float(loss) for loss in found if isinstance(loss, Tensor) and loss.numel() == 1]
+    return losses if len(losses) == len(found) else None
+
+
+def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_loss: bool, name: str) -> Any:
     first = results[0]
     if len(results) == 1:
         return first
@@ -90,7 +117,7 @@ def merge(
         )
     if isinstance(first, Array):
         if has_loss and isinstance(first, Tensor) and all(result.numel() == 1 for result in results):
-            return _mean(results, weights)
+            return _mean(results, weights.of(results))
         dim = sizes.sample_dim(results)
         if dim is not None:
             return torch.cat(list(results), dim) if isinstance(first, Tensor) else np.concatenate(results, dim)
@@ -100,10 +127,10 @@ def merge(
         if not first.is_floating_point():
             return _count(results, sizes, name)
         _warn_of_whole_numbers(results, name)
-        return _mean(results, weights)
+        return _mean(results, weights.of(results))
     if isinstance(first, float):
         _warn_of_whole_numbers(results, name)
-        return sum(r * w for r, w in zip(results, weights, strict=True))
+        return sum(r * w for r, w in zip(results, weights.of(results), strict=True))
     if type(first) is int and (len(set(results)) > 1 or _are_sizes(results, sizes)):
         return _count(results, sizes, name)
     if isinstance(first, list) and _list_samples(results, sizes):
@@ -113,7 +140,7 @@ def merge(
         return first
     columns = zip(*(_items(result, items) for result in results), strict=True)
     merged = [
-        merge(
+        _merge(
             column,
             sizes,
             weights,

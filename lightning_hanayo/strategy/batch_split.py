@@ -47,7 +47,14 @@ class SplitBatch:
         """The indices of the pieces that some rank has."""
         return [i for i, piece in enumerate(self.pieces) if piece is not None]
 
-    def merge(self, results: Sequence[Any], weights: Sequence[float], *, has_loss: bool) -> Any:
+    def merge(
+        self,
+        results: Sequence[Any],
+        weights: Sequence[float],
+        *,
+        in_loss: Sequence[float] | None = None,
+        has_loss: bool,
+    ) -> Any:
         """Merge what the step returned for each piece. `has_loss` says whether it was a training step.
 
         A training step may skip micro-batches by returning None; the result is None if it has skipped all of them.
@@ -55,8 +62,9 @@ class SplitBatch:
         kept = [i for i in self.present if not (has_loss and results[i] is None)]
         if not kept:
             return None
+        in_mean, in_loss = ([of[i] for i in kept] for of in (weights, in_loss or weights))
         return microbatches.merge(
-            [results[i] for i in kept], self.sizes.of(kept), [weights[i] for i in kept], has_loss=has_loss
+            [results[i] for i in kept], self.sizes.of(kept), in_mean, in_loss=in_loss, has_loss=has_loss
         )
 
 

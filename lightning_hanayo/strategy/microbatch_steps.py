@@ -94,7 +94,8 @@ class MicrobatchSteps:
         session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
         apart = keep_collected(session.collections, split, weights, collected)
         session.warn_of_parts(apart, split.num_microbatches)
-        return split.merge(results, weights.in_loss, has_loss=self._trains and batch.has_loss)
+        has_loss = self._trains and batch.has_loss
+        return split.merge(results, weights.in_mean, in_loss=weights.in_loss, has_loss=has_loss)
 
     def _running_step(self, microbatch: int) -> RunningStep:
         piece = self._split.own[microbatch]

@@ -72,8 +72,8 @@ def _record_runs() -> list[str]:
 class _Doubled(SplitBatch):
     """One sample, run as two micro-batches. What the steps return stays that of one sample; losses are averaged."""
 
-    def merge(self, results: Any, weights: Any, *, has_loss: bool) -> Any:
-        return microbatches.merge(results, PieceSizes([[0, 0]]), weights, has_loss=has_loss)
+    def merge(self, results: Any, weights: Any, *, in_loss: Any, has_loss: bool) -> Any:
+        return microbatches.merge(results, PieceSizes([[0, 0]]), weights, in_loss=in_loss, has_loss=has_loss)
 
 
 def _double_single_samples() -> None:

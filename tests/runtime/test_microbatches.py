@@ -292,3 +292,12 @@ def test_tensors_without_samples_that_differ_are_named() -> None:
     assert merge([torch.eye(2), torch.eye(2)], [3, 3], [0.5, 0.5]).equal(torch.eye(2))
     with pytest.warns(match=r"outputs\['confusion'\]: the step returns Tensors of shape \(2, 2\)"):
         merge([{"confusion": torch.eye(2)}, {"confusion": torch.ones(2, 2)}], [3, 3], [0.5, 0.5])
+
+
+def test_what_equals_a_loss_that_is_a_sum_is_added_up_and_other_values_are_averaged() -> None:
+    results = [
+        {"loss": torch.tensor(loss), "logged": loss, "accuracy": torch.tensor(accuracy)}
+        for loss, accuracy in ((3.5, 0.5), (5.5, 0.75))
+    ]
+    merged = merge_pieces(results, PieceSizes([[3, 1]]), [0.75, 0.25], in_loss=[1.0, 1.0], has_loss=True)
+    assert {name: float(value) for name, value in merged.items()} == {"loss": 9, "logged": 9, "accuracy": 0.5625}

@@ -130,7 +130,8 @@ class _PiecewiseSteps(Callback):
         self.losses = [_weighted(row, own.in_loss).detach() for row, own in zip(losses, weights, strict=True)]
         all_losses = [loss for row in losses for loss in row]
         total = _weighted(all_losses, [weight for own in weights for weight in own.in_gradient])
-        first = rows[0].merge([detach_tree(result) for result in results[0]], weights[0].in_loss, has_loss=True)
+        own, detached = weights[0], [detach_tree(result) for result in results[0]]
+        first = rows[0].merge(detached, own.in_mean, in_loss=own.in_loss, has_loss=True)
         return {**first, "loss": total} if isinstance(first, Mapping) else total
 
     def _run_row(self, row: SplitBatch, weights: PieceWeights, data_rank: int, step: UserStep) -> list[Any]:

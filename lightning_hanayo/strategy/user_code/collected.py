@@ -19,7 +19,7 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.containers import leaves
 from lightning_hanayo.runtime.capture.holder import INTERNAL, version_of
 from lightning_hanayo.runtime.capture.module_state import LIBRARIES, MAX_LENGTH, is_metric
-from lightning_hanayo.runtime.stages.first_last import detach_tree
+from lightning_hanayo.runtime.stages.first_last import detach_tree, find_loss
 from lightning_hanayo.strategy.user_code.stand_ins import sent_or_own
 
 Path = tuple[Any, ...]
@@ -48,12 +48,14 @@ class Left:
     used_collectives: bool = False
     """whether it has seen values of other ranks, so that all of them may have left the same"""
     means: list[tuple[Any, bool]] = field(default_factory=list)
-    """numbers that the step has returned (True) or logged as means (False)"""
+    """numbers that the step has returned or logged as means; whether it is the loss"""
 
     def note_means(self, result: Any, logged: Iterable[Any]) -> None:
         """Keep what is known to be means over the step's samples, if anything may be compared with it."""
         if self.appended or self.assigned:
-            self.means = [(leaf, True) for leaf in leaves(result) if is_mean(leaf)]
+            loss = find_loss(result)
+            value = None if loss is None or loss.numel() != 1 else float(loss)
+            self.means = [(leaf, float(leaf) == value) for leaf in leaves(result) if is_mean(leaf)]
             self.means += [(value, False) for value in logged if is_mean(value)]
             self.appended = {path: detach_tree(items) for path, items in self.appended.items()}
 

@@ -165,10 +165,10 @@ class CollectedMerge:
         """The mean of values that are known to be means: the step has returned or logged the same numbers."""
         if are_whole_numbers(values):
             raise _Apart
-        numbers = [[(float(known), is_result) for known, is_result in one.means] for one in self._left]
-        for i, (_, is_result) in enumerate(numbers[0]):
-            if all(i < len(own) and own[i][0] == float(value) for own, value in zip(numbers, values, strict=True)):
-                weights = self._weights[is_result]
+        numbers = [[float(known) for known, _ in one.means] for one in self._left]
+        for i in range(len(numbers[0])):
+            if all(i < len(own) and own[i] == float(value) for own, value in zip(numbers, values, strict=True)):
+                weights = self._weights[all(one.means[i][1] for one in self._left)]
                 parts = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
                 return sum(parts[1:], parts[0]) if parts else values[0]
         raise _Apart

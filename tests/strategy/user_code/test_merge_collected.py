@@ -34,6 +34,15 @@ def test_a_number_that_was_returned_is_a_mean() -> None:
     assert appended([0.5], [1.5])[0] == [pytest.approx(0.9)]
 
 
+def test_only_the_loss_has_the_weights_of_a_sum() -> None:
+    lefts = [
+        Left({LIST: [loss, accuracy]}, means=[(loss, True), (accuracy, False)])
+        for loss, accuracy in ((3.5, 0.5), (5.5, 0.75))
+    ]
+    made = CollectedMerge(lefts, (0, 1), PieceSizes([(3, 2)]), [1.0, 1.0], WEIGHTS)
+    assert made.appended()[LIST] == [9.0, pytest.approx(0.6)]
+
+
 @pytest.mark.parametrize("values", [(0.5, 1.6), (2, 2), (torch.tensor(2), torch.tensor(4))])
 def test_other_numbers_stay_one_for_each_micro_batch(values: tuple[Any, Any]) -> None:
     assert appended([values[0]], [values[1]]) == (list(values), ["self.outputs"])

@@ -47,16 +47,16 @@ class Left:
     assigned: dict[Path, Any] = field(default_factory=dict)
     used_collectives: bool = False
     """whether it has seen values of other ranks, so that all of them may have left the same"""
-    means: list[tuple[Any, bool]] = field(default_factory=list)
-    """numbers that the step has returned or logged as means; whether it is the loss"""
+    means: list[Any] = field(default_factory=list)
+    """numbers that the step has returned, or logged as means"""
+    loss: Tensor | None = None
+    """that it has returned"""
 
     def note_means(self, result: Any, logged: Iterable[Any]) -> None:
         """Keep what is known to be means over the step's samples, if anything may be compared with it."""
         if self.appended or self.assigned:
-            loss = find_loss(result)
-            value = None if loss is None or loss.numel() != 1 else float(loss)
-            self.means = [(leaf, float(leaf) == value) for leaf in leaves(result) if is_mean(leaf)]
-            self.means += [(value, False) for value in logged if is_mean(value)]
+            self.means = [value for value in (*leaves(result), *logged) if is_mean(value)]
+            self.loss = find_loss(detach_tree(result))
             self.appended = {path: detach_tree(items) for path, items in self.appended.items()}
 
 

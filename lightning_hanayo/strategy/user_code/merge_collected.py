@@ -52,7 +52,7 @@ class CollectedMerge:
         self._left = left
         self._microbatches = microbatches
         self._sizes = sizes
-        self._weights = {True: in_loss, False: in_mean}
+        self._in_loss, self._in_mean = in_loss, in_mean
         self.kept_apart: list[str] = []
         """names of what holds values of micro-batches, not of the batch"""
 
@@ -165,13 +165,17 @@ class CollectedMerge:
         """The mean of values that are known to be means: the step has returned or logged the same numbers."""
         if are_whole_numbers(values):
             raise _Apart
-        numbers = [[float(known) for known, _ in one.means] for one in self._left]
-        for i in range(len(numbers[0])):
-            if all(i < len(own) and own[i] == float(value) for own, value in zip(numbers, values, strict=True)):
-                weights = self._weights[all(one.means[i][1] for one in self._left)]
-                parts = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
-                return sum(parts[1:], parts[0]) if parts else values[0]
-        raise _Apart
+        found = [float(value) for value in values]
+        columns = zip(*(map(float, one.means) for one in self._left), strict=False)
+        if not any(list(column) == found for column in columns):
+            raise _Apart
+        weights = self._in_loss if self._are_losses(found) else self._in_mean
+        parts = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
+        return sum(parts[1:], parts[0]) if parts else values[0]
+
+    def _are_losses(self, numbers: Sequence[float]) -> bool:
+        losses = [float(one.loss) for one in self._left if one.loss is not None and one.loss.numel() == 1]
+        return losses == numbers
 
 
 def keep_collected(

@@ -19,7 +19,7 @@ def merge(lefts: list[Left], sizes: tuple[int, ...] = (3, 2), microbatches: tupl
 
 
 def appended(first: list[Any], second: list[Any], means: tuple[Any, Any] = (0.5, 1.5)) -> tuple[list[Any], list[str]]:
-    made = merge([Left({LIST: own}, means=[(mean, True)]) for own, mean in zip((first, second), means, strict=True)])
+    made = merge([Left({LIST: own}, means=[mean]) for own, mean in zip((first, second), means, strict=True)])
     return made.appended()[LIST], made.kept_apart
 
 
@@ -36,7 +36,7 @@ def test_a_number_that_was_returned_is_a_mean() -> None:
 
 def test_only_the_loss_has_the_weights_of_a_sum() -> None:
     lefts = [
-        Left({LIST: [loss, accuracy]}, means=[(loss, True), (accuracy, False)])
+        Left({LIST: [loss, accuracy]}, means=[loss, accuracy], loss=torch.tensor(loss))
         for loss, accuracy in ((3.5, 0.5), (5.5, 0.75))
     ]
     made = CollectedMerge(lefts, (0, 1), PieceSizes([(3, 2)]), [1.0, 1.0], WEIGHTS)
@@ -58,7 +58,7 @@ def test_one_item_for_each_sample() -> None:
 
 def assigned(*values: Any, sizes: tuple[int, int] = (3, 2), microbatches: tuple[int, int] = (0, 1)) -> tuple[Any, Any]:
     path = ("self", "last")
-    made = merge([Left(assigned={path: value}, means=[(0.5, True)]) for value in values], sizes, microbatches)
+    made = merge([Left(assigned={path: value}, means=[0.5]) for value in values], sizes, microbatches)
     return made.assigned().get(path), made.kept_apart
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from lightning_hanayo.monitor.loop import guarded
 from lightning_hanayo.monitor.overlay import Overlay
 
 
@@ -60,7 +61,9 @@ class Questions:
         """Called with a question."""
         content = message["content"]
         function = self._functions.get(content["question"])
-        answers = [] if function is None else [function(content["content"])]
+        answers: list[Any] = []
+        if function is not None:
+            guarded(lambda: answers.append(function(content["content"])))
         self._overlay.reply((message["from"], message["number"]), {"rank": self._rank, "answers": answers})
 
     def on_reply(self, message: dict[str, Any]) -> None:

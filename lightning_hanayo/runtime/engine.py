@@ -17,7 +17,7 @@ from lightning_hanayo.runtime.program import Communicate, Compute, Pair, Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.stages.base import Stage
 from lightning_hanayo.runtime.values import MadeValues
-from lightning_hanayo.schedule import Kind
+from lightning_hanayo.schedule import Action, Kind
 from lightning_hanayo.seeds import mix
 
 
@@ -51,6 +51,8 @@ class Engine:
     """made on this rank, and not yet sent or used by another stage of this rank"""
     num_steps: int = field(default=0, init=False)
     """of all programs, that this rank has run: others see that it moves"""
+    action: Action | None = field(default=None, init=False)
+    """the latest one that began, until its program has ended: reports of hangs name it"""
 
     def __post_init__(self) -> None:
         self._actions = {(n, kind): run for n, stage in self.stages.items() for kind, run in stage.actions().items()}
@@ -85,6 +87,7 @@ class Engine:
                 if batch.reduce_gradients:
                     self._copy_waiting_gradients()
                     self.reduce_gradients(step.stage)
+        self.action = None
         if program.is_whole:
             self.trace.end()
 
@@ -152,6 +155,7 @@ class Engine:
         action, clock = step.action, self.trace.clock
         assert action.microbatch is not None
         start = clock.mark()
+        self.action = action
         if received is not None:
             self.memory.note_input(received)
         if action.kind is Kind.F:

@@ -27,6 +27,7 @@ from lightning_hanayo.runtime.generators import next_number
 from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.values import MadeValues
+from lightning_hanayo.schedule import Action
 from lightning_hanayo.seeds import seed_of
 from lightning_hanayo.strategy import guarded_hooks
 from lightning_hanayo.strategy.batch_split import SplitBatch
@@ -35,7 +36,6 @@ from lightning_hanayo.strategy.callbacks.averages import Averages
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.failure import Failures
 from lightning_hanayo.strategy.hangs.own_status import OwnStatus
-from lightning_hanayo.strategy.hangs.waits_in_stack import WaitFinder
 from lightning_hanayo.strategy.hangs.watch import HangWatch
 from lightning_hanayo.strategy.lightning import (
     loaders,
@@ -158,8 +158,9 @@ class Session:
     def watch_hangs(self, trainer: "pl.Trainer") -> None:
         """From now on until the run ends: report it if no rank moves. Called in the thread that runs the Trainer."""
         if self.topology.world_size > 1:
-            finder = WaitFinder(self.rank, self.topology)
-            own = OwnStatus(finder, self._num_actions, lambda: self._place_in_run(trainer), self._transports)
+            own = OwnStatus(
+                self.rank, self._num_actions, self._action, lambda: self._place_in_run(trainer), self._transports
+            )
             self._hangs = HangWatch(self.failures, own, self._options.timeout)
 
     @property
@@ -530,6 +531,9 @@ class Session:
     def _num_actions(self) -> int:
         """Grows with all that this rank does."""
         return self.guard.num_entered + (self.pipeline.engine.num_steps if self.has_pipeline else 0)
+
+    def _action(self) -> Action | None:
+        return self.pipeline.engine.action if self.has_pipeline else None
 
     def _place_in_run(self, trainer: "pl.Trainer") -> str:
         return progress.place_in_run(trainer) if self.has_pipeline else "set-up"

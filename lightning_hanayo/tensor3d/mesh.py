@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.topology import Topology
+from lightning_hanayo.waiting import Waiting, ranks_of
 
 AXIS_NAMES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
 """the axes that a collective runs along: one alone, or several taken as one"""
@@ -90,6 +91,7 @@ class MeshAxis:
         rank: this rank's number among them.
         queue: puts this rank's collectives on the wire, one at a time; None: each starts at once.
         tag: tells gathers and all-to-alls over gloo from those of other axes with the same group.
+        what: the collectives, as a report names them while a rank waits for one.
     """
 
     def __init__(
@@ -99,12 +101,15 @@ class MeshAxis:
         rank: int,
         queue: LinkQueue | None = None,
         tag: int = 0,
+        what: str = "a collective of its cube",
     ) -> None:
         self.group = group
         self.size = size
         self.rank = rank
         self._queue = queue
         self._tag = tag
+        self.what = what
+        self.ranks = ranks_of(group)
         self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
         """the group, unless its backend is gloo, whose collectives this class replaces by faster ones"""
 
@@ -177,7 +182,7 @@ class MeshAxis:
         return Pending(self._exchange([(out, received)]), lambda: received)
 
     def _start(self, post: Callable[[], Waitable]) -> Waitable:
-        return post() if self._queue is None else self._queue.start(post)
+        return _Started(post() if self._queue is None else self._queue.start(post), self)
 
     def _exchange(self, exchanges: Sequence[tuple[Sequence[Tensor] | Tensor, Tensor]]) -> Waitable:
         """Start to send and receive, of each what is sent and where what comes goes: one collective."""
@@ -216,6 +221,18 @@ class MeshAxis:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return Pending(self._start(lambda: group.allreduce([tensor], options)), lambda: tensor)
+
+
+class _Started(NamedTuple):
+    """A collective along an axis, under way."""
+
+    work: Waitable
+    axis: MeshAxis
+
+    def wait(self) -> None:
+        """Block until it has ended, and state that this rank waits for it."""
+        with Waiting(self.axis.what, self.axis.ranks):
+            self.work.wait()
 
 
 class _LostGroup:

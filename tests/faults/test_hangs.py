@@ -118,6 +118,8 @@ def report_of(pool: Pool, layout: Layout, hang: Hang, folder: Path) -> str:
 PIPE, MIXED, CUBE = Layout(4), Layout(2, data=2), Layout(2, cube=(1, 2, 1))
 CASES = [
     (PIPE, Hang("hook", 2)),
+    (MIXED, Hang("step", 2)),
+    (CUBE, Hang("validation", 1)),
     *(pytest.param(PIPE, Hang("hook", rank), marks=pytest.mark.thorough) for rank in (0, 1, 3)),
     *(pytest.param(MIXED, Hang("hook", rank), marks=pytest.mark.thorough) for rank in range(4)),
     *(pytest.param(CUBE, Hang("hook", rank), marks=pytest.mark.thorough) for rank in range(4)),
@@ -126,6 +128,7 @@ CASES = [
         for layout, rank in ((PIPE, 0), (PIPE, 3), (MIXED, 2), (CUBE, 1))
         for site in ("setup", "step", "validation", "loader", "save")
         if rank in (0, 2) or site not in ("step", "validation", "loader") or (layout is CUBE and site != "loader")
+        if (layout, site) not in ((MIXED, "step"), (CUBE, "validation"))
     ),
 ]
 

@@ -45,6 +45,14 @@ def test_what_one_tells_reaches_each_once(world: Worlds, num_ranks: int) -> None
     assert sorted(heard) == [(rank, num_ranks - 1, {"step": 3}) for rank in range(num_ranks)]
 
 
+def test_a_question_that_fails_on_a_rank_loses_no_answer(world: Worlds, capsys: pytest.CaptureFixture[str]) -> None:
+    monitors = world(3)
+    for monitor in monitors:
+        monitor.answer("who", lambda _, rank=monitor.rank: rank if rank != 1 else 1 // 0)
+    assert monitors[1].ask("who", timeout=30.0) == {0: 0, 2: 2}
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_all_get_one_verdict_when_all_propose_at_once(world: Worlds) -> None:
     monitors = world(16)
     with ThreadPoolExecutor(16) as threads:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.waiting import Waiting, ranks_of
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]
@@ -64,6 +65,7 @@ class _Bucket:
     sums: Sequence[Tensor]
     counts: Tensor
     works: Sequence[Transfer]
+    ranks: Sequence[int]
 
 
 class GradientAllReduce:
@@ -116,8 +118,9 @@ class GradientAllReduce:
     def finish(self) -> None:
         """Wait for all sums, and put them into `.grad`, also where only another rank has a gradient."""
         for bucket in self._under_way:
-            for work in bucket.works:
-                work.wait()
+            with Waiting("the sum of gradients over the data ranks", bucket.ranks):
+                for work in bucket.works:
+                    work.wait()
             missing = [i for i, parameter in enumerate(bucket.parameters) if parameter.grad is None]
             counts = bucket.counts.tolist() if missing else ()  # on CUDA this waits, so it is done only if needed
             for i in missing:
@@ -153,7 +156,8 @@ def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, scatter
     works: list[Transfer] = [group.allreduce([total]) for total in alike if total.nbytes >= large]
     if scatter is not None and any(is_scattered):
         works.append(scatter.reduce_scatter(list(compress(sums, is_scattered))))
-    return _Bucket(parameters, sums, counts, [*works, group.allreduce_coalesced([counts, *together])])
+    works.append(group.allreduce_coalesced([counts, *together]))
+    return _Bucket(parameters, sums, counts, works, ranks_of(group))
 
 
 def _start_sparse(parameter: nn.Parameter, group: dist.ProcessGroup) -> _Bucket:
@@ -163,7 +167,8 @@ def _start_sparse(parameter: nn.Parameter, group: dist.ProcessGroup) -> _Bucket:
     else:  # where the weight is used in another way, too, autograd gives all rows
         total = parameter.grad = gradient if gradient.is_sparse else gradient.to_sparse(1)
     counts = parameter.new_full((1,), float(gradient is not None), dtype=dtype)
-    return _Bucket([parameter], [total], counts, [group.allreduce([counts]), group.allreduce([total])])
+    works = [group.allreduce([counts]), group.allreduce([total])]
+    return _Bucket([parameter], [total], counts, works, ranks_of(group))
 
 
 def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:

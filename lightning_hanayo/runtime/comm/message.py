@@ -20,6 +20,10 @@ class MessageKey(NamedTuple):
         """Differs between all messages of a batch. The next number is the tag of a changed spec and its payload."""
         return 2 + 2 * (2 * (self.stage << 16 | self.microbatch) + (self.direction == "backward"))
 
+    def __str__(self) -> str:
+        value = "activation of stage" if self.direction == "forward" else "gradient for the output of stage"
+        return f"the {value} {self.stage}, micro-batch {self.microbatch}"
+
 
 class Message(NamedTuple):
     """A flattened tree. `skeleton` is hashable and holds plain values only, so two ranks can agree on it once."""

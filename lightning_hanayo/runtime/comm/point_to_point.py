@@ -24,6 +24,7 @@ from lightning_hanayo.runtime.comm.headers import (
 )
 from lightning_hanayo.runtime.comm.message import Message, MessageKey
 from lightning_hanayo.runtime.comm.transport import Transport
+from lightning_hanayo.waiting import Waiting
 
 MAX_SIGNATURES = 64
 """how many signatures' specs are kept: those of the latest batches"""
@@ -84,7 +85,8 @@ class PointToPointChannel:
 
     def wait_receive(self, key: MessageKey) -> Message:
         """Wait for the message of `key`, whose receive has been started, and return it."""
-        return self._receives.pop(key)()
+        with Waiting(key, None):
+            return self._receives.pop(key)()
 
     def finish(self) -> None:
         """Wait until all messages are sent."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.runtime.comm.transport import Transport, Work
+from lightning_hanayo.waiting import Waiting
 
 OnFailure = Callable[[Exception], NoReturn]
 """Called with the error of a transfer; raises one that names the rank that failed first."""
@@ -40,7 +41,8 @@ class ReportingWork:
     def wait(self) -> None:
         """Block until the buffer is sent, or filled."""
         try:
-            self.work.wait()
+            with Waiting(None, self.transfer):
+                self.work.wait()
         except RuntimeError as error:
             self.on_failure(error)
 

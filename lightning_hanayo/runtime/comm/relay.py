@@ -14,11 +14,19 @@ from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.runtime.comm.transport import Transport, Work
+from lightning_hanayo.waiting import Waiting
 
 MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass"]
-"""how a batch is cut; whether there is one more batch; what was logged; the loss of a batch; that all ranks compute a
-norm together now; that they agree on a decision of user code, such as a skipped step; what hooks may read of steps; the
-next pass through the stack"""
+MEANINGS: dict[MessageKind, str] = {
+    "batch": "how the next batch is cut",
+    "data": "whether there is one more batch",
+    "metrics": "what was logged",
+    "loss": "the loss of the batch",
+    "norm": "that all compute a norm",
+    "vote": "a decision of user code",
+    "values": "what steps have left for hooks",
+    "pass": "the next pass through the stack",
+}
 
 _FRAME = 1024
 _ROOM = _FRAME - 8
@@ -63,7 +71,8 @@ class Relay:
         if self.transport.rank == 0:
             self._send(json.dumps((kind, value)).encode())
             return value
-        data = self._receive()
+        with Waiting(MEANINGS[kind], None):
+            data = self._receive()
         if self.transport.rank < self.transport.num_ranks - 1:
             self._send(data)
         got, value = json.loads(data)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hanayo.strategy.groups.factory import GroupFactory, Partition, covering
+from lightning_hanayo.waiting import Waiting, ranks_of
 
 Pair = tuple[int, int]
 """the sender and the receiver, by pipeline rank"""
@@ -89,4 +90,5 @@ class Channels:
 
     def _send_once(self, group: dist.ProcessGroup, *, is_sender: bool) -> None:
         value, peer = torch.zeros(1, device=self._factory.device), 1 - group.rank()
-        (group.send if is_sender else group.recv)([value], peer, 0).wait()
+        with Waiting("the first use of a channel", ranks_of(group)):
+            (group.send if is_sender else group.recv)([value], peer, 0).wait()

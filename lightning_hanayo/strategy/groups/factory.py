@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
+from lightning_hanayo.waiting import Waiting, ranks_of
 
 Partition = tuple[tuple[int, ...], ...]
 """the groups of ranks into which the world is divided: each rank is in one of them"""
@@ -140,7 +141,8 @@ class GroupFactory(ABC):
     def _make_connected(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
         group = self._new_tensors(partition, settings)
         if self.is_native:
-            group.allreduce([torch.zeros(1, device=self.device)]).wait()
+            with Waiting("the first collective of a group", ranks_of(group)):
+                group.allreduce([torch.zeros(1, device=self.device)]).wait()
         return group
 
     def _new_tensors(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from lightning_hanayo.monitor.hangs.waits import Status
 from lightning_hanayo.runtime.comm.transport import Transport
+from lightning_hanayo.schedule import Action
 from lightning_hanayo.strategy.hangs.stack import doing, read_stack, runs_trainer
-from lightning_hanayo.strategy.hangs.waits_in_stack import WaitFinder, operations_done
+from lightning_hanayo.strategy.hangs.waits_in_stack import find_wait, operations_done
 
 
 @dataclass
@@ -15,22 +16,19 @@ class OwnStatus:
     """Reads what a rank does, in any thread. Made in the thread that runs the Trainer.
 
     Args:
-        finder: finds out what the rank waits for.
+        rank: of this process.
         progress: returns a number that grows with all that the rank does.
+        action: returns the action of the schedule that runs; None between batches.
         at: returns the step and the phase, as "step 12 (training)".
         transports: returns those of the run.
     """
 
-    finder: WaitFinder
+    rank: int
     progress: Callable[[], int]
+    action: Callable[[], Action | None]
     at: Callable[[], str]
     transports: Callable[[], Iterable[Transport]]
     _thread: int = field(default_factory=threading.get_ident, init=False)
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        return self.finder.rank
 
     def is_in_run(self) -> bool:
         """Whether the thread runs a Trainer's function."""
@@ -42,8 +40,8 @@ class OwnStatus:
         It holds no tensor and no process group.
         """
         progress, stack = self.progress(), read_stack(self._thread)
-        wait = self.finder.find(stack)
-        action, source = doing(stack)
+        wait = find_wait(self.rank, stack)
+        text, source = doing(stack.frames, self.action())
         done = operations_done(self.rank, self.transports()) if channels else {}
         done = {channel: number for channel, number in done.items() if channel in channels}
-        return Status(self.rank, progress, still, self.at(), wait, action, source, done)
+        return Status(self.rank, progress, still, self.at(), wait, text, source, done)

@@ -1,24 +1,23 @@
-"""Finds in a stack what a rank waits for: a message, the other ranks of a collective, or nothing."""
+"""Finds out what this rank waits for: a message, the other ranks of a collective, or nothing.
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+Our own code states its waits (`lightning_hanayo.waiting`). Calls of torch.distributed are found in the stack.
+"""
+
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from types import FrameType
 
 import torch.distributed as dist
 
 from lightning_hanayo.monitor.hangs.waits import Wait
-from lightning_hanayo.runtime.comm import point_to_point, relay
-from lightning_hanayo.runtime.comm.message import MessageKey
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport, ReportingWork, Transfer
+from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport, Transfer
 from lightning_hanayo.runtime.comm.transport import Transport
 from lightning_hanayo.strategy.hangs.stack import Stack, doing, is_library, name_of
 from lightning_hanayo.strategy.user_code import raw_collectives
 from lightning_hanayo.strategy.user_code.agreement import Agreement
-from lightning_hanayo.topology import Topology
+from lightning_hanayo.waiting import Waiting, stated
 
-_TORCH = "torch.distributed.distributed_c10d"
-_OURS = "lightning_hanayo."
+_TORCH = dist.distributed_c10d.__name__
 WORLD = "collectives of all ranks"
 """the channel of the default process group"""
 _MAKING_GROUPS = ("new_group", "split_group")
@@ -27,57 +26,34 @@ _MEETINGS = frozenset(
      "reduce_scatter", "reduce_scatter_tensor")
 )  # fmt: skip
 """collectives that end on no rank before all ranks have come"""
-_OWN_COLLECTIVES = {
-    "runtime.autograd.gradient_all_reduce": ("finish", "the sum of gradients over the data ranks", "data x y z"),
-    "tensor3d.mesh": ("wait", "a collective of its cube", "x y z"),
-    "strategy.setup.initial_values": ("_build_and_distribute", "initial values from the ranks of its cube", "x y z"),
-    "strategy.groups.factory": ("_make_connected", "the first collective of a group", "data pipe x y z"),
-    "strategy.groups.channels": ("_send_once", "the first use of a channel", "pipe"),
-}
-"""by module: the function that waits, what for, and the axes along which the others are"""
-_RELAYED = {
-    "batch": "how the next batch is cut",
-    "data": "whether there is one more batch",
-    "metrics": "what was logged",
-    "loss": "the loss of the batch",
-    "norm": "that all compute a norm",
-    "vote": "a decision of user code",
-    "values": "what steps have left for hooks",
-    "pass": "the next pass through the stack",
-}
-"""the kinds of messages of the relay"""
 
 
-@dataclass(frozen=True)
-class WaitFinder:
-    """Finds out what one rank waits for."""
+def find_wait(rank: int, stack: Stack) -> Wait | None:
+    """What the rank with this stack waits for; None if it runs user code, or computes."""
+    if (own := stated(stack.threads)) is not None:
+        return _stated(rank, own)
+    frames = [frame for frame in stack.frames if name_of(frame)[0] != raw_collectives.__name__]
+    for i, frame in enumerate(frames):
+        if not is_library(frame):
+            return None
+        if name_of(frame)[0] == _TORCH:
+            return _collective(frames[i:])
+    other = stated()  # while it waits for its turn, the other action of a pair may wait for a collective
+    return None if other is None else _stated(rank, other)
 
-    rank: int
-    topology: Topology
 
-    def find(self, stack: Stack) -> Wait | None:
-        """What a stack waits for; None if it runs user code, or computes."""
-        stack = [frame for frame in stack if name_of(frame)[0] != raw_collectives.__name__]
-        for i, frame in enumerate(stack):
-            if not is_library(frame):
-                return None
-            module, function = name_of(frame)
-            if frame.f_code is ReportingWork.wait.__code__:
-                return self._message(frame.f_locals["self"].transfer, stack[i:])
-            if module == _TORCH:
-                return _collective(stack[i:])
-            if frame.f_code is Agreement.on.__code__:
-                return _agreement(frame)
-            if (own := _OWN_COLLECTIVES.get(module.removeprefix(_OURS))) and own[0] == function:
-                ranks = self.topology.group_of(self.rank, *own[2].split())
-                return Wait(own[1], ranks, channel=f"{own[1]} {ranks[0]}")
-        return None
-
-    def _message(self, transfer: Transfer, stack: Stack) -> Wait:
-        """The wait for a message; or, of its sender, until it is taken."""
-        what = "that it takes an earlier message" if transfer.sends else _message_name(stack)
-        channel = _channel(self.rank, transfer, counts_own=False)
-        return Wait(what, (transfer.peer,), channel, transfer.number, (transfer.peer,))
+def _stated(rank: int, wait: Waiting) -> Wait | None:
+    what, whom = wait.what, wait.whom
+    if isinstance(whom, Transfer):
+        received = "a message" if wait.outer is None else wait.outer.what
+        what = "that it takes an earlier message" if whom.sends else received
+        channel = _channel(rank, whom, counts_own=False)
+        return Wait(str(what), (whom.peer,), channel, whom.number, (whom.peer,))
+    if isinstance(whom, Agreement):
+        return Wait(str(what), tuple(whom.ranks), channel=f"{whom.name} {whom.ranks[0]}")
+    if isinstance(whom, tuple):
+        return Wait(str(what), whom, channel=f"{what} {whom}")
+    return None  # between two transfers
 
 
 def operations_done(rank: int, transports: Iterable[Transport]) -> dict[str, int]:
@@ -100,34 +76,19 @@ def _channel(rank: int, transfer: Transfer, *, counts_own: bool) -> str:
     return f"{counted} {sender}>{receiver}, tag {transfer.tag} among {transfer.num_ranks}"
 
 
-def _message_name(stack: Stack) -> str:
-    for frame in stack:
-        module, function = name_of(frame)
-        if (module, function) == (point_to_point.__name__, "wait_receive"):
-            return _in_words(frame.f_locals["key"])
-        if (module, function) == (relay.__name__, "broadcast"):
-            return _RELAYED[frame.f_locals["kind"]]
-    return "a message"
-
-
-def _in_words(key: MessageKey) -> str:
-    value = "activation of stage" if key.direction == "forward" else "gradient for the output of stage"
-    return f"the {value} {key.stage}, micro-batch {key.microbatch}"
-
-
-def _collective(stack: Stack) -> Wait | None:
-    """The collective of torch.distributed that a stack is in. None if the process group is gone."""
-    torchs = list(takewhile(lambda frame: name_of(frame)[0].startswith("torch.distributed."), stack))
-    outer, call = [frame for frame in torchs if name_of(frame)[0] == _TORCH][-1], stack[0].f_code.co_name
+def _collective(frames: Sequence[FrameType]) -> Wait | None:
+    """The collective of torch.distributed that these frames are in. None if the process group is gone."""
+    torchs = list(takewhile(lambda frame: name_of(frame)[0].startswith("torch.distributed."), frames))
+    outer, call = [frame for frame in torchs if name_of(frame)[0] == _TORCH][-1], frames[0].f_code.co_name
     name, world = outer.f_code.co_name, dist.group.WORLD
     if world is None:
         return None
     if name in _MAKING_GROUPS:
         ranks = tuple(outer.f_locals.get("ranks") or dist.get_process_group_ranks(world))
         return Wait("the making of a process group", ranks, channel=f"new group {ranks}")
-    group = stack[0].f_locals.get("group") or world
+    group = frames[0].f_locals.get("group") or world
     ranks = tuple(dist.get_process_group_ranks(group))
-    place = doing(stack[len(torchs) :])[0].removeprefix("is ")
+    place = doing(frames[len(torchs) :])[0].removeprefix("is ")
     what = f"{name} ({place})"
     if group is not world:
         return Wait(what, ranks, channel=group.group_name)
@@ -143,9 +104,3 @@ def _world_number() -> int | None:
     if world is None or dist.get_backend(world) != "gloo":
         return None
     return int(world._get_sequence_number_for_group())  # type: ignore[attr-defined]
-
-
-def _agreement(frame: FrameType) -> Wait:
-    """The wait of user code for the other ranks that shall call the same collective."""
-    agreement: Agreement = frame.f_locals["self"]
-    return Wait(str(frame.f_locals["call"]), tuple(agreement.ranks), channel=f"{agreement.name} {agreement.ranks[0]}")

@@ -78,7 +78,11 @@ class HangWatch:
         self._monitor.answer(_QUESTION, lambda _: None)  # until the next run
 
     def _answer(self, channels: Collection[str] | None) -> object:
-        return self._own.read(time.monotonic() - self._since, channels or ()).to_json()
+        still = time.monotonic() - self._since
+        try:
+            return self._own.read(still, channels or ()).to_json()
+        except Exception as error:  # a rank that gives no answer would be taken for one that can't
+            return Status(self._own.rank, self._progress, still, doing=f"can't say what it does: {error!r}").to_json()
 
     def _hear(self, _: int, blame: tuple[int, str]) -> None:
         rank, what = blame

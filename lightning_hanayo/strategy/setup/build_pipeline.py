@@ -272,7 +272,7 @@ def _optimizer_shards(
     data = context.groups.data
     if data is None or not (context.trains and context.options.shard_optimizer):
         return None
-    axis = MeshAxis(data, data.size(), data.rank())
+    axis = MeshAxis(data, data.size(), data.rank(), what="rows of a sharded optimizer")
     return OptimizerShards(stages, axis, cube, whole=frozenset(whole), scatters=context.scatters_gradients)
 
 

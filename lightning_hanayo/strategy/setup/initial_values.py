@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
 from lightning_hanayo.strategy.setup.cube import Cube
+from lightning_hanayo.waiting import Waiting
 
 
 def fill_initial_values(
@@ -57,7 +58,8 @@ def _build_and_distribute(
     sizes = [sum(tensor.nbytes for tensor in module.tensors) for module in modules]  # on meta they are shards already
     sizes += [0] * (axis.size - len(modules))
     received = sent.new_empty(sum(sizes))
-    axis.group.alltoall_base(received, sent, sizes, counts).wait()
+    with Waiting("initial values from the ranks of its cube", axis.ranks):
+        axis.group.alltoall_base(received, sent, sizes, counts).wait()
     for module, own in zip(modules, received.split(sizes), strict=False):
         deferred.assign(module, _values(own, module.tensors))
 

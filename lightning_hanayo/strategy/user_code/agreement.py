@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.strategy.failure import Failures
+from lightning_hanayo.waiting import Waiting
 
 _LOOK = 1.0
 """seconds between two looks at how far the others are"""
@@ -126,7 +127,8 @@ class Agreement:
             self._store.set(f"{key}/{self._failures.rank}", json.dumps(asdict(call)))
             if self._store.add(f"{key}/arrived", 1) == len(self.ranks):
                 self._store.set(f"{key}/all", "")
-            self._wait(f"{key}/all", call)
+            with Waiting(call, self):
+                self._wait(f"{key}/all", call)
             calls = [_call_of(json.loads(self._store.get(f"{key}/{rank}"))) for rank in self.ranks]
             for name in (self._failures.rank, "arrived", "all"):  # all have read those: they are here now
                 self._store.delete_key(f"{earlier}/{name}")

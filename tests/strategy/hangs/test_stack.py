@@ -1,5 +1,6 @@
 """What a thread is doing, read from its stack by another one."""
 
+import importlib.util
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lightning_hanayo.runtime.capture.suspended_call import SuspendedCalls, suspend
+from lightning_hanayo.schedule import Action, Kind
 from lightning_hanayo.strategy.hangs import stack
 from tests.harness.limits import wait_until
 
@@ -46,7 +48,7 @@ def test_the_line_of_user_code_is_read() -> None:
         blocked()
 
     with trainer_thread(hook, blocked) as ident:
-        text, source = stack.doing(stack.read_stack(ident))
+        text, source = stack.doing(stack.read_stack(ident).frames)
     assert text == f"is in wait, tests/strategy/hangs/test_stack.py:{Blocked.wait.__code__.co_firstlineno + 2}"
     assert source == (__file__, Blocked.wait.__code__.co_firstlineno + 2)
 
@@ -66,8 +68,12 @@ def test_the_step_that_runs_is_read_and_not_one_that_is_suspended() -> None:
         calls.close()
 
     with trainer_thread(run, blocked) as ident:
-        names = [frame.f_code.co_name for frame in stack.read_stack(ident)]
-        text, _ = stack.doing(stack.read_stack(ident))
+        threads, frames = stack.read_stack(ident)
+        names = [frame.f_code.co_name for frame in frames]
+        text, _ = stack.doing(frames)
+        del frames
+    assert len(threads) == 2
+    assert threads[1] == ident
     assert "running_step" in names
     assert "suspended_step" not in names
     assert names.index("running_step") < names.index("run")
@@ -78,7 +84,7 @@ def test_a_thread_that_has_ended_has_no_stack() -> None:
     blocked = Blocked()
     with trainer_thread(blocked, blocked) as ident:
         pass
-    assert wait_until(lambda: stack.read_stack(ident) == [], 10.0)
+    assert wait_until(lambda: stack.read_stack(ident).frames == [], 10.0)
     assert stack.doing([]) == ("is in a thread that has ended", None)
 
 
@@ -98,7 +104,7 @@ def test_nothing_that_was_read_stays_alive() -> None:
         calls.close()
 
     with trainer_thread(run, blocked) as ident:
-        stack.doing(stack.read_stack(ident))
+        stack.doing(stack.read_stack(ident).frames)
         assert tensors[0]() is not None
     assert tensors[0]() is None
 
@@ -109,12 +115,18 @@ def test_nothing_that_was_read_stays_alive() -> None:
         ("torch._inductor.compile_fx", "compiling"),
         ("lightning_hanayo.checkpoint.save.part", "saving a checkpoint"),
         ("torch.utils.data.dataloader", "reading from its data loader"),
+        ("__main__", "computing the backward (of inputs) of stage 3, micro-batch 5"),
     ],
 )
-def test_what_libraries_do_is_named(module: str, activity: str) -> None:
+def test_what_the_code_is_about_is_named(module: str, activity: str) -> None:
     blocked = Blocked()
     library: dict[str, object] = {"__name__": module, "blocked": blocked}
     exec("def called(): blocked()", library)
     with trainer_thread(library["called"], blocked) as ident:  # type: ignore[arg-type]
-        text, _ = stack.doing(stack.read_stack(ident))
+        text, _ = stack.doing(stack.read_stack(ident).frames, Action(3, Kind.I, 5))
     assert text.startswith(f"is {activity}, in wait, ")
+
+
+@pytest.mark.parametrize("module", [*stack._ACTIVITIES, stack._TRAINER])
+def test_the_modules_that_are_known_by_name_exist(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None

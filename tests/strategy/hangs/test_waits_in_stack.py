@@ -3,19 +3,24 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from lightning_hanayo.monitor.hangs.waits import Wait
+from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.comm.message import Message, MessageKey
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
-from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.runtime.comm.relay import MEANINGS, MessageKind, Relay
+from lightning_hanayo.strategy.hangs import waits_in_stack
 from lightning_hanayo.strategy.hangs.stack import read_stack
-from lightning_hanayo.strategy.hangs.waits_in_stack import WORLD, WaitFinder, operations_done
-from lightning_hanayo.topology import Topology
+from lightning_hanayo.strategy.hangs.waits_in_stack import WORLD, find_wait, operations_done
+from lightning_hanayo.strategy.user_code.agreement import Agreement, Call
+from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis
+from lightning_hanayo.waiting import stated
 from tests.harness.pool import Pool
 
 KEY = MessageKey(1, "backward", 3)
@@ -67,10 +72,9 @@ class Ranks:
         return done
 
     def _look(self, thread: int, found: list[Wait], key: str) -> None:
-        finder = WaitFinder(self.rank, Topology(pipe=2))
         while not found:
             time.sleep(0.01)
-            if (wait := finder.find(read_stack(thread))) is not None:
+            if (wait := find_wait(self.rank, read_stack(thread))) is not None:
                 found.append(wait)
         self.store.set(key, "")
 
@@ -126,6 +130,53 @@ def test_messages_are_waits_for_their_senders(pool: Pool) -> None:
     assert (second.what, second.number) == (text, 2)
     assert (sent_before_first, sent_before_second) == (0, 1)
     assert first.channel == second.channel == SENT.format(KEY.tag)
+
+
+def waits_in_our_collectives() -> list[Wait | None]:
+    ranks = Ranks()
+    cube = Mesh.create((1, 2, 1)).axis("y")
+    rows = MeshAxis(dist.group.WORLD, 2, ranks.rank, what="rows of a sharded optimizer")
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    reduction = GradientAllReduce({0: [weight]}, ranks.others)
+    failures = SimpleNamespace(run=0, rank=ranks.rank, store=ranks.store.clone(), position=(), positions=dict)
+    failures.check_peers = lambda: None
+    agreement = Agreement("calls", [0, 1], failures)  # type: ignore[arg-type]
+
+    def reduce_gradients() -> None:
+        reduction.start(0)
+        reduction.finish()
+
+    calls: list[Callable[[], Any]] = [
+        lambda: cube.all_gather(torch.ones(2)).wait(),
+        lambda: rows.all_reduce(torch.ones(2)).wait(),
+        reduce_gradients,
+        lambda: agreement.on(Call("barrier", "training_step")),
+    ]
+    found = [ranks.wait(call) for call in calls]
+    assert stated() is None
+    dist.barrier()
+    return found
+
+
+def test_our_collectives_are_waits_for_their_ranks(pool: Pool) -> None:
+    found = pool.run(2, waits_in_our_collectives)[0]
+    assert [(wait.what, wait.ranks) for wait in found] == [
+        ("a collective of its cube", (0, 1)),
+        ("rows of a sharded optimizer", (0, 1)),
+        ("the sum of gradients over the data ranks", (0, 1)),
+        ("barrier in training_step", (0, 1)),
+    ]
+    assert len({wait.channel for wait in found}) == 4
+
+
+def test_all_kinds_of_messages_have_a_meaning() -> None:
+    assert set(MEANINGS) == set(get_args(MessageKind))
+
+
+def test_the_functions_of_torch_that_are_known_by_name_exist() -> None:
+    names = waits_in_stack._MAKING_GROUPS + tuple(waits_in_stack._MEETINGS)
+    assert all(callable(getattr(dist.distributed_c10d, name)) for name in names)
 
 
 def wait_for_relay() -> Wait | None:

@@ -81,7 +81,7 @@ def averages_rounded() -> None:
 
 REFUSED = {
     "should_stop in a step": (stops, "should_stop"),
-    "a batch unpacked where there is none": (unpacks, "above 0, which gets no data"),
+    "a batch unpacked where there is none": (unpacks, "until its step has ended, pipeline rank 0 alone has it"),
     "pruning": (prunes, "ModelPruning"),
     "averages of rounded weights": (averages_rounded, "EMAWeightAveraging"),
 }

@@ -21,8 +21,9 @@ _NOT_USER_CODE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).paren
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
 _OPERATORS = (
     *(f"{prefix}{name}" for name in _ARITHMETIC for prefix in ("", "r", "i")),
-    *("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("getitem", "setitem", "contains", "iter", "len", "bool", "int", "float", "call"),
+    *("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "divmod", "round"),
+    *("getitem", "setitem", "delitem", "contains", "iter", "next", "reversed", "len"),
+    *("bool", "int", "index", "float", "complex", "call"),
 )
 
 
@@ -36,6 +37,11 @@ class Valueless:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)  # copy, pickle and inspect look these up on every object
         self.refuse(f".{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(type(self), name):
+            self.refuse(f".{name} = ...")
+        super().__setattr__(name, value)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:

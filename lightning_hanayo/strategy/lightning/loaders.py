@@ -6,7 +6,7 @@ On these ranks hooks that would work on data are skipped.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -34,6 +34,7 @@ from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.generators import generator_states
 from lightning_hanayo.strategy.lightning.loops.same_length import SameLength
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.user_code.stand_ins import Missing
 
 _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
@@ -44,25 +45,19 @@ _END = object()
 
 
 class PlaceholderBatch(dict[str, Any]):
-    """Takes the place of a batch on pipeline ranks above 0, where nothing needs its data."""
+    """Takes the place of a batch on pipeline ranks above 0. Lightning passes it on, and counts one sample in it.
+
+    Hooks get its `content`: until the step has ended, every use of it but passing it on raises an error.
+    """
 
     def __init__(self, *_: Any) -> None:
         super().__init__(placeholder=torch.zeros(1))
-        self.content: Any = self
-        """after the batch, what hooks get in its place"""
-
-    def __missing__(self, key: Any) -> NoReturn:
-        raise _no_data(f"batch[{key!r}] was read")
-
-    def __iter__(self) -> NoReturn:
-        raise _no_data("the batch was unpacked")
-
-
-def _no_data(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} on a pipeline rank above 0, which gets no data. Hooks and callbacks that look into batches must do so "
-        f"where `trainer.is_global_zero`, or in the step itself."
-    )
+        self.content: Any = Missing(
+            "the batch",
+            "until its step has ended, pipeline rank 0 alone has it",
+            "Read it in the step, in a hook that comes later, such as on_train_batch_end, or under "
+            "`if self.trainer.is_global_zero:`, where nothing may depend on it that all ranks do",
+        )
 
 
 GetRelay = Callable[[], Relay]
@@ -357,14 +352,14 @@ def skip_hooks_without_data(module: "pl.LightningModule", attributes: TemporaryA
     There is nothing to transfer, and no step has collected anything; metrics come from pipeline rank 0 anyway.
     """
     for hook in ("_on_before_batch_transfer", "_apply_batch_transfer_handler"):
-        attributes.set(module, hook, _return_batch)
+        attributes.set(module, hook, _as_placeholder)
     for hook in _EVALUATION_ENDS:
         attributes.set(module, hook, _no_op)
 
 
-def _return_batch(batch: Any, *_: Any, **__: Any) -> Any:
-    """A function of this module, so that the user's module can be pickled."""
-    return batch
+def _as_placeholder(batch: Any, *_: Any, **__: Any) -> PlaceholderBatch:
+    """One placeholder, also for a batch of several loaders. A function of this module: it can be pickled."""
+    return batch if isinstance(batch, PlaceholderBatch) else PlaceholderBatch()
 
 
 def _no_op() -> None:

@@ -4,6 +4,7 @@ rank 0   b0  b1  b2  end        length certain: nothing is said
 rank 1   .   .   .   end        uncertain: "one more" x 3, "end" come down the chain
 """
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -63,10 +64,27 @@ def test_the_length_is_the_loaders() -> None:
         len(wrap_loader(LOADERS["a stream"](), 1, lambda: CHAIN))
 
 
-@pytest.mark.parametrize("key", ["x", 0, 1])
-def test_looking_into_a_placeholder_says_what_to_do(key: object) -> None:
-    with pytest.raises(UnsupportedError, match=r"was read on a pipeline rank above 0, .* `trainer.is_global_zero`"):
-        PlaceholderBatch()[key]  # type: ignore[index]
+USES = {
+    "key": lambda batch: batch["x"],
+    "length": len,
+    "contains": lambda batch: "x" in batch,
+    "get": lambda batch: batch.get("x"),
+    "items": lambda batch: list(batch.items()),
+    "rows": lambda batch: batch[:, 0],
+    "unpacked": lambda batch: [*batch],
+    "attribute": lambda batch: batch.x,
+    "assigned": lambda batch: setattr(batch, "x", 1),
+    "deleted": lambda batch: batch.__delitem__(0),
+    "compared": lambda batch: batch == 1,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_each_use_of_a_placeholder_says_what_to_do(use: str) -> None:
+    batch = PlaceholderBatch().content
+    assert f"{batch}" and copy.copy(batch) is not None, "it can be passed on"
+    with pytest.raises(UnsupportedError, match=r"test_loaders.*reads the batch .*on_train_batch_end.*is_global_zero"):
+        USES[use](batch)
 
 
 class Resumable(DataLoader[torch.Tensor]):

@@ -1,5 +1,7 @@
 """Habits: attributes that the step sets, and blocks or later code read."""
 
+import threading
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -192,6 +194,56 @@ class SetsFunction(Stack):
         return super().loss(batch)
 
 
+FACTOR: ContextVar[float] = ContextVar("factor", default=1.0)
+
+
+class Contextual(models.MLP):
+    """Hooks set a context variable for the step, and the step for hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, float] = {}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        FACTOR.set(1 / (1 + batch_idx))
+
+    def loss(self, batch: Batch) -> Tensor:
+        loss = super().loss(batch) * FACTOR.get()
+        FACTOR.set(2.0)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen[f"batch {batch_idx}"] = FACTOR.get()
+
+
+class ReadsContext(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * FACTOR.get())
+
+
+class ContextualBlocks(Stack):
+    """The step sets a context variable, and blocks read it."""
+
+    Block = ReadsContext
+
+    def loss(self, batch: Batch) -> Tensor:
+        token = FACTOR.set(0.5)
+        loss = super().loss(batch)
+        FACTOR.reset(token)
+        return loss
+
+
+class ThreadLocal(models.MLP):
+    """The step reads from a `threading.local` that a hook has filled."""
+
+    def on_fit_start(self) -> None:
+        self.local = threading.local()
+        self.local.factor = 0.5
+
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) * self.local.factor
+
+
 HABITS = [
     Habit("the step sets a number on each block (a temperature)", Annealed, VECTORS, everywhere(EXACT)),
     Habit("`on_train_batch_start` sets it, or fills a buffer", AnnealedInHook, VECTORS, everywhere(EXACT)),
@@ -208,4 +260,10 @@ HABITS = [
     Habit("a counter advances before the blocks and after", CountsTwice, VECTORS,
           everywhere(Refused("steps of other micro-batches")) | {"cube": EXACT}),
     Habit("the step sets a function on each block", SetsFunction, VECTORS, everywhere(Refused("can't be sent"))),
+    Habit("a context variable (`contextvars`) set in hooks and in the step, and read there", Contextual, VECTORS,
+          everywhere(EXACT)),
+    Habit("a context variable set in the step, and read in blocks", ContextualBlocks, VECTORS,
+          everywhere(Refused("sets the context variable 'factor'"))),
+    Habit("a `threading.local` or an object of sqlite3, made in a hook and used in the step", ThreadLocal, VECTORS,
+          everywhere(Refused("belongs to another thread"))),
 ]  # fmt: skip

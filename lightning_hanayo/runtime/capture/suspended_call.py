@@ -5,13 +5,17 @@
 
 Only one of these threads runs at a time, so user code sees no concurrency. A thread has its own autocast and grad mode.
 Threads are reused: there are as many as functions have ever been under way at once.
+
+Context variables (`contextvars`) have the main thread's values, and what the function sets is set there when it ends.
 """
 
 import threading
 from collections.abc import Callable
+from contextvars import Context, ContextVar, copy_context
 from queue import SimpleQueue
 from typing import Any
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.capture.thread_state import ThreadState
 
 
@@ -52,12 +56,15 @@ def suspend() -> Any:
 class SuspendedCall:
     """One function under way. After `run` and after `resume` it is suspended, or it is `done` and has a `result`."""
 
-    def __init__(self, thread: CallThread, function: Callable[[], Any], state: ThreadState) -> None:
+    def __init__(
+        self, thread: CallThread, function: Callable[[], Any], state: ThreadState, variables: "Variables"
+    ) -> None:
         self.result: Any = None
         self.done = False
         self._function = function
         self.thread = thread
         self._state = state
+        self._variables = variables
         self._values: SimpleQueue[Any] = SimpleQueue()
         self._events: SimpleQueue[BaseException | None] = SimpleQueue()
 
@@ -70,6 +77,7 @@ class SuspendedCall:
     def suspend(self) -> Any:
         """Called inside the function: let the main thread continue, and return what `resume` is given."""
         self._state.check_unchanged()
+        self._variables.changed(copy_context())
         self._events.put(None)
         value = self._values.get()
         if isinstance(value, _Abandoned):
@@ -91,12 +99,14 @@ class SuspendedCall:
         error = self._events.get()
         if error is not None:
             raise error
+        if self.done:
+            self._variables.set_here()
 
     def _work(self) -> None:
         error: BaseException | None = None
         try:
             with self._state.applied():
-                self.result = self._function()
+                self.result = self._variables.run(self._function)
         except BaseException as raised:  # raised again in the main thread
             error = raised
         self.thread.tracer = self.thread.call = None
@@ -104,10 +114,51 @@ class SuspendedCall:
         self._events.put(error)
 
 
-class SuspendedCalls:
-    """The calls under way, and the idle threads."""
+class Variables:
+    """The context variables of one call.
 
-    def __init__(self) -> None:
+    Args:
+        before: their values when it begins.
+        are_read: whether the blocks' code reads a variable: blocks run elsewhere, where its value is not known.
+    """
+
+    def __init__(self, before: Context, are_read: Callable[[ContextVar[Any]], bool]) -> None:
+        self._before = before
+        self._are_read = are_read
+        self._now = before.copy()
+        self.run = self._now.run
+
+    def changed(self, now: Context | None = None) -> list[ContextVar[Any]]:
+        """What the function has set, which runs now or has ended.
+
+        Raises:
+            UnsupportedError: the blocks read it.
+        """
+        now = now or self._now
+        found = [one for one, value in now.items() if one not in self._before or self._before[one] is not value]
+        for variable in found:
+            if self._are_read(variable):
+                raise UnsupportedError(
+                    f"the step sets the context variable {variable.name!r}, which the code of the block stack reads. "
+                    f"Blocks run on several pipeline stages, where it has another value. Pass it to them as an "
+                    f"argument, store it as an attribute of an object that they hold, or set it in "
+                    f"on_train_batch_start, which runs on all ranks."
+                )
+        return found
+
+    def set_here(self) -> None:
+        """Set what the function has set in the calling thread."""
+        for variable in self.changed():
+            variable.set(self._now[variable])
+
+
+class SuspendedCalls:
+    """The calls under way, and the idle threads. `are_read` says which context variables the blocks' code reads."""
+
+    def __init__(self, are_read: Callable[[ContextVar[Any]], bool] = lambda _: False) -> None:
+        self.context: Context | None = None
+        """with whose values calls begin; None: the calling thread's"""
+        self._are_read = are_read
         self._idle: list[CallThread] = []
         self._busy: list[SuspendedCall] = []
 
@@ -117,7 +168,8 @@ class SuspendedCalls:
         It begins in the given `state` of torch; None: in the calling thread's.
         """
         thread = self._idle.pop() if self._idle else CallThread()
-        call = SuspendedCall(thread, function, state or ThreadState.current())
+        variables = Variables(self.context or copy_context(), self._are_read)
+        call = SuspendedCall(thread, function, state or ThreadState.current(), variables)
         self._busy.append(call)
         call.run(tracer)
         return call

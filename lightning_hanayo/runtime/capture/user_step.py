@@ -1,8 +1,13 @@
 """The user's step on pipeline rank 0: one suspended call of it for each micro-batch under way."""
 
+import re
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain, count
 from typing import Any
 
@@ -51,7 +56,7 @@ class UserStep:
     replaced_parameters: ReplacedParameters | None = None
     """of the whole model; None: not checked"""
     _gradient_calls: GradientCalls = field(init=False)
-    _calls: SuspendedCalls = field(default_factory=SuspendedCalls, init=False)
+    _calls: SuspendedCalls = field(init=False)
     _under_way: dict[int, _Call] = field(default_factory=dict, init=False)
     _dry_runs: dict[int, _Call] = field(default_factory=dict, init=False)
     _first_numbers: Iterator[int] = field(init=False)
@@ -64,6 +69,7 @@ class UserStep:
 
     def __post_init__(self) -> None:
         self._gradient_calls = GradientCalls(self.blocks)
+        self._calls = SuspendedCalls(cache(self._blocks_read))
         self._first_numbers = count(0, len(self.blocks))
 
     def begin_batch(self) -> None:
@@ -77,6 +83,7 @@ class UserStep:
             self.replaced_parameters.begin_batch()
         self.carriers.begin_batch()
         self._state = ThreadState.current()
+        self._calls.context = copy_context()
 
     def run(self, batch: Batch, microbatch: int) -> Any:
         """Run the whole step where the stack is one stage, and return what it returns."""
@@ -211,6 +218,12 @@ class UserStep:
         self._dry_runs.clear()
         self._calls.close()
 
+    def _blocks_read(self, variable: ContextVar[Any]) -> bool:
+        """Whether a module that defines a class of the blocks has the variable."""
+        kinds = {kind for block in self.blocks for part in block.modules() for kind in type(part).__mro__}
+        modules = {sys.modules.get(kind.__module__) for kind in kinds} - {None}
+        return any(value is variable for module in modules for value in list(vars(module).values()))
+
     def _check_hooks(self) -> None:
         if self._count_hooks is None:
             self._count_hooks = HookCount(part for block in self.blocks for part in block.modules())
@@ -280,13 +293,21 @@ class UserStep:
 
 
 def _run_step(function: StepFunction, microbatch: int) -> Any:
-    """Run the user's step. An error about another rank's placeholders becomes one that names the cause."""
+    """Run the user's step. An error about placeholders of other ranks, or about threads, becomes one with a way out."""
     try:
         return function(microbatch)
-    except RuntimeError as error:  # NotImplementedError is one
-        if "meta tensor" not in str(error):
-            raise
-        raise missing_values_error("the step") from error
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "meta tensor" in str(error):  # NotImplementedError is one
+            raise missing_values_error("the step") from error
+        if re.search(r"\bthread\b", str(error)) or isinstance(getattr(error, "obj", None), threading.local):
+            raise UnsupportedError(
+                f"the step uses what belongs to another thread ({type(error).__name__}: {error}). On a pipeline it "
+                f"runs in threads of its own, one for each micro-batch under way, and hooks run in the main thread. "
+                f"Make such an object where the step uses it, open sqlite3 with check_same_thread=False (no two of "
+                f"these threads run at once), store values as attributes of the module instead of a threading.local, "
+                f"or use it in a hook such as on_train_batch_start."
+            ) from error
+        raise
 
 
 def missing_values_error(what: str) -> UnsupportedError:

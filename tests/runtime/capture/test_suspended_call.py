@@ -6,10 +6,12 @@ thread     a  suspend                            b    return
 
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import pytest
 import torch
 
+from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.capture.suspended_call import SuspendedCalls, current_tracer, suspend
 
 
@@ -102,3 +104,36 @@ def test_user_code_runs_in_the_main_threads_modes(steps: SuspendedCalls) -> None
         step.resume(None)
         steps.release(step)
         assert step.result == (expected, None, expected)
+
+
+NUMBER: ContextVar[int] = ContextVar("number", default=0)
+READ: ContextVar[int] = ContextVar("read", default=0)
+
+
+def test_context_variables_are_the_main_threads(steps: SuspendedCalls) -> None:
+    def function() -> int:
+        before = NUMBER.get()
+        suspend()
+        NUMBER.set(before + 1)
+        return before
+
+    NUMBER.set(3)
+    both = [steps.start(function, None) for _ in range(2)]
+    for step in both:
+        step.resume(None)
+    assert [step.result for step in both] == [3, 3] and NUMBER.get() == 4
+
+
+@pytest.mark.parametrize("suspends", [True, False], ids=["before the stack", "at the end"])
+def test_a_context_variable_that_blocks_read_is_refused(suspends: bool) -> None:
+    def function(variable: ContextVar[int]) -> None:
+        variable.set(1)
+        if suspends:
+            suspend()
+
+    steps = SuspendedCalls(lambda variable: variable is READ)
+    steps.start(lambda: function(NUMBER), None)
+    with pytest.raises(UnsupportedError, match="sets the context variable 'read', which the code of the block stack"):
+        steps.start(lambda: function(READ), None)
+    assert READ.get() == 0
+    steps.close()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batches.containers import Array, children, leaves, with_children
+from lightning_hanayo.runtime.batches.containers import Array, children, leaves, own_rows, with_children
 from lightning_hanayo.runtime.comm.codec import stable_hash
 
 
@@ -135,6 +135,9 @@ def _merge(results: Sequence[Any], sizes: PieceSizes, weights: _Weights, *, has_
         return _count(results, sizes, name)
     if isinstance(first, list) and _list_samples(results, sizes):
         return [item for result in results for item in result]
+    rows = [own_rows(result, 0) or 0 for result in results]
+    if all(rows) and sizes.fit(rows) and hasattr(first, "__torch_function__"):  # a TensorDict
+        return torch.cat(list(results))
     items = children(first)
     if items is None:
         return first

@@ -3,7 +3,7 @@
 11 samples, 4 micro-batches   [0 1 2] [3 4 5] [6 7 8] [9 10]
 """
 
-from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, namedtuple
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -79,6 +79,40 @@ class Unpacked(ReadOnly):
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         super().__init__({"x": x, "y": y})
+
+
+class Sliced(ReadOnly):
+    """Defines slices of samples, as a `TensorDict` does, and can't be constructed from a dictionary."""
+
+    def __init__(self, items: Mapping[str, Any], batch_size: int) -> None:
+        super().__init__(items)
+        self.batch_size = batch_size
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        items = {name: value[key] for name, value in self.items()}
+        return Sliced(items, len(items["x"]))
+
+
+class Noted(ReadOnly):
+    """Constructed from a dictionary, it loses its note."""
+
+    def __init__(self, items: Mapping[str, Any], note: str = "") -> None:
+        super().__init__(items)
+        self.note = note
+
+
+class Labelled(UserDict[str, Any]):
+    """Has a name for each sample, and a number."""
+
+    def __init__(self, items: dict[str, Any] | None = None) -> None:
+        super().__init__(items)
+        self.names, self.scale = list(NAMES), 2.0
+
+
+class LabelledList(list[Any]):
+    names: list[str]
 
 
 @dataclass
@@ -182,6 +216,64 @@ def test_mappings_are_cut_and_merged(kind: str) -> None:
         for attribute in ("default_factory", "scale"):
             assert getattr(made, attribute, None) == getattr(batch, attribute, None)
     assert all(str(merged[key]) == str(batch[key]) for key in batch)
+
+
+def test_a_class_is_cut_by_the_slices_that_it_defines() -> None:
+    made = split((Sliced({"x": X, "y": X[:, 0]}, 11), UserList(NAMES), range(11)), PARTS)
+    assert [batch.batch_size for batch, *_ in made] == PARTS
+    assert torch.equal(made[3][0]["x"], X[9:]) and made[3][1] == UserList(NAMES[9:]) and made[3][2] == range(9, 11)
+
+
+def test_what_is_stored_beside_items_is_cut_too() -> None:
+    listed = LabelledList([X, X[:, 0]])
+    listed.names = NAMES
+    for batch in (Labelled({"x": X}), listed):
+        made = split(batch, PARTS)
+        assert [piece.names for piece in made] == [NAMES[:3], NAMES[3:6], NAMES[6:9], NAMES[9:]]
+        assert batch.names == NAMES and [getattr(piece, "scale", 2.0) for piece in made] == [2.0] * 4
+
+
+def test_a_mapping_that_would_lose_something_is_refused() -> None:
+    assert split(Noted({"x": X}), PARTS)[0].note == ""
+    with pytest.raises(HanayoError, match=r"Noted can't be made with other values.*__getitem__ that takes slices"):
+        split(Noted({"x": X}, "important"), PARTS)
+
+
+def test_a_tensordict_keeps_its_batch_size() -> None:
+    tensordict = pytest.importorskip("tensordict")
+    made = split(tensordict.TensorDict({"x": X, "inside": {"y": X}}, batch_size=[11]), PARTS)
+    for piece, size in zip(made, PARTS, strict=True):
+        assert piece.batch_size == piece["inside"].batch_size == torch.Size([size])
+        piece["inside", "y"].add_(0)
+    assert [piece["inside", "y"]._version for piece in made] == [1] * 4
+    assert merge(made, PARTS, WEIGHTS).batch_size == torch.Size([11])
+
+
+CHANGED = {
+    "dict": lambda x: {"x": x},
+    "tuple": lambda x: (x,),
+    "slices": lambda x: Sliced({"x": x}, 11),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_each_micro_batch_may_be_changed_in_place(kind: str) -> None:
+    """Autograd sees the changes of a micro-batch alone, and the batch is changed."""
+    x, weight = torch.ones(11, 2), torch.ones(2, requires_grad=True)
+    losses = []
+    for piece in split(CHANGED[kind](x), PARTS):
+        rows = piece[0] if kind == "tuple" else piece["x"]
+        losses.append((rows.add_(1) * weight).sum())
+    sum(losses).backward()
+    assert weight.grad.tolist() == [22, 22] and torch.equal(x, torch.full((11, 2), 2.0))
+
+
+def test_lists_and_dictionaries_that_stay_whole_are_not_shared() -> None:
+    batch = {"x": X, "meta": {"scale": 2.0}, "sizes": [1, 2]}
+    for piece in split(batch, PARTS):
+        assert piece["meta"].pop("scale") == 2.0
+        piece["sizes"].append(3)
+    assert batch["meta"] == {"scale": 2.0} and batch["sizes"] == [1, 2]
 
 
 def test_items_that_are_attributes_are_cut_as_such() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.runtime.batches.containers import Array, children, holds_arrays
+from lightning_hanayo.runtime.batches.containers import Array, Attribute, children, holds_arrays, own_rows
 from lightning_hanayo.runtime.batches.lists import (
     ListShape,
     are_alike,
@@ -114,9 +114,9 @@ class BatchReader:
             UnsupportedError: all tensors have one dimension, which may be that of the features.
         """
         values = list(_cut_values(batch, reading.cut))
-        if reading.samples < 2 or any(not isinstance(cut, Rows) for _, cut in values):
+        arrays = [value for value, _ in values if isinstance(value, Array)]
+        if reading.samples < 2 or len(arrays) < len(values):
             return  # nothing to cut, or a list with an item for each sample
-        arrays = [value for value, _ in values]
         shapes = [tuple(array.shape) for array in arrays]
         if all(array.ndim == 1 for array in arrays):
             raise unbatched(path, shapes)
@@ -175,10 +175,13 @@ class _Reader:
         Raises:
             _Mismatch: a tensor has another number of rows.
         """
-        if isinstance(key, str) and key in self.rule.whole:
+        if self.rule.keeps_whole(key):
             return WHOLE
         if isinstance(value, Array):
             return self._array(value, path)
+        for dim in {self.rule.batch_dim, 0}:
+            if own_rows(value, dim) == self.reading.samples:
+                return Rows(dim)
         if is_list(value):
             return self._list(value, path) if holds_arrays(value) else self._plain_list(value, path)
         if children(value) is None:
@@ -214,7 +217,7 @@ class _Reader:
             self.reading.meanings[path] = "samples"
             if not is_ragged(value):
                 self.reading.as_samples[path] = shape_of(value)
-            return Items()
+            return Items(self._attributes(value, path))
         if columns is None:
             raise _Mismatch
         self.reading.cost += columns.cost + 2 * (not is_clean) + 2 * (settled == "samples")
@@ -236,9 +239,15 @@ class _Reader:
         is_transposed = self.source.is_collated and all(isinstance(item, (list, tuple)) for item in value)
         if len(value) == self.reading.samples and self.settled.get(path) != "columns" and not is_transposed:
             self.reading.meanings[path] = "samples"
-            return Items()
+            return Items(self._attributes(value, path))
         self.reading.meanings[path] = "columns"
         return self._container(value, path)
+
+    def _attributes(self, value: Any, path: str) -> dict[Any, Cut]:
+        """How the attributes of a list are cut."""
+        stored = {} if type(value) in (list, tuple) else children(value) or {}
+        of_list = ((key, item) for key, item in stored.items() if isinstance(key, Attribute))
+        return {key: self.read(item, path + step_to(value, key), key) for key, item in of_list}
 
     def _container(self, value: Any, path: str) -> Cut:
         items = (children(value) or {}).items()
@@ -300,15 +309,16 @@ def _arrays(value: Any, rule: BatchRule, path: str, lengths: tuple[int, ...] = (
         return
     around = (*lengths, len(value)) if is_list(value) else lengths
     for key, item in (children(value) or {}).items():
-        if not (isinstance(key, str) and key in rule.whole):
+        if not rule.keeps_whole(key):
             yield from _arrays(item, rule, path + step_to(value, key), around)
 
 
 def _lengths(value: Any, rule: BatchRule) -> Iterator[int]:
     """The lengths of the outermost lists that may be cut."""
-    if is_list(value):
-        yield len(value)
+    length = len(value) if is_list(value) else own_rows(value, 0)
+    if length is not None:
+        yield length
         return
     for key, item in (children(value) or {}).items():
-        if not (isinstance(key, str) and key in rule.whole):
+        if not rule.keeps_whole(key):
             yield from _lengths(item, rule)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.runtime.batches.containers import Array, children, holds_arrays
+from lightning_hanayo.runtime.batches.containers import Array, Attribute, children, holds_arrays
 from lightning_hanayo.runtime.batches.plan import BatchRule
 
 SPLIT_BATCH = "HanayoStrategy(split_batch=lambda batch, n: ...), a function that returns at most n micro-batches"
@@ -22,6 +22,8 @@ MAX_SHAPES = 12
 
 def step_to(container: Any, key: Any) -> str:
     """How Python code gets from a container to an item."""
+    if isinstance(key, Attribute):
+        return f".{key.name}"
     return f"[{key!r}]" if isinstance(container, Mapping) or isinstance(key, int) else f".{key}"
 
 
@@ -82,7 +84,7 @@ def disagreement(
         rule: how it was to be cut.
         is_sequence_first: whether `batch_dim=1` would help.
     """
-    shapes = dict(_named_shapes(batch, rule.whole, path))
+    shapes = {where: tuple(array.shape) for where, array in named_arrays(batch, rule, path)}
     shown = [f"{where} {shape}" for where, shape in shapes.items()]
     rest = f" and {len(shown) - MAX_SHAPES} more" if len(shown) > MAX_SHAPES else ""
     numbers = f"may have {' or '.join(map(str, sorted(possible)))} samples"
@@ -120,10 +122,11 @@ def _slots(cls: type) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _named_shapes(value: Any, whole: frozenset[str], path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def named_arrays(value: Any, rule: BatchRule, path: str) -> Iterator[tuple[str, Any]]:
+    """All tensors and arrays that may be cut, each with its key path."""
     if isinstance(value, Array):
-        yield path, tuple(value.shape)
+        yield path, value
         return
     for key, item in (children(value) or {}).items():
-        if not (isinstance(key, str) and key in whole):
-            yield from _named_shapes(item, whole, path + step_to(value, key))
+        if not rule.keeps_whole(key):
+            yield from named_arrays(item, rule, path + step_to(value, key))

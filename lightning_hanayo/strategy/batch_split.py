@@ -6,21 +6,29 @@ a cube               0: rank 0's share | rank 1's | ... 1: rank 0's | ... each r
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
 
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.runtime import microbatches
+from lightning_hanayo.runtime.batches.containers import leaves
 from lightning_hanayo.runtime.batches.plan import ONE_LOADER, BatchPlan, BatchRule, BatchSource
 from lightning_hanayo.runtime.batches.reader import BatchReader
+from lightning_hanayo.runtime.batches.refusal import named_arrays
+from lightning_hanayo.runtime.capture.holder import version_of
 from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject, MicrobatchReshard
 from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares, shares
 from lightning_hanayo.tensor3d.mesh import Mesh
+
+
+def nothing() -> None:
+    """Check nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,22 @@ class SplitBatch:
     """what this rank's user code gets for each micro-batch: its piece, or a padding sample"""
     block_input: Callable[[int], Any]
     """makes the samples of a micro-batch that this rank's blocks work on"""
+    check: Callable[[], None] = nothing
+    """called before user code runs: raises an error if that of another micro-batch has changed what all share"""
+    tensors: Sequence[Sequence[Tensor]] = ()
+    """the tensors in each of `step_inputs`, where other ranks run the steps on other pieces"""
+
+    def changes(self, microbatch: int) -> dict[int, Tensor]:
+        """The tensors that the step has changed in place, of those that other ranks have, too."""
+        tensors = enumerate(self.tensors[microbatch] if self.tensors else ())
+        return {index: tensor for index, tensor in tensors if version_of(tensor)}
+
+    def store(self, changes: Sequence[Mapping[int, Tensor]]) -> None:
+        """Change the batch in place as the steps have done that other ranks have run. `changes`: of all pieces."""
+        for piece in set(self.present).difference(self.own):
+            tensors = _tensors(self.pieces[piece]) if changes[piece] else []
+            for index, tensor in changes[piece].items():
+                tensors[index].copy_(tensor)
 
     @property
     def num_microbatches(self) -> int:
@@ -161,7 +185,7 @@ class WholeSplitter(BatchSplitter):
         count = self._num_microbatches(plan, limit)
         parts = [microbatches.sizes(size, count) for size in plan.part_sizes]
         pieces = [batch] if count == 1 else [plan.select(batch, row) for row in _rows(parts)]
-        return _whole(pieces, PieceSizes(parts, self.rule.batch_dim))
+        return _whole(pieces, PieceSizes(parts, self.rule.batch_dim), _shared_check(batch, plan, count))
 
     @override
     def _split_by_user(self, batch: Any, pieces: list[Any], source: BatchSource) -> SplitBatch:
@@ -234,15 +258,18 @@ class SharedSplitter(BatchSplitter):
         tables = [[shares(len(samples), self._mesh.sizes) for samples in row] for row in rows]  # [micro-batch][part]
         self._boundary.begin([table[0] for table in tables])
 
-        def cut(m: int, *of_parts: Sequence[Share]) -> Any:
+        def piece(m: int, rank: int) -> Any:
+            shares = (table[rank] for table in tables[m])
+            return plan.select(batch, [own[s.start : s.stop] for own, s in zip(rows[m], shares, strict=True)])
+
+        def block_input(m: int) -> Any:
+            """A copy: the step that has begun with its own samples may have changed them, and this one may, too."""
+            of_parts = (block_shares(table, self._mesh) for table in tables[m])
             picks = [
-                [samples[i] for share in own for i in range(share.start, share.stop)]
-                for samples, own in zip(rows[m], of_parts, strict=True)
+                [i for s in shares for i in own[s.start : s.stop]]
+                for own, shares in zip(rows[m], of_parts, strict=True)
             ]
             return plan.select(batch, picks)
-
-        def piece(m: int, rank: int) -> Any:
-            return cut(m, *([table[rank]] for table in tables[m]))
 
         return self._shared(
             [[None if s.is_padding else piece(m, r) for r, s in enumerate(table[0])] for m, table in enumerate(tables)],
@@ -254,7 +281,8 @@ class SharedSplitter(BatchSplitter):
                 self.rule.batch_dim,
             ),
             padding=lambda m: piece(m, self._mesh.index("xyz")),
-            block_input=lambda m: cut(m, *(block_shares(table, self._mesh) for table in tables[m])),
+            block_input=block_input,
+            check=_shared_check(batch, plan, count),
         )
 
     @override
@@ -275,21 +303,61 @@ class SharedSplitter(BatchSplitter):
         *,
         padding: Callable[[int], Any],
         block_input: Callable[[int], Any],
+        check: Callable[[], None] = nothing,
     ) -> SplitBatch:
         """Pieces by micro-batch and rank. `padding` makes what a rank without a piece runs."""
         rank = self._mesh.index("xyz")
-        return SplitBatch(
+        inputs = [padding(m) if row[rank] is None else row[rank] for m, row in enumerate(rows)]
+
+        def unchanged_input(m: int) -> Any:
+            if split.changes(m):
+                raise UnsupportedError(
+                    "the step changes its batch in place, and blocks get a mask for some samples of a micro-batch and "
+                    "none for others, so that it would run once more on changed samples. Change a copy of the batch, "
+                    "pass masks always, or set cube_outside='replicate'."
+                )
+            return block_input(m)
+
+        split = SplitBatch(
             [piece for row in rows for piece in row],
             sizes,
             [m * self._mesh.num_ranks + rank for m in range(len(rows))],
-            [padding(m) if row[rank] is None else row[rank] for m, row in enumerate(rows)],
-            block_input,
+            inputs,
+            unchanged_input,
+            check,
+            list(map(_tensors, inputs)),
         )
+        return split
 
 
-def _whole(pieces: Sequence[Any], sizes: PieceSizes) -> SplitBatch:
+def _whole(pieces: Sequence[Any], sizes: PieceSizes, check: Callable[[], None] = nothing) -> SplitBatch:
     """Micro-batches that one rank runs whole."""
-    return SplitBatch(pieces, sizes, range(len(pieces)), pieces, lambda m: pieces[m])
+    return SplitBatch(pieces, sizes, range(len(pieces)), pieces, lambda m: pieces[m], check)
+
+
+def _shared_check(batch: Any, plan: BatchPlan, num_microbatches: int) -> Callable[[], None]:
+    """Returns a function that raises an error if a step has changed a tensor in place that stays whole."""
+    if num_microbatches == 1 or not plan.shared:
+        return nothing
+    versions = [(tensor, version_of(tensor)) for tensor in plan.shared.values()]
+
+    def check() -> None:
+        for tensor, version in versions:
+            if version_of(tensor) != version:
+                named = named_arrays(batch, BatchRule(), "batch")
+                name = next((path for path, array in named if array is tensor), "a tensor in the batch")
+                raise UnsupportedError(
+                    f"the step changes {name} {tuple(tensor.shape)} in place, which has no dimension of the samples: "
+                    f"each of the {num_microbatches} micro-batches would change it once more. Change a copy of it "
+                    f"({name}.clone()), or change it in on_after_batch_transfer."
+                )
+
+    return check
+
+
+def _tensors(piece: Any) -> list[Tensor]:
+    """The tensors of a piece that count their own changes: a micro-batch's, or one rank's share of it."""
+    return [leaf for leaf in leaves(piece) if isinstance(leaf, Tensor) and not leaf.requires_grad]
 
 
 def _rows(parts: Sequence[Sequence[int]]) -> list[list[range]]:

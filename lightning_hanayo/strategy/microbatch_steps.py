@@ -54,6 +54,7 @@ class MicrobatchSteps:
         """Called before user code of that micro-batch starts or continues; None: a dry run, which leaves nothing."""
         if microbatch == 1 and self._trains and self._options is None:  # what the first step has set, all may set
             self._options = optimizers.options_now(self._trainer)
+        self._split.check()
         self._log.enter(microbatch)
         self._session.collections.enter(microbatch)
         self._session.collectives.enter(None if microbatch is None else self._running_step(microbatch))
@@ -89,8 +90,9 @@ class MicrobatchSteps:
         for m, own in enumerate(left):
             own.used_collectives = m in session.collectives.used
             own.note_means(batch.results[m], self._log.means_of(split.own[m]))
-        values = [(batch.results[m], own, session.loss_watch.noted(m)) for m, own in enumerate(left)]
-        results, collected, losses = zip(*session.pipeline.splitter.by_piece(values), strict=True)
+        values = [(batch.results[m], own, session.loss_watch.noted(m), split.changes(m)) for m, own in enumerate(left)]
+        results, collected, losses, changes = zip(*session.pipeline.splitter.by_piece(values), strict=True)
+        split.store(changes)
         session.loss_watch.compare(split.pieces, split.sizes, losses, weights.in_loss)
         apart = keep_collected(session.collections, split, weights, collected)
         session.warn_of_parts(apart, split.num_microbatches)

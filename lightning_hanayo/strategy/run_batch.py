@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_hanayo.runtime import microbatches
 from lightning_hanayo.runtime.autograd.deferred_gradients import DeferredGradients
 from lightning_hanayo.runtime.batch import Batch
+from lightning_hanayo.runtime.batches.containers import children
 from lightning_hanayo.runtime.profiling.ranges import is_profiling
 from lightning_hanayo.runtime.stages.first_last import find_loss, loss_of
 from lightning_hanayo.strategy.lightning import precision, progress, user_hooks
@@ -22,6 +23,7 @@ from lightning_hanayo.strategy.lightning.shared_metrics import shared_metrics_of
 from lightning_hanayo.strategy.microbatch_steps import MicrobatchSteps
 from lightning_hanayo.strategy.session import Session
 from lightning_hanayo.strategy.setup.checks import explaining_single_samples, reject_stop
+from lightning_hanayo.strategy.user_code.stand_ins import hide_changed
 
 UserStep = Callable[[Any], Any]
 """The user's step on one micro-batch."""
@@ -129,6 +131,7 @@ def _run(
         session.begin_training(trainer.lightning_module, split)
     weights = session.weigh(split.pieces, split.sizes, trains=trains)
     microbatch_steps = MicrobatchSteps(session, trainer, split, weights, trains=trains)
+    given = list(map(children, split.step_inputs)) if session.hand_over.after_batches else []
 
     def measured_step(inputs: Any) -> Any:
         with pipeline.engine.memory.user_code():
@@ -151,6 +154,8 @@ def _run(
     with microbatch_steps.running(running), session.norms.batch():
         key = progress.batch_key(trainer)
         pipeline.lead(running, split.num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
+    if given:
+        hide_changed(batch, given, split.step_inputs)
     return microbatch_steps.merge(running)
 
 

@@ -1,7 +1,7 @@
 """Habits: types of batches, and how they are cut into micro-batches."""
 
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -151,6 +151,91 @@ class ReadsAttributes(models.MLP):
         return super().loss({"x": batch.x, "y": batch.y})
 
 
+class SlicedBatch(Mapping[str, Any]):
+    """A mapping that slices itself and keeps its number of samples, as tensordict's `TensorDict`."""
+
+    def __init__(self, items: Mapping[str, Tensor], batch_size: int) -> None:
+        self._items, self.batch_size = dict(items), batch_size
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self._items[key]
+        items = {name: value[key] for name, value in self._items.items()}
+        return SlicedBatch(items, len(items["y"]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def to(self, *_: Any, **__: Any) -> "SlicedBatch":
+        return self
+
+
+def as_sliced(batch: dict[str, Tensor]) -> SlicedBatch:
+    return SlicedBatch(batch, len(batch["y"]))
+
+
+class ReadsBatchSize(models.MLP):
+    def loss(self, batch: Any) -> Tensor:
+        assert batch.batch_size == len(batch["y"])
+        return super().loss(batch)
+
+
+# batches that steps change
+
+
+def with_meta(batch: dict[str, Tensor]) -> dict[str, Any]:
+    return {**batch, "meta": {"scale": 0.5}, "table": torch.ones(1, WIDTH, dtype=torch.float64)}
+
+
+class ChangesBatch(models.MLP):
+    """Changes tensors in place and takes items out; a hook reads the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, float] = {}
+
+    def loss(self, batch: Any) -> Tensor:
+        scale = batch["meta"].pop("scale")
+        batch["x"].mul_(scale).sub_(1)
+        batch["y"][batch["y"] == 1] = 0
+        return super().loss({"x": batch["x"], "y": batch.pop("y")})
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen[f"x of batch {batch_idx}"] = float(batch["x"].sum())
+
+
+class ChangesTable(models.MLP):
+    """Changes in place what all samples share."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss({"x": batch["x"] * batch["table"].mul_(0.5), "y": batch["y"]})
+
+
+class SetsItem(models.MLP):
+    """The step sets an item of its batch anew, and a hook reads it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        batch["x"] = batch["x"] * 0.5
+        return super().loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.largest = float(batch["x"].max())
+
+
+class ReadsAtStart(models.MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.num_samples = len(batch["y"])
+
+
+CHANGED_IN_PLACE = Habit(
+    "a batch changed in place in the step, and read in `on_train_batch_end`", ChangesBatch,
+    partial(converted, with_meta), everywhere(EXACT), always_exact=True,
+)  # fmt: skip
+
+
 # tensors for all samples
 
 
@@ -297,6 +382,16 @@ HABITS = [
     exact("several loaders with batches of different sizes", TwoLosses, two_loaders),
     exact("nested dataclasses, with fields of `__post_init__`", ReadsFields, partial(converted, as_dataclass)),
     exact("a `UserDict`, such as transformers' `BatchEncoding`", ReadsAttributes, partial(converted, Encoding)),
+    exact("a mapping that slices itself, such as a `TensorDict`", ReadsBatchSize, partial(converted, as_sliced)),
+    CHANGED_IN_PLACE,
+    Habit("a tensor for all samples, changed in place in the step", ChangesTable, partial(converted, with_meta),
+          everywhere(Refused(r"changes batch\['table'\] .*in place", "the step changes batch['table'] in place"))),
+    Habit("an item of the batch set anew in the step, and read in `on_train_batch_end`", SetsItem, VECTORS,
+          everywhere(Refused(r"reads batch\['x'\].*each step has set its own", "each step has set its own"))),
+    Habit("`on_train_batch_start` reads the batch", ReadsAtStart, VECTORS, {
+        **everywhere(Refused("reads the batch.*pipeline rank 0 alone has it", "pipeline rank 0 alone has it")),
+        "cube": EXACT,
+    }),
     exact("tensors without dimensions, or with one row for all samples", Weighted, partial(converted, with_constants)),
     exact(
         "a tensor for all samples, with `whole=('weights',)`", Weighted, partial(converted, with_weights),

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.runtime.batches.plan import BatchRule, BatchSource
 from lightning_hanayo.strategy.batch_split import SplitBatch, WholeSplitter
 from lightning_hanayo.strategy.losses.loss_weight import LossWeighting
+from tests.habits.batches import CHANGED_IN_PLACE
+from tests.habits.habit import check
+from tests.harness.pool import Pool
 
 LOADERS = BatchSource(loaders={"a": None, "b": None})
 
@@ -42,7 +45,27 @@ def test_parts_of_one_size_need_not_be_divisible() -> None:
 
 def test_with_one_micro_batch_nothing_is_refused() -> None:
     batch = {"x": torch.ones(4, 2), "y": torch.ones(3)}
-    assert split(batch, 1).pieces == [batch]
+    made = split(batch, 1)
+    batch["y"].add_(1)
+    made.check()
+    assert made.pieces == [batch]
+
+
+def test_a_shared_tensor_that_a_step_changes_in_place_is_named() -> None:
+    made = split({"x": torch.ones(4, 2), "more": [torch.ones(1, 5)]}, 4)
+    made.check()
+    made.pieces[0]["x"].add_(1)
+    made.check()
+    made.pieces[0]["more"][0].add_(1)
+    with pytest.raises(
+        UnsupportedError, match=r"changes batch\['more'\]\[0\] \(1, 5\) in place.*each of the 4 micro-b"
+    ):
+        made.check()
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "cube"])
+def test_steps_change_their_micro_batches_in_place(pool: Pool, layout: str) -> None:
+    check(pool, CHANGED_IN_PLACE, layout)
 
 
 def test_a_batch_without_samples_is_one_micro_batch() -> None:

@@ -38,7 +38,7 @@ class HandOver:
         self._relay = relay
         self._device = device
         self._collections = collections
-        self._after_batches = after_batches
+        self.after_batches = after_batches
         self._after_epochs = after_epochs
 
     @property
@@ -56,7 +56,7 @@ class HandOver:
 
         Returns the values, or what stands for them; what this rank has if nothing reads them.
         """
-        return self._exchange(BATCH_BUDGET, values) if self._after_batches else values
+        return self._exchange(BATCH_BUDGET, values) if self.after_batches else values
 
     def _exchange(self, budget: int, values: dict[str, Any]) -> dict[str, Any]:
         if self._relay.transport.num_ranks == 1:

@@ -8,6 +8,8 @@ either, and may be logged, as the metrics of all ranks are those of rank 0.
 """
 
 import pickle
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.errors import HanayoError, UnsupportedError
 from lightning_hanayo.partial_values import PartialValues
 from lightning_hanayo.partition.missing_values import MissingValues, Owner, without_values
-from lightning_hanayo.runtime.batches.containers import children, with_children
+from lightning_hanayo.runtime.batches.containers import Attribute, children, with_children
+from lightning_hanayo.runtime.batches.refusal import step_to
 from lightning_hanayo.runtime.capture.proxy import Valueless, user_line
 from lightning_hanayo.runtime.comm.object_collectives import from_text
 
@@ -74,7 +77,12 @@ def from_packed(text: str, device: torch.device) -> Any:
             shape = torch.empty(value.shape, dtype=value.dtype, device="meta")
             return without_values(shape, Owner(value.name, value.rank, device, WAY_OUT))
         inside = children(value)
-        return value if not inside else with_children(value, {key: unpack(item) for key, item in inside.items()})
+        if not inside:
+            return value
+        try:
+            return with_children(value, {key: unpack(item) for key, item in inside.items()})
+        except HanayoError:
+            return Missing(f"a {type(value).__name__}", "pipeline rank 0 alone has all its values", WAY_OUT)
 
     return unpack(from_text(text, device))
 
@@ -89,6 +97,8 @@ class Packer:
         """The value, with something that can be sent for all that is in it."""
         if isinstance(value, MissingValues):
             return _Shape(name, tuple(value.shape), value.dtype, value._owner.rank)
+        if isinstance(value, Missing):
+            return value
         if isinstance(value, PartialValues):
             return Missing(name, "each rank of a cube has a part of it", WAY_OUT)
         if isinstance(value, Tensor):
@@ -98,11 +108,10 @@ class Packer:
         if isinstance(value, np.ndarray) and value.dtype != object and self._fits(value.nbytes):
             return value
         inside = children(value)
-        if inside is not None:
-            packed = {key: self.pack(f"{name}[{key!r}]", item) for key, item in inside.items()}
-            made = with_children(value, packed)
-            if _can_be_sent(type(made)):
-                return made
+        if inside is not None and _can_be_sent(type(value)):
+            packed = {key: self.pack(f"{name}{step_to(value, key)}", item) for key, item in inside.items()}
+            with suppress(HanayoError):
+                return with_children(value, packed)
         return Missing(name, f"this {type(value).__name__} is on pipeline rank 0 alone", WAY_OUT)
 
     def _tensor(self, name: str, tensor: Tensor) -> Any:
@@ -114,6 +123,30 @@ class Packer:
         fits = num_bytes <= self._budget
         self._budget -= num_bytes if fits else 0
         return fits
+
+
+def hide_changed(batch: Any, before: Sequence[Any], pieces: Sequence[Any]) -> None:
+    """Put stand-ins into `batch` for what steps have set in their `pieces`, or removed: each of them its own.
+
+    `before`: the children of the pieces before the steps.
+    """
+    changed: dict[Any, None] = {}
+    for old, piece in zip(before, pieces, strict=True):
+        if old is not None and piece is not batch:
+            new = children(piece) or {}
+            keys = (key for key in old | new if not isinstance(key, Attribute))
+            changed |= {key: None for key in keys if key not in old or new.get(key) is not old[key]}
+    for key in changed:
+        name = f"batch{step_to(batch, key)}"
+        value = Missing(name, "each step has set its own", "Store it as an attribute of the module, or return it")
+        if not isinstance(batch, MutableMapping | list):
+            object.__setattr__(batch, key, value)
+            continue
+        try:
+            batch[key] = value
+        except Exception:  # the user's class takes tensors only, or a list has grown
+            if not isinstance(batch, list):
+                batch.pop(key, None)
 
 
 def sent_or_own(value: Any, own: Any) -> Any:

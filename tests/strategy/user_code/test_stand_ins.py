@@ -1,5 +1,6 @@
 """Values of pipeline rank 0 on another rank: sent, or a shape without values."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.missing_values import MissingValues, Owner, without_values
+from lightning_hanayo.runtime.batches.containers import children
 from lightning_hanayo.runtime.comm.object_collectives import to_text
-from lightning_hanayo.strategy.user_code.stand_ins import Packer, from_packed, sent_or_own
+from lightning_hanayo.strategy.user_code.stand_ins import Packer, from_packed, hide_changed, sent_or_own
 
 
 def sent(name: str, value: Any, budget: int) -> Any:
@@ -42,3 +44,40 @@ def test_each_rank_keeps_what_the_first_has_no_values_of() -> None:
     assert taken["0"].sum() == 0 and taken["2"] is own and taken["kept"][0] is parameter
     unsent = sent("object", object(), budget=8)
     assert sent_or_own(unsent, None) is unsent, "this rank has an old value"
+
+
+def test_what_cant_be_made_anew_can_be_passed_on() -> None:
+    passed = sent("batch", {"x": Unpacked(torch.ones(2), 2)}, budget=64)
+    with pytest.raises(UnsupportedError, match=r"reads batch\['x'\] .*this Unpacked is on pipeline rank 0 alone"):
+        print(passed["x"]["x"])
+
+
+class Unpacked(Mapping[str, Any]):
+    """Can't be constructed from a dictionary."""
+
+    def __init__(self, x: torch.Tensor, size: int) -> None:
+        self.x = x
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_what_steps_have_set_in_a_batch_is_hidden() -> None:
+    batch, pieces = {"x": 1, "y": 2, "z": 3}, [{"x": 1, "y": 2, "z": 3} for _ in range(2)]
+    before = [children(piece) for piece in pieces]
+    for piece in pieces:
+        piece["x"], piece["new"] = 5, 6
+        del piece["y"]
+    hide_changed(batch, before, pieces)
+    assert batch["z"] == 3
+    for key in ("x", "y", "new"):
+        with pytest.raises(UnsupportedError, match=rf"reads batch\['{key}'\] .*each step has set its own"):
+            print(batch[key] + 1)
+    hide_changed(batch, [{"z": 4}], [batch])
+    assert batch["z"] == 3, "a step that gets the whole batch changes it itself"

@@ -82,7 +82,7 @@ from lightning_hanayo.strategy.user_code.collected import Collections
 from lightning_hanayo.strategy.user_code.collectives import connect_collectives
 from lightning_hanayo.strategy.user_code.hand_over import HandOver
 from lightning_hanayo.strategy.user_code.merge_collected import warn_of_parts
-from lightning_hanayo.strategy.whole_model import lbfgs, norm_functions, removed_gradients
+from lightning_hanayo.strategy.whole_model import norm_functions, removed_gradients
 from lightning_hanayo.strategy.whole_model.gradient_norms import GradientNorms
 from lightning_hanayo.strategy.whole_model.replica_check import ReplicaCheck
 from lightning_hanayo.strategy.whole_model.step_votes import StepVotes, vote_on_steps
@@ -352,14 +352,6 @@ class Session:
         """Called after each step of an optimizer: what reads parameters next may not ask whether they are there."""
         if self._gathers_at_once:
             self.finish_gather()
-
-    def share_lbfgs(self, module: "pl.LightningModule", optimizers: Sequence[Optimizer]) -> None:
-        """Let LBFGS compute with the whole model. Called by all ranks, once the optimizers are set up."""
-        if module.automatic_optimization:
-            by_samples = self._options.loss_weight in ("samples", "sum")
-            number_of = None if self.cube is None else self.cube.replica
-            groups, topology = self._groups, self.topology
-            lbfgs.use_whole_model(optimizers, groups, topology, number_of=number_of, by_samples=by_samples)
 
     def master_values(self) -> AbstractContextManager[None]:
         """Inside it, parameters have the values that the optimizer updates."""

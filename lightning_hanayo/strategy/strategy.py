@@ -67,7 +67,6 @@ from lightning_hanayo.strategy.setup.plan import plan_for
 from lightning_hanayo.strategy.setup.prepared_model import PreparedModel
 from lightning_hanayo.strategy.stopping.end_run import report_of
 from lightning_hanayo.strategy.user_code.collectives import UserCollectives
-from lightning_hanayo.strategy.whole_model import lbfgs
 from lightning_hanayo.strategy.whole_model.saves_on_exception import SavesOnException
 from lightning_hanayo.strategy.whole_model.stops_on_signal import StopsOnSignal
 
@@ -389,7 +388,6 @@ class HanayoStrategy(MeshParallelStrategy):
             unguard_states(self.optimizers)
             refuse_partial_states(self.optimizers)
             check_optimizers(self.optimizers, self.topology, is_sharded=self.session.shards is not None)
-            self.session.share_lbfgs(self.module, self.optimizers)
         self.setup_precision_plugin()
         if fits:
             move_optimizers(self.optimizers, self._states_device)
@@ -628,9 +626,8 @@ class HanayoStrategy(MeshParallelStrategy):
                 return own_state.optimizer_state(optimizer, self._names, sharding)
             if self.data_rank > 0 and shards is None:  # one pipeline writes the checkpoint
                 return optimizer.state_dict()
-            transport, gathers = self.session.pipe_relay.transport, self.data_rank == 0
-            gathered = gather_optimizer_state(optimizer, transport, sharding, gathers=gathers)
-            return lbfgs.as_torch_has_it(optimizer, gathered) if gathers and self.pipe_rank == 0 else gathered
+            transport = self.session.pipe_relay.transport
+            return gather_optimizer_state(optimizer, transport, sharding, gathers=self.data_rank == 0)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -775,7 +772,6 @@ class HanayoStrategy(MeshParallelStrategy):
             self._stops_on_signal.close()
         if self._session is not None:
             self._session.close()
-        lbfgs.disconnect(self.optimizers)
         move_optimizers(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
             with self._unguarded():

@@ -17,7 +17,6 @@ from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.options import Options
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.optimizers import is_elementwise
-from lightning_hanayo.strategy.whole_model.lbfgs import by_parameter
 
 
 def load_optimizers(
@@ -44,7 +43,7 @@ def load_optimizers(
     checked = [
         OptimizerState(
             unwrapped(optimizer),
-            by_parameter(unwrapped(optimizer), state, shapes),
+            state,
             names,
             source,
             accept=options.load_anyway,

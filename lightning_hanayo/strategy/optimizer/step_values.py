@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_hanayo.strategy.optimizer.master_weights import MasterWeights
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
@@ -57,7 +57,7 @@ class StepValues:
         self._hooks = [
             handle
             for optimizer in self._optimizers
-            if isinstance(optimizer, Optimizer) and not isinstance(optimizer, LBFGS)
+            if isinstance(optimizer, Optimizer)
             for handle in (
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(lambda *_: self._take_out(gathers=True)),

@@ -2,7 +2,7 @@
 
 an element's update depends on    the element       pipelines, cubes
                                   its parameter     pipelines
-                                  all parameters    one rank; but torch's LBFGS, see `whole_model.lbfgs`
+                                  all parameters    one rank
 """
 
 import inspect
@@ -89,7 +89,7 @@ def _check_whole(optimizer: Optimizer) -> None:
 def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_sharded: bool = False) -> None:
     """Reject optimizers that look across parameters, of which a rank has only its own; in a cube, across elements.
 
-    Warns of an optimizer of which it isn't known. Called by all ranks.
+    Warns of an optimizer of which it isn't known, and of LBFGS on data ranks. Called by all ranks.
 
     Raises:
         UnsupportedError: more than one optimizer, or one that would compute with what other ranks hold; with
@@ -105,16 +105,22 @@ def check_optimizers(optimizers: Sequence[Optimizer], topology: Topology, *, is_
             _check(optimizer, _scope(optimizer), in_cube=prod(topology.cube) > 1)
         if is_sharded and optimizer.param_groups:
             _check_elementwise(optimizer)
+        if topology.data > 1 and isinstance(optimizer, LBFGS):
+            warnings.warn(
+                "LBFGS decides by the loss when a step ends, and how long it is with line_search_fn. As with DDP, each "
+                "data rank has a loss of its own: if two ranks decide differently, their weights differ from then on, "
+                "or one of them waits for the other. Train on one data rank, or use an optimizer such as AdamW.",
+                stacklevel=2,
+            )
 
 
 def _check(optimizer: Optimizer, scope: Scope | None, *, in_cube: bool) -> None:
     name = type(optimizer).__name__
-    if type(unwrapped(optimizer)) is LBFGS:  # `whole_model.lbfgs` lets it compute with all parameters
-        return
     if scope == "model" or (scope is None and not in_cube and looks_across_parameters(optimizer)):
         raise UnsupportedError(
             f"{name} computes with all parameters together (one vector, a norm or a mean over them, several passes), "
-            f"but a rank holds only its own. Use an optimizer that works on each parameter alone, such as AdamW."
+            f"but a rank of a pipeline or a cube holds only its own. Use an optimizer that works on each parameter "
+            f"alone, such as AdamW, or train on data ranks alone, as with DDP (pipeline_parallel_size=1, cube=1)."
         )
     if in_cube and scope != "element":
         raise UnsupportedError(

@@ -18,13 +18,13 @@ from lightning_hanayo.monitor.hangs.report import named, report, summary
 from lightning_hanayo.monitor.hangs.waits import Mismatch, Standstill, Status, find_mismatch
 from lightning_hanayo.strategy.failure import STOPPED_TIME, Failures
 from lightning_hanayo.strategy.hangs.own_status import OwnStatus
-from lightning_hanayo.strategy.hangs.silent_ranks import SilentRanks
 
 _QUESTION = "hang status"
 _REPORT = "hang report"
 _ABSENT = {"stopped": "is stopped (SIGSTOP)", "ended": "has ended"}
 """by the monitor's state of a rank: why it gives no status"""
 _OUTSIDE = "is outside of the Trainer's run"
+_SILENT = "does not answer: it holds Python's lock (GIL), or its host is busy or can't be reached"
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,10 @@ class HangWatch:
         self._reported: set[frozenset[str]] = set()
         """what has held up the run when it was reported"""
         self._over = threading.Event()
-        self._silent = SilentRanks(self._monitor)
         self._remove = [
             self._monitor.answer(_QUESTION, self._answer),
             self._monitor.on(_REPORT, self._hear),
             self._monitor.every(self._limits.look, self._look),
-            self._silent.stop,
         ]
 
     def finish(self) -> None:
@@ -131,9 +129,9 @@ class HangWatch:
         answers = self._monitor.ask(_QUESTION, list(channels))
         statuses = {rank: Status.from_json(answer) for rank, answer in answers.items() if answer is not None}
         missing = [member.rank for member in self._monitor.members if member.rank not in statuses]
-        absent = {rank: _ABSENT.get(self._monitor.state_of(rank), _OUTSIDE) for rank in missing}
-        silent = [rank for rank in missing if absent[rank] == _OUTSIDE and rank not in answers]
-        return Standstill(statuses, absent | self._silent.explain(silent, answering=statuses))
+        absent = {rank: _OUTSIDE if rank in answers else _SILENT for rank in missing}
+        absent |= {rank: _ABSENT[state] for rank in missing if (state := self._monitor.state_of(rank)) in _ABSENT}
+        return Standstill(statuses, absent)
 
     def _place(self, rank: int) -> str:
         return self._monitor.members[rank].place

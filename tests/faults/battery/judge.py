@@ -26,7 +26,7 @@ CAUSES: dict[Kind, str] = {
     "sigint": r"SIGINT",
     "exception": CAUSE,
     "hang": r"time\.sleep",
-    "gil": r"\bGIL\b|does not answer",
+    "gil": r"does not answer: .*\bGIL\b",
     "nan": r"\bNaN\b|\bnot finite\b|\binfinite\b",
 }
 """what a line that names the cause has, besides the rank"""

@@ -9,8 +9,10 @@ import pytest
 
 from lightning_hanayo.monitor.hangs.waits import Status, Wait
 from lightning_hanayo.monitor.monitor import Monitor
+from lightning_hanayo.monitor.peers import Timing
 from lightning_hanayo.strategy.hangs.watch import HangWatch, Limits
 from tests.harness.limits import wait_until
+from tests.harness.monitors import QUICK
 
 LIMITS = Limits(first=0.2, again=0.2, look=0.02)
 
@@ -70,9 +72,9 @@ class RecordedFailures:
 class World:
     """Ranks whose monitors are threads of this process."""
 
-    def __init__(self, *ranks: Pretended, limits: Limits = LIMITS) -> None:
+    def __init__(self, *ranks: Pretended, limits: Limits = LIMITS, timing: Timing | None = None) -> None:
         self.ranks = ranks
-        self.monitors = [Monitor(one.rank, len(ranks), f"pipeline {one.rank}", "127.0.0.1") for one in ranks]
+        self.monitors = [Monitor(one.rank, len(ranks), f"pipeline {one.rank}", "127.0.0.1", timing) for one in ranks]
         self.ended: list[str] = []
         self.failures = [RecordedFailures(monitor, self.ended) for monitor in self.monitors]
         for monitor in self.monitors:
@@ -182,6 +184,18 @@ def test_a_rank_outside_of_the_run_is_named(capsys: pytest.CaptureFixture[str]) 
         world.watches[1].stop()
         assert wait_until(lambda: world.failures[0].held_up_by is not None, 30.0)
     assert "rank 1 (pipeline 1) is outside of the Trainer's run" in capsys.readouterr().err
+
+
+def test_a_rank_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    blocked = threading.Event()
+    with World(Pretended(0, message(1)), Pretended(1), timing=QUICK) as world:
+        world.monitors[1].on("block", lambda *_: blocked.wait())
+        world.monitors[1].tell("block", None)
+        try:
+            assert wait_until(lambda: world.failures[0].held_up_by is not None, 30.0)
+        finally:
+            blocked.set()
+    assert "rank 1 (pipeline 1) does not answer: it holds Python's lock (GIL), or its host" in capsys.readouterr().err
 
 
 def test_a_watch_that_was_stopped_asks_nothing_and_has_no_status() -> None:

@@ -26,7 +26,6 @@ version = release
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["design/moved.md"]  # old names, for whoever knows them: found in the checkout
 
 myst_heading_anchors = 4  # `page.md#a-heading`, as in a checkout
 suppress_warnings = ["myst.header"]  # the benchmarks' pages are the output of commands, which begin with a list
@@ -66,7 +65,7 @@ def _links_out_of_the_site(app: Sphinx, page: str, source: list[str]) -> None:
 
     def replaced(match: re.Match[str]) -> str:
         target = normpath(join("docs", page, "..", match["target"]))
-        if target.startswith("docs/") and target != "docs/design/moved.md":
+        if target.startswith("docs/"):
             return match[0]
         return f"[{match['text']}]({REPOSITORY}/blob/HEAD/{target})" if REPOSITORY else match["text"]
 

@@ -143,10 +143,10 @@ def python_files() -> list[Path]:
 
 
 def documents() -> list[Path]:
-    """The README and the pages next to it, and all others but the one that maps old names to new ones."""
+    """The README and the pages next to it, and all others."""
     folders = ("docs", "recipes", ".github")
     pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))]
-    return sorted(path for path in pages if path.name != "moved.md")
+    return sorted(pages)
 
 
 @cache

@@ -241,6 +241,12 @@ def _wrong_costs(layout: Layout) -> str:
     return ""
 
 
+_CHIMERA = (
+    "it holds two copies of the model, with losses on two ranks at once, but training_step runs on one. A wave "
+    "(schedule='hanayo-zb') has a smaller bubble, and one copy of the weights."
+)
+
+
 def check_schedule(name: str) -> None:
     """Accept the name of a schedule that training can run, `"auto"`, or the path of a CSV table.
 
@@ -251,12 +257,8 @@ def check_schedule(name: str) -> None:
         if not Path(name).is_file():
             raise HanayoError(f"schedule={name!r}: there is no such file")
     elif name not in (*schedule_names(), AUTO):
-        raise HanayoError(f"schedule={name!r} is unknown; {nearest(name, [*schedule_names(), AUTO])}")
-    elif name != AUTO and registered(name).num_replicas > 1:
-        raise HanayoError(
-            f"schedule={name!r} needs the loss on two ranks at once; HanayoStrategy runs the user's training_step on "
-            "one. A wave (schedule='hanayo-zb') has a smaller bubble, and one copy of the weights."
-        )
+        why = _CHIMERA if name == "chimera" else nearest(name, [*schedule_names(), AUTO])
+        raise HanayoError(f"schedule={name!r} is unknown; {why}")
 
 
 def _is_file(name: str) -> bool:

@@ -2,13 +2,13 @@
 
 A leg is one pass of the micro-batches over the ranks. The legs of a rank's stages are numbered in the order of stages:
 
-wave, W = 1                          chimera: two copies of the model
+wave, W = 1
 
-rank 0   0           7               rank 0   0           7
-rank 1     1       6                 rank 1     1       6
-rank 2       2   5                   rank 2       2   5        stages 4 to 7 are copies of 0 to 3;
-rank 3         3 4                   rank 3         3 4        their micro-batches run up the ranks
-          leg 0   leg 1                       leg 0   leg 1
+rank 0   0           7
+rank 1     1       6
+rank 2       2   5
+rank 3         3 4
+          leg 0   leg 1
 
 Forward is blue, backward in one piece orange, input gradient red, weight gradient grey; legs 0, 2, ... (down the ranks
 in a wave) are darker than 1, 3, ... (up). Head and loss are nearly black, gradient reductions green. All colours can be
@@ -43,8 +43,6 @@ class WaveLegs:
 
     leg_of_stage: Mapping[int, int | None]
     """None for a stage that holds only head and loss"""
-    are_copies: bool = False
-    """whether the legs are copies of the model, so that each micro-batch visits only one of them"""
 
     @property
     def num_legs(self) -> int:
@@ -61,17 +59,7 @@ def wave_legs(timeline: Timeline) -> WaveLegs:
         is_loss = bool(timeline.shares) and timeline.shares[stage] == 0
         leg_of_stage[stage] = None if is_loss else num_stages[rank]
         num_stages[rank] += not is_loss
-    return WaveLegs(leg_of_stage, _num_copies(timeline) > 1)
-
-
-def _num_copies(timeline: Timeline) -> int:
-    """The number of copies of the model: each micro-batch starts at the first stage of one of them."""
-    first: dict[int, int] = {}
-    for span in timeline.spans:
-        if span.action.microbatch is not None and span.action.kind.is_compute:
-            microbatch, stage = span.action.microbatch, span.action.stage
-            first[microbatch] = min(stage, first.get(microbatch, stage))
-    return len(set(first.values()))
+    return WaveLegs(leg_of_stage)
 
 
 def action_colour(action: Action, legs: WaveLegs) -> str:
@@ -102,8 +90,6 @@ def legend_label(action: Action, legs: WaveLegs) -> str:
         return "head and loss"
     if legs.num_legs == 1:
         return name
-    if legs.are_copies:
-        return f"{name}, {('down', 'up')[leg % 2]} the ranks"
     numbers = [number for number in range(legs.num_legs) if number % 2 == leg % 2]
     shown = ", ".join(map(str, numbers if action.kind is Kind.F else numbers[::-1]))
     return f"{name}, leg {shown}"

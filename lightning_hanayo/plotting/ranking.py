@@ -74,7 +74,7 @@ def _draw_legend(figure: "Figure", candidates: Sequence[Candidate]) -> None:
     kinds = {span.action.kind for one in candidates for span in one.timeline.spans}
     handles = [Patch(facecolor=KIND_COLOURS[kind][0], label=KIND_NAMES[kind]) for kind in KIND_COLOURS if kind in kinds]
     if any(wave_legs(one.timeline).num_legs > 1 for one in candidates):
-        handles.append(Patch(facecolor="none", label="(lighter: odd legs; in chimera, up the ranks)"))
+        handles.append(Patch(facecolor="none", label="(lighter: odd legs)"))
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8)
 
 
@@ -97,7 +97,7 @@ def _draw_timeline(axes: "Axes", one: Candidate, until: float) -> None:
 def _draw_bars(figure: "Figure", candidates: Sequence[Candidate], row: float, budget: float | None) -> None:
     height, total = figure.get_figheight(), len(candidates) * (row + _BETWEEN)
     bottom = (height - _ABOVE - total + _BETWEEN / 2) / height
-    columns = (
+    columns: tuple[tuple[str, Sequence[float], str], ...] = (
         ("peak activations [M_a]", [one.peak for one in candidates], ACTIVATION_COLOUR),
         ("messages per micro-batch", [messages_per_microbatch(one.schedule) for one in candidates], _MESSAGE_COLOUR),
     )
@@ -110,7 +110,7 @@ def _draw_bars(figure: "Figure", candidates: Sequence[Candidate], row: float, bu
             axes.text(budget, len(candidates) - 0.48, "budget", ha="center", va="top", fontsize=7)
 
 
-def _draw_column(axes: "Axes", title: str, values: list[float], colour: str) -> None:
+def _draw_column(axes: "Axes", title: str, values: Sequence[float], colour: str) -> None:
     axes.barh(range(len(values)), values, height=0.5, color=colour)
     largest = max(values) or 1.0
     for row, value in enumerate(values):

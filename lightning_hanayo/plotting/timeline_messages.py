@@ -15,7 +15,7 @@ class TimelineMessage(NamedTuple):
 
 
 def timeline_messages(timeline: Timeline) -> Iterator[TimelineMessage]:
-    """The messages of all steps. In chimera no message joins the two copies: a micro-batch visits only one of them."""
+    """The messages of all steps."""
     for step in timeline.steps:
         span_of = {span.action: span for span in step.spans if span.action.kind.is_compute}
         num_stages = 1 + max((action.stage for action in span_of), default=0)

@@ -102,8 +102,8 @@ def _pair(first: Compute, second: Compute) -> Pair:
 
 
 def _compute(action: Action, schedule: Schedule, is_last_gradient: bool) -> Compute:
-    per_replica = schedule.stages_per_replica
-    source, target = source_stage(action, per_replica), target_stage(action, per_replica)
+    num_stages = schedule.num_stages
+    source, target = source_stage(action, num_stages), target_stage(action, num_stages)
     is_local = source is not None and schedule.stage_ranks[source] == schedule.stage_ranks[action.stage]
     input_key = None if source is None else _key(action, source)
     output_key = None if target is None else _key(action, target)
@@ -111,9 +111,9 @@ def _compute(action: Action, schedule: Schedule, is_last_gradient: bool) -> Comp
 
 
 def _communicate(run: Iterable[Action], schedule: Schedule) -> Communicate:
-    sends, receives, per_replica = [], [], schedule.stages_per_replica
+    sends, receives, num_stages = [], [], schedule.num_stages
     for action in run:
-        source, target = source_stage(action, per_replica), target_stage(action, per_replica)
+        source, target = source_stage(action, num_stages), target_stage(action, num_stages)
         if target is not None:
             sends.append((_key(action, target), schedule.stage_ranks[target]))
         elif source is not None:

@@ -34,8 +34,8 @@ def build(
     """The schedule `name` for these sizes, validated. The same arguments always give the same table.
 
     Args:
-        name: one of `schedule_names()`. `"auto"`: the schedule that simulates best among those with one copy of the
-            model and as many stages per rank as `num_waves` waves have (or one stage per rank).
+        name: one of `schedule_names()`. `"auto"`: the schedule that simulates best among those with as many stages per
+            rank as `num_waves` waves have (or one stage per rank).
         num_ranks: P, pipeline ranks.
         num_microbatches: B, micro-batches per step; any number of at least 1.
         num_waves: W, for schedules in waves; a rank then holds 2W stages. `"auto"`: the best of 1, 2, 4 and 8.
@@ -68,16 +68,12 @@ def build(
     if name != AUTO:
         return _fastest(request, product([name], waves))
     budget = float(num_ranks) if activation_budget is None else activation_budget
-    names = [one for one in schedule_names() if registered(one).num_replicas == 1]
-    return _fastest(replace(request, activation_budget=budget), product(names, waves))
+    return _fastest(replace(request, activation_budget=budget), product(schedule_names(), waves))
 
 
 def _build(request: Request) -> Schedule:
-    builder = registered(request.name)
-    schedule = builder.build(request)
+    schedule = registered(request.name).build(request)
     if request.pairs and request.costs is not None and request.costs.segments:
-        if builder.num_replicas > 1:
-            raise HanayoError(f"schedule {request.name!r} has two copies of the model, and no pairs: pairs=False")
         schedule = _paired(schedule, request)
     validate(schedule)
     if request.activation_budget is not None:

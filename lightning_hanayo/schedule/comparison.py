@@ -102,7 +102,7 @@ def compare(
 def _candidate(
     name: str, make: Callable[..., Schedule], costs: CostModel, budget: float | None, steps: int
 ) -> Candidate:
-    own = costs.merged(make().stages_per_replica) if costs.is_per_stage else costs
+    own = costs.merged(make().num_stages) if costs.is_per_stage else costs
     try:
         schedule, keeps_budget = make(costs=own, activation_budget=budget), True
     except HanayoError:
@@ -115,6 +115,6 @@ def _candidate(
 
 def _simulated(name: str, schedule: Schedule, costs: CostModel, budget: float | None, steps: int) -> Candidate:
     if costs.is_per_stage:
-        costs = costs.merged(schedule.stages_per_replica)
+        costs = costs.merged(schedule.num_stages)
     timeline = simulate(schedule, costs, steps)
     return Candidate(name, schedule, timeline, budget is None or max(timeline.peak_activations) <= budget)

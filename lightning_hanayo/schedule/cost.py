@@ -43,8 +43,7 @@ class WrongLength(HanayoError):
 @dataclass(frozen=True)
 class CostModel:
     """Times of one micro-batch. A number is the time of one rank's whole share of the model, divided among its stages.
-    A tuple (or a list) gives each stage's own time. For a schedule with two replicas of the model (chimera), the values
-    of one replica are enough. `B` takes the input time plus the weight time.
+    A tuple (or a list) gives each stage's own time. `B` takes the input time plus the weight time.
 
     Example:
         >>> CostModel(forward=1.0, backward_input=1.0, backward_weight=1.0)     # the paper's T_F = 1, T_B = 2
@@ -58,8 +57,6 @@ class CostModel:
     """one hop between two ranks (T_C); as a tuple: between stage s and s + 1, in either direction (S - 1 values)"""
     gradient_reduce: Cost = 0.0
     """summing the gradients of a rank's whole share over the data axis, once per step"""
-    replica_reduce: Cost = 0.0
-    """the additional time to sum them over a stage and its twin (chimera), needed without a data axis too"""
     message_between_nodes: float | None = None
     """one hop between ranks of different nodes; `message`, a number then, is the hop within a node"""
     per_action: float = 0.0
@@ -147,8 +144,7 @@ class CostModel:
             case Kind.F | Kind.I | Kind.W | Kind.B:
                 return self.per_action + sum(self._stage(part, table, action.stage) for part in _PARTS[action.kind])
             case Kind.REDUCE_GRAD:
-                twins = self._stage("replica_reduce", table, action.stage) if table.replica_of else 0.0
-                return self._stage("gradient_reduce", table, action.stage) + twins
+                return self._stage("gradient_reduce", table, action.stage)
             case Kind.SEND_F | Kind.RECV_B:
                 return self.hop(table, action.stage)
             case Kind.RECV_F | Kind.SEND_B:
@@ -169,14 +165,13 @@ class CostModel:
 
     def _of_stage(self, name: str, table: Table, stage: int) -> float:
         values: tuple[float, ...] = getattr(self, name)
-        wanted = table.stages_per_replica - table.loss_stage
-        fitting = {wanted, table.stages_per_replica, table.num_stages}
+        wanted = table.num_stages - table.loss_stage
+        fitting = {wanted, table.num_stages}
         if name == "message":
             fitting.add(wanted - 1)  # one per pair of neighbouring stages
         if len(values) not in fitting:
             raise WrongLength(name, len(values), table.name, wanted)
-        index = stage if len(values) == table.num_stages else stage % table.stages_per_replica
-        return values[index] if index < len(values) else 0.0
+        return values[stage] if stage < len(values) else 0.0
 
 
 @lru_cache(maxsize=10_000)

@@ -5,12 +5,6 @@
     B(s-1) <- B(s) <- B(s+1)            and back; B may be split into I (sends the gradient on) and W (waits for its I)
 
 Between two ranks there is a message: F(s-1) -> SEND_F(s-1) -> RECV_F(s) -> F(s).
-
-With several replicas of the model (chimera), the stages of one replica come after those of the other. Nothing passes
-between replicas, except that the gradients of a stage and its twins are summed together:
-
-    replica 0    F(0) -> F(1) -> ... F(P-1)       B(P-1) ...      REDUCE_GRAD(s) waits for s and s + P
-    replica 1    F(P) -> ... F(2P-1)
 """
 
 from collections import defaultdict
@@ -24,38 +18,31 @@ Dependencies = Mapping[Action, tuple[Action, ...]]
 """For each action of a table, the actions of the same table that it waits for."""
 
 
-def waits_for(
-    action: Action, num_stages: int, num_microbatches: int = 1, num_replicas: int = 1
-) -> tuple[tuple[Action, ...], ...]:
+def waits_for(action: Action, num_stages: int, num_microbatches: int = 1) -> tuple[tuple[Action, ...], ...]:
     """What must be done before `action`: of each inner tuple, the first action that the table holds.
 
     So a stage's input has arrived with its receive if the table has one, else with the previous stage's forward.
-    `num_microbatches` matters for `REDUCE_GRAD` only, which waits for every weight gradient of its stage and its twins.
-    `num_stages` counts the stages of all replicas.
+    `num_microbatches` matters for `REDUCE_GRAD` only, which waits for every weight gradient of its stage.
 
     Example:
         >>> [[str(a) for a in one_of] for one_of in waits_for(Action(1, Kind.B, 0), num_stages=3)]
         [['1F0'], ['1RECV_B0', '2B0', '2I0']]
     """
-    stage, microbatch, per_replica = action.stage, action.microbatch, num_stages // num_replicas
+    stage, microbatch = action.stage, action.microbatch
     match action.kind:
         case Kind.F | Kind.RECV_F | Kind.RECV_B:
-            return _inputs(action, per_replica)
+            return _inputs(action, num_stages)
         case Kind.B | Kind.I:
-            return ((Action(stage, Kind.F, microbatch),), *_inputs(action, per_replica))
+            return ((Action(stage, Kind.F, microbatch),), *_inputs(action, num_stages))
         case Kind.W | Kind.SEND_F:
             return ((Action(stage, Kind.I if action.kind is Kind.W else Kind.F, microbatch),),)
         case Kind.SEND_B:
             return (_input_gradients(stage, microbatch),)
         case Kind.REDUCE_GRAD:
-            twins = range(stage % per_replica, num_stages, per_replica)
-            return tuple(
-                tuple(Action(twin, kind, m) for twin in twins for kind in (Kind.B, Kind.W))
-                for m in range(num_microbatches)
-            )
+            return tuple((Action(stage, Kind.B, m), Action(stage, Kind.W, m)) for m in range(num_microbatches))
 
 
-def source_stage(action: Action, stages_per_replica: int) -> int | None:
+def source_stage(action: Action, num_stages: int) -> int | None:
     """The stage that makes what `action` computes on or receives. None: no other stage does.
 
     Example:
@@ -63,24 +50,24 @@ def source_stage(action: Action, stages_per_replica: int) -> int | None:
         [0, 2, 2, None, None]
     """
     if action.kind in (Kind.F, Kind.RECV_F):
-        return action.stage - 1 if action.stage % stages_per_replica else None
+        return action.stage - 1 if action.stage > 0 else None
     if action.kind in (Kind.B, Kind.I, Kind.RECV_B):
-        return action.stage + 1 if (action.stage + 1) % stages_per_replica else None
+        return action.stage + 1 if action.stage + 1 < num_stages else None
     return None
 
 
-def target_stage(action: Action, stages_per_replica: int) -> int | None:
+def target_stage(action: Action, num_stages: int) -> int | None:
     """The stage that works on what `action` makes or sends. None: no other stage does."""
     if action.kind in (Kind.F, Kind.SEND_F):
-        return action.stage + 1 if (action.stage + 1) % stages_per_replica else None
+        return action.stage + 1 if action.stage + 1 < num_stages else None
     if action.kind in (Kind.B, Kind.I, Kind.SEND_B):
-        return action.stage - 1 if action.stage % stages_per_replica else None
+        return action.stage - 1 if action.stage > 0 else None
     return None
 
 
-def _inputs(action: Action, stages_per_replica: int) -> tuple[tuple[Action, ...], ...]:
+def _inputs(action: Action, num_stages: int) -> tuple[tuple[Action, ...], ...]:
     """What brings another stage's output: the receive, if the table holds one, else what computes it."""
-    stage, microbatch, source = action.stage, action.microbatch, source_stage(action, stages_per_replica)
+    stage, microbatch, source = action.stage, action.microbatch, source_stage(action, num_stages)
     if source is None:
         return ()
     match action.kind:
@@ -97,15 +84,13 @@ def _input_gradients(stage: int, microbatch: int | None) -> tuple[Action, ...]:
     return (Action(stage, Kind.B, microbatch), Action(stage, Kind.I, microbatch))
 
 
-def waits_in(
-    rows: Rows, num_stages: int, num_microbatches: int, num_replicas: int = 1
-) -> dict[Action, tuple[Action, ...]]:
+def waits_in(rows: Rows, num_stages: int, num_microbatches: int) -> dict[Action, tuple[Action, ...]]:
     """The rule applied to one table. Nothing waits for an action that is missing (validation reports it)."""
     present = {action for row in rows for action in row}
     return {
         action: tuple(
             held
-            for one_of in waits_for(action, num_stages, num_microbatches, num_replicas)
+            for one_of in waits_for(action, num_stages, num_microbatches)
             if (held := next(filter(present.__contains__, one_of), None))
         )
         for action in present
@@ -115,7 +100,7 @@ def waits_in(
 def table_waits(table: Table, rows: Rows | None = None) -> dict[Action, tuple[Action, ...]]:
     """The rule applied to the actions of `table`, or to other `rows` of the same stages and micro-batches."""
     rows = table.actions if rows is None else rows
-    return waits_in(rows, table.num_stages, table.num_microbatches, table.num_replicas)
+    return waits_in(rows, table.num_stages, table.num_microbatches)
 
 
 def cell_waits(table: Table) -> dict[Action, tuple[Action, ...]]:
@@ -132,7 +117,7 @@ def producers(table: Table) -> dict[Action, Action]:
     return {
         action: producer
         for action in present
-        for one_of in _inputs(action, table.stages_per_replica)
+        for one_of in _inputs(action, table.num_stages)
         if (producer := next(filter(present.__contains__, one_of), None))
     }
 

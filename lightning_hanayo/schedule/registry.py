@@ -73,25 +73,21 @@ Depth = Literal["one", "two", "stages", "waves"]
 
 @dataclass(frozen=True)
 class RegisteredSchedule:
-    """A builder, and the properties that all its schedules have."""
+    """A builder, and the property that all its schedules have."""
 
     build: Builder
     depth: Depth
-    num_replicas: int
-    """how many copies of the model a schedule holds"""
 
 
 _SCHEDULES: dict[str, RegisteredSchedule] = {}
 
 
-def register_schedule(name: str, depth: Depth = "one", *, num_replicas: int = 1) -> Callable[[Builder], Builder]:
+def register_schedule(name: str, depth: Depth = "one") -> Callable[[Builder], Builder]:
     """Make a builder available to `build` under `name`.
 
     Args:
         name: of the schedule.
         depth: how many stages per rank it can have.
-        num_replicas: how many copies of the model it holds. With more than one, `build("auto")` doesn't choose it, and
-            training rejects it, since the losses are on several ranks.
 
     Example:
         >>> @register_schedule("serial")
@@ -104,7 +100,7 @@ def register_schedule(name: str, depth: Depth = "one", *, num_replicas: int = 1)
     def register(builder: Builder) -> Builder:
         if name in _SCHEDULES:
             raise HanayoError(f"a schedule named {name!r} is registered already; choose another name")
-        _SCHEDULES[name] = RegisteredSchedule(builder, depth, num_replicas)
+        _SCHEDULES[name] = RegisteredSchedule(builder, depth)
         return builder
 
     return register

@@ -42,8 +42,7 @@ class Schedule(Table):
         """Read and validate a table: a row per rank. An empty cell is idle. Communication cells are dropped: where a
         message is sent and received follows from the compute actions (`complete`).
 
-        The schedule's name is the file's. A stage is on the rank in whose row its actions are. So the second replica of
-        a chimera schedule is lost if no micro-batch visits it (one micro-batch).
+        The schedule's name is the file's. A stage is on the rank in whose row its actions are.
 
         Raises:
             HanayoError: the file is no table, or the table can't run; the message draws it and marks the cell.
@@ -53,13 +52,11 @@ class Schedule(Table):
         found = [(action, rank) for rank, row in enumerate(rows) for action in row]
         if not found:
             raise HanayoError(f"{path} holds no action; expected a row per rank with cells like 0F0, 3B2")
-        stage_ranks = _stage_ranks(path, found)
         schedule = cls(
             name=path.stem,
-            stage_ranks=stage_ranks,
+            stage_ranks=_stage_ranks(path, found),
             actions=tuple(rows),
             num_microbatches=1 + max(action.microbatch or 0 for action, _ in found),
-            replica_of=_replicas(found, len(stage_ranks)),
             pairs=read_pairs(path),
         )
         try:
@@ -93,13 +90,3 @@ def _stage_ranks(path: Path, found: Found) -> tuple[int, ...]:
     if missing is not None:
         raise HanayoError(f"{path} has stages up to {max(ranks)} but no action of stage {missing}")
     return tuple(ranks[stage] for stage in range(len(ranks)))
-
-
-def _replicas(found: Found, num_stages: int) -> tuple[int, ...]:
-    """`replica_of`: two replicas if each micro-batch stays in one half of the stages and both are visited."""
-    half = num_stages // 2
-    up: dict[int | None, bool] = {}
-    stays = all(up.setdefault(action.microbatch, action.stage >= half) is (action.stage >= half) for action, _ in found)
-    if num_stages % 2 or not stays or len(set(up.values())) < 2:
-        return ()
-    return tuple((stage + half) % num_stages for stage in range(num_stages))

@@ -18,9 +18,6 @@ class Table:
     num_microbatches: int
     loss_stage: bool = False
     """whether the last stage holds only head and loss (see `with_loss_stage`)"""
-    replica_of: tuple[int, ...] = ()
-    """for each stage its twin, if the schedule has two replicas of the model (chimera): stages 0..S/2-1 are the first
-    one, the others the second, and a micro-batch visits one of the two; empty: no stage has a twin"""
     reduction_order: tuple[int, ...] = ()
     """the order of stages in which all ranks start their gradient reductions; empty: as the gradients are ready"""
     pairs: frozenset[tuple[Action, Action]] = frozenset()
@@ -35,16 +32,6 @@ class Table:
     def num_stages(self) -> int:
         """Stages, the loss stage included."""
         return len(self.stage_ranks)
-
-    @property
-    def num_replicas(self) -> int:
-        """Copies of the model, each with stages of its own."""
-        return 2 if self.replica_of else 1
-
-    @property
-    def stages_per_replica(self) -> int:
-        """Stages that a micro-batch visits."""
-        return self.num_stages // self.num_replicas
 
     @cached_property
     def partner_of(self) -> dict[Action, Action]:
@@ -63,12 +50,9 @@ class Table:
         return self._stages[rank]
 
     def share_of(self, stage: int) -> float:
-        """The part of its rank's share of the model that `stage` holds: 1/(stages per rank), 0 for the loss stage.
-
-        With two copies of the model, a rank has a share in each copy: a rank that holds stages of both has two shares.
-        """
+        """The part of its rank's share of the model that `stage` holds: 1/(stages per rank), 0 for the loss stage."""
         if self.loss_stage and stage == self.num_stages - 1:
             return 0.0
-        rank, length = self.stage_ranks[stage], self.stages_per_replica
+        rank = self.stage_ranks[stage]
         has_loss = self.loss_stage and self.stage_ranks[-1] == rank
-        return 1 / (sum(other // length == stage // length for other in self._stages[rank]) - has_loss)
+        return 1 / (len(self._stages[rank]) - has_loss)

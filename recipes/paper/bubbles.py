@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_hanayo.schedule import CostModel, build, simulate
 from recipes.paper import figure
 from recipes.paper.closed_form import Times, bubble, chimera_bubble, dapple, gems, gpipe, hanayo_printed_bubble
-from recipes.paper.gems import gems as gems_order
+from recipes.paper.contender import Contender
 from recipes.paper.printed import BUBBLES
 from recipes.paper.table import markdown, percent
 
@@ -50,12 +49,9 @@ def formula(scheme: str, num_ranks: int) -> float:
 
 def simulated(scheme: str, num_ranks: int) -> float:
     """The bubble ratio of the simulated schedule."""
-    if scheme == "GEMS":
-        return simulate(gems_order(num_ranks, num_ranks), CostModel()).bubble_ratio
-    names = {"GPipe": "gpipe", "DAPPLE": "1f1b", "Chimera": "chimera", "Hanayo": "hanayo"}
+    names = {"GPipe": "gpipe", "DAPPLE": "1f1b", "GEMS": "gems", "Chimera": "chimera", "Hanayo": "hanayo"}
     kind, _, waves = scheme.partition(" W=")
-    schedule = build(names[kind], num_ranks=num_ranks, num_microbatches=num_ranks, num_waves=int(waves or 1))
-    return simulate(schedule, CostModel()).bubble_ratio
+    return Contender(names[kind], int(waves or 1)).timeline(num_ranks, num_ranks).bubble_ratio
 
 
 def table() -> str:

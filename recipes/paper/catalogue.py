@@ -1,8 +1,8 @@
-"""Draws a picture of every schedule that `build` makes. Their figures are in `peers.table`."""
+"""Draws a picture of every schedule. Their figures are in `peers.table`."""
 
 from pathlib import Path
 
-from lightning_hanayo.plotting import save_schedule
+from lightning_hanayo.plotting import save_timeline
 from recipes.paper.contender import Contender
 
 PICTURED = (
@@ -37,4 +37,5 @@ def draw(folder: Path) -> None:
     for contender in PICTURED:
         # two waves have twice as many boxes, so half the micro-batches keep the picture small
         num_microbatches = 4 if contender.num_waves == 2 else 8
-        save_schedule(folder / file_name(contender), contender.schedule(NUM_RANKS, num_microbatches))
+        title = f"{contender.name}, {NUM_RANKS} ranks, {num_microbatches} micro-batches"
+        save_timeline(folder / file_name(contender), contender.timeline(NUM_RANKS, num_microbatches), title=title)

@@ -55,7 +55,7 @@ def chimera_bubble(num_ranks: int, times: Times) -> float:
 
 
 def gems(num_ranks: int, times: Times) -> float:
-    """GEMS, B = P, T_C = 0, T_B >= T_F, derived from the order in `gems.py`. It gives both of the paper's figures.
+    """GEMS, B = P, T_C = 0, T_B >= T_F, derived from `two_copies.gems`. It gives both of the paper's figures.
 
     P forwards, then P backwards per micro-batch, and one forward between two micro-batches.
     """

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from functools import cache
 
-from lightning_hanayo.schedule import Schedule, build, simulate
+from lightning_hanayo.schedule import Timeline, build, simulate
+from recipes.paper.two_copies import SCHEDULES, simulate_copies
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Contender:
-    """A schedule's name and its options for `build`."""
+    """A schedule's name and its options for `build`; or the name of one with two copies of the model."""
 
     name: str
     num_waves: int = 1
@@ -39,9 +40,11 @@ class Contender:
             parts.append(f"at {self.budget:g} P")
         return " ".join(parts)
 
-    def schedule(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Build its table."""
-        return build(
+    def timeline(self, num_ranks: int, num_microbatches: int) -> Timeline:
+        """Build its table and simulate it."""
+        if self.name in SCHEDULES:
+            return simulate_copies(SCHEDULES[self.name](num_ranks, num_microbatches))
+        schedule = build(
             self.name,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
@@ -49,20 +52,20 @@ class Contender:
             num_stages_per_rank=self.num_stages_per_rank,
             activation_budget=None if self.budget is None else self.budget * num_ranks,
         )
+        return simulate(schedule)
 
 
 @cache
 def measure(contender: Contender, num_ranks: int, num_microbatches: int) -> Measured:
     """Build and simulate a contender."""
-    schedule = contender.schedule(num_ranks, num_microbatches)
-    timeline = simulate(schedule)
-    return Measured(timeline.bubble_ratio, max(timeline.peak_activations), messages(schedule))
+    timeline = contender.timeline(num_ranks, num_microbatches)
+    return Measured(timeline.bubble_ratio, max(timeline.peak_activations), messages(timeline))
 
 
-def messages(schedule: Schedule) -> int:
+def messages(timeline: Timeline) -> int:
     """Messages between ranks per micro-batch, forward and backward."""
-    used = sorted({action.stage for row in schedule.actions for action in row if action.microbatch == 0})
-    ranks = [schedule.stage_ranks[stage] for stage in used]
+    used = sorted({span.action.stage for span in timeline.spans if span.action.microbatch == 0})
+    ranks = [timeline.rank_of[stage] for stage in used]
     return 2 * sum(one != next_ for one, next_ in zip(ranks, ranks[1:], strict=False))
 
 

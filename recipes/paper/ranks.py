@@ -6,8 +6,8 @@ For these the paper's Fig 8 has measured bytes, of which only the variances are 
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_hanayo.schedule import build, simulate
 from recipes.paper import figure
+from recipes.paper.contender import Contender
 from recipes.paper.table import markdown
 
 NUM_RANKS = 8
@@ -25,8 +25,7 @@ class Scheme:
 
     def activations(self, num_microbatches: int = NUM_RANKS) -> tuple[float, ...]:
         """The most that each rank holds in a step, in M_a."""
-        schedule = build(self.name, num_ranks=NUM_RANKS, num_microbatches=num_microbatches, num_waves=self.num_waves)
-        return simulate(schedule).peak_activations
+        return Contender(self.name, self.num_waves).timeline(NUM_RANKS, num_microbatches).peak_activations
 
 
 SCHEMES = (

@@ -7,7 +7,7 @@ the printed figures for the unit and for what doesn't come from activations, and
 
 from statistics import pvariance
 
-from lightning_hanayo.schedule import build, simulate
+from recipes.paper.contender import Contender
 from recipes.paper.printed import VARIANCE
 from recipes.paper.table import markdown
 
@@ -16,8 +16,7 @@ NUM_RANKS = 8
 
 def peaks(name: str, num_waves: int = 1) -> tuple[float, ...]:
     """Activations per rank in M_a, B = P."""
-    schedule = build(name, num_ranks=NUM_RANKS, num_microbatches=NUM_RANKS, num_waves=num_waves)
-    return simulate(schedule).peak_activations
+    return Contender(name, num_waves).timeline(NUM_RANKS, NUM_RANKS).peak_activations
 
 
 def of(held: tuple[float, ...]) -> float:

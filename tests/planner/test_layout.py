@@ -149,7 +149,7 @@ def test_gradients_are_reduced_in_one_order_for_every_batch_size() -> None:
     assert len({str(reductions(layout.table(n))) for n in (1, 2, 3, 4)}) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in schedule_names() if name != "chimera"])
+@pytest.mark.parametrize("name", schedule_names())
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_reduces_in_one_order(name: str, ranks: int) -> None:
     layout = choose(num_ranks=ranks, num_blocks=64, num_waves=1, schedule=name, num_microbatches=2 * ranks)

@@ -74,14 +74,6 @@ def test_legs_of_a_wave_alternate() -> None:
     assert legend_label(Action.parse("6B0"), legs) == "backward, leg 3, 1"
 
 
-def test_both_directions_of_chimera_have_a_label_and_a_colour() -> None:
-    legs = wave_legs(simulate(build("chimera", num_ranks=4, num_microbatches=4)))
-    assert legs.are_copies
-    down, up = Action.parse("1F0"), Action.parse("5F2")
-    assert (legend_label(down, legs), legend_label(up, legs)) == ("forward, down the ranks", "forward, up the ranks")
-    assert action_colour(down, legs) != action_colour(up, legs)
-
-
 def test_a_stage_with_only_head_and_loss_has_no_leg() -> None:
     legs = wave_legs(simulate(with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))))
     assert legs.leg_of_stage == {0: 0, 1: 0, 2: None}

@@ -16,7 +16,6 @@ unhurried = settings(deadline=None, max_examples=50)
 """for every property test: no deadline, as the machine may be busy"""
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "interleaved-zb", "zbv", "v-half", "v-min", "hanayo", "hanayo-zb")
-"""those with one replica of the model; chimera has two, needs an even number of ranks, and has no loss stage"""
 
 
 def row(text: str) -> tuple[Action, ...]:
@@ -105,16 +104,14 @@ def _can_run(schedule: Schedule) -> bool:
 @st.composite
 def schedules(draw: st.DrawFn, max_ranks: int = 5, max_microbatches: int = 8, *, pairs: bool = True) -> Schedule:
     """Any schedule, with or without its loss stage, its backward whole or split, with or without `pairs`."""
-    name = draw(st.sampled_from((*NAMES, "chimera")))
+    name = draw(st.sampled_from(NAMES))
     num_ranks, num_microbatches = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
-    if name == "chimera":
-        num_ranks, num_microbatches = num_ranks + num_ranks % 2, max(2, num_microbatches)
     schedule = make(name, num_ranks, num_microbatches, draw(st.integers(1, 3)))
-    if draw(st.booleans()) and not schedule.replica_of:
+    if draw(st.booleans()):
         schedule = with_loss_stage(schedule)
     schedule = split(schedule) if draw(st.booleans()) else schedule
     if not pairs or draw(st.booleans()):
         return schedule
-    if schedule.replica_of or draw(st.booleans()):
+    if draw(st.booleans()):
         return draw(in_some_pairs(schedule))
     return paired(schedule)

@@ -98,17 +98,6 @@ def test_fewer_waves_are_faster_where_actions_take_the_hosts_time(per_action: fl
     assert chosen.num_stages == 8 * waves
 
 
-def test_a_stage_and_its_replica() -> None:
-    """A tuple may have the stages of one replica or of both; summing over twins adds to summing over the data axis."""
-    schedule = build("chimera", num_ranks=2, num_microbatches=2)
-    cells = [Action.parse(f"{stage}F0") for stage in range(4)]
-    assert [CostModel(forward=(1.0, 3.0)).of(schedule, cell) for cell in cells] == [1, 3, 1, 3]
-    assert [CostModel(forward=(1.0, 3.0, 5.0, 7.0)).of(schedule, cell) for cell in cells] == [1, 3, 5, 7]
-    costs, reduce = CostModel(gradient_reduce=2.0, replica_reduce=0.5), Action.parse("1REDUCE_GRAD")
-    assert costs.of(schedule, reduce) == 2.5
-    assert costs.of(build("1f1b", num_ranks=2, num_microbatches=2), reduce) == 2.0
-
-
 @pytest.mark.parametrize(
     "value", [-1.0, (), (1.0, -1.0), float("nan"), None, float("inf"), (1.0, float("inf")), "1", ("1", "2"), "12", True]
 )
@@ -124,10 +113,10 @@ def test_a_list_becomes_a_tuple() -> None:
     assert simulate(build("gpipe", num_ranks=2, num_microbatches=1), costs).makespan == 4 + 4 + 2 * 0.5
 
 
-@pytest.mark.parametrize("name", ["1f1b", "hanayo", "chimera"])
+@pytest.mark.parametrize("name", ["1f1b", "hanayo"])
 def test_messages_may_be_one_per_pair_of_neighbouring_stages(name: str) -> None:
     schedule = build(name, num_ranks=2, num_microbatches=2)
-    borders = tuple(0.1 * (1 + stage) for stage in range(schedule.stages_per_replica - 1))
+    borders = tuple(0.1 * (1 + stage) for stage in range(schedule.num_stages - 1))
     assert simulate(schedule, CostModel(message=borders)) == simulate(schedule, CostModel(message=(*borders, 9.0)))
     assert build(name, num_ranks=2, num_microbatches=2, costs=CostModel(message=borders)).num_ranks == 2
 

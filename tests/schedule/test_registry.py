@@ -73,15 +73,3 @@ def test_the_table_of_a_faulty_builder_is_rejected(monkeypatch: pytest.MonkeyPat
     register_schedule("broken")(lambda request: table("0F0", "1F0 1B0", stage_ranks=(0, 1), num_microbatches=1))
     with pytest.raises(HanayoError, match="stage 0 has no whole backward"):
         build("broken", num_ranks=2, num_microbatches=1)
-
-
-def test_auto_builds_no_schedule_with_several_replicas_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_SCHEDULES", dict(registry._SCHEDULES))
-
-    @register_schedule("twice", num_replicas=2)
-    def twice(request: Request) -> Schedule:
-        raise AssertionError("auto has built it")
-
-    assert build("auto", num_ranks=2, num_microbatches=2).num_replicas == 1
-    with pytest.raises(AssertionError, match="auto has built it"):
-        build("twice", num_ranks=2, num_microbatches=2)

@@ -31,7 +31,7 @@ def test_properties() -> None:
 
 
 def test_a_schedule_stays_a_schedule() -> None:
-    schedule = make("chimera", 2, 4)
+    schedule = make("hanayo", 2, 4)
     copies = (pickle.loads(pickle.dumps(schedule)), replace(schedule), deepcopy(schedule), forward_only(schedule))
     assert all(type(one) is Schedule for one in copies)
     assert copies[:3] == (schedule,) * 3 and copies[3] != schedule
@@ -46,7 +46,6 @@ def test_csv_and_back(tmp_path: Path, schedule: Schedule) -> None:
         again = Schedule.from_csv(tmp_path / "again.csv")
         assert again.name == "again"
         assert (again.actions, again.stage_ranks) == (schedule.actions, schedule.stage_ranks)
-        assert again.replica_of == schedule.replica_of
         assert again.num_microbatches == schedule.num_microbatches
 
 
@@ -167,14 +166,3 @@ def test_a_pair_that_waits_for_itself_over_another_rank_is_refused(tmp_path: Pat
     text = "0F0,(0F2;0B0)OVERLAP_F_B,0F1,0B1,0B2\n1F0,1F2,1B2,1B0,1F1,1B1"
     with pytest.raises(HanayoError, match="wait for each other and can never run"):
         Schedule.from_csv(written(tmp_path, text))
-
-
-def test_two_replicas_are_recognized_by_their_micro_batches(tmp_path: Path) -> None:
-    schedule = make("chimera", 4, 6)
-    schedule.to_csv(tmp_path / "chimera.csv")
-    assert Schedule.from_csv(tmp_path / "chimera.csv") == schedule
-
-
-def test_a_replica_without_micro_batches_is_not_in_the_file(tmp_path: Path) -> None:
-    make("chimera", 4, 1).to_csv(tmp_path / "a.csv")
-    assert Schedule.from_csv(tmp_path / "a.csv").stage_ranks == (0, 1, 2, 3)

@@ -81,13 +81,13 @@ def _result(one: Candidate, budget: float | None) -> dict[str, Any]:
 
 
 def _print_comparison(comparison: Comparison, budget: float | None) -> None:
-    columns = ["schedule", "makespan", "bubble", "activations [M_a]", "weights", "messages / micro-batch"]
+    columns = ["schedule", "makespan", "bubble", "activations [M_a]", "messages / micro-batch"]
     has_steps = comparison.candidates[0].timeline.num_steps > 1
     columns += ["last step's bubble"] * has_steps + ["in budget"] * (budget is not None)
     rows = []
     for one in comparison.candidates:
         row = [one.name, f"{one.timeline.makespan:.5g}", f"{one.timeline.bubble_ratio:.1%}", f"{one.peak:.4g}"]
-        row += [f"{one.schedule.num_replicas} M_w", f"{messages_per_microbatch(one.schedule):g}"]
+        row.append(str(messages_per_microbatch(one.schedule)))
         row += [f"{one.timeline.step_bubbles[-1]:.1%}"] * has_steps
         rows.append(row + ["yes" if one.within_budget else "no"] * (budget is not None))
     print_table(columns, rows, [not one.within_budget for one in comparison.candidates])

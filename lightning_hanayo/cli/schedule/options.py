@@ -24,7 +24,6 @@ _COSTS = {
     "message_between_nodes": "time of one message between two nodes; --message is then within a node",
     "per_action": "time that each action takes besides, however small its stage: the host's (default 0)",
     "gradient_reduce": "time to all-reduce a rank's gradients over the data ranks, once per step (default 0)",
-    "replica_reduce": "time to all-reduce them over chimera's two copies of the model, once per step (default 0)",
 }
 _NUMBERS = ("message_between_nodes", "per_action")
 

@@ -17,8 +17,7 @@ def sizes_text(schedule: Schedule) -> str:
     stages = f"{schedule.num_stages} stages"
     if len(num_stages) == 1:
         stages = f"{num_stages[0]} stage{'s' * (num_stages[0] != 1)} per rank"
-    copies = ", two copies of the model" if schedule.replica_of else ""
-    return f"{schedule.num_ranks} ranks, {stages}, {schedule.num_microbatches} micro-batches{copies}"
+    return f"{schedule.num_ranks} ranks, {stages}, {schedule.num_microbatches} micro-batches"
 
 
 def summary_line(schedule: Schedule, timeline: Timeline, unit: str) -> str:
@@ -30,7 +29,7 @@ def summary_line(schedule: Schedule, timeline: Timeline, unit: str) -> str:
         f"makespan {timeline.makespan:.6g} {unit}".rstrip(),
         f"bubble {timeline.bubble_ratio:.1%}",
         f"peak activations {peak:.4g} M_a ({where})",
-        f"{messages_per_microbatch(schedule):g} messages per micro-batch",
+        f"{messages_per_microbatch(schedule)} messages per micro-batch",
     ]
     if timeline.num_steps > 1:
         parts.append(f"last step {timeline.step_times[-1]:.6g}, bubble {timeline.step_bubbles[-1]:.1%}")
@@ -45,7 +44,6 @@ def summary_dict(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "stage_ranks": list(schedule.stage_ranks),
-        "copies_of_the_model": schedule.num_replicas,
         "backward": backward_mode(schedule),
         "makespan": timeline.makespan,
         "bubble_ratio": timeline.bubble_ratio,

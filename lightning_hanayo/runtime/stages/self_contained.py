@@ -5,7 +5,7 @@
 
 The first block takes a micro-batch, which may be any tree; each block passes on what later blocks need of it (targets,
 say). Each other block takes what the block before it returned. The first and the last stage need nothing of each other,
-so they may be on any ranks: on the last rank in a loop, on two ranks at once in chimera.
+so they may be on any ranks: in a loop the last one is on the last rank.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Builders: one file per family of schedules. Importing this package registers them all."""
 
 from lightning_hanayo.schedule.builders import (  # noqa: F401 - each registers its schedules
-    chimera,
     dualpipev,
     gpipe,
     hanayo,

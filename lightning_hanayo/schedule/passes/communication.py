@@ -16,16 +16,12 @@ another in the order of its sends, by which NCCL matches them.
 A message needs a send and a receive only between different ranks. Nothing comes between the actions of a pair: the
 receives of both are before them, their sends and reductions behind them.
 
-A stage's reduction comes right after its last weight gradient. Twins reduce together, when both are ready, each rank
-with an action of its own (also where one of them had no micro-batch). So that both ranks of every pair start them in
-the same order, all reductions of a table have one order; a stage that is ready out of turn waits for those before it.
-The order is the table's own `reduction_order`, or else that in which both twins are ready:
-
-    chimera, P = 4      rank 0   ... 7B3 | 7REDUCE_GRAD | 0B0  0B1 | 0REDUCE_GRAD        twins: 0 and 4, 3 and 7
-                        rank 3   ... 3B1 | 3REDUCE_GRAD | 4B2  4B3 | 4REDUCE_GRAD
+A stage's reduction comes right after its last weight gradient. Each rank starts them in the table's own
+`reduction_order`, if it has one: a stage that is ready out of turn waits for those before it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from operator import itemgetter
 
 from lightning_hanayo.schedule.action import Action, Kind
@@ -35,7 +31,6 @@ from lightning_hanayo.schedule.dependency import (
     executable_order,
     last_gradients,
     producers,
-    source_stage,
 )
 from lightning_hanayo.schedule.table import Table
 
@@ -60,19 +55,16 @@ def complete(table: Table) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in cells)
 
 
-def messages_per_microbatch(table: Table) -> float:
+def messages_per_microbatch(table: Table) -> int:
     """How many messages between ranks one micro-batch needs: forward and, if the table has backwards, backward."""
-    ranks, per_replica = table.stage_ranks, table.stages_per_replica
-    sources = [source_stage(Action(stage, Kind.F, 0), per_replica) for stage in range(table.num_stages)]
-    hops = sum(source is not None and ranks[source] != ranks[stage] for stage, source in enumerate(sources))
+    hops = sum(one != other for one, other in pairwise(table.stage_ranks))
     trains = any(action.kind is not Kind.F for row in table.actions for action in row)
-    return (1 + trains) * hops / table.num_replicas
+    return (1 + trains) * hops
 
 
 def message_pairs(table: Table) -> set[tuple[int, int]]:
     """The (sender, receiver) of all messages that a batch of any size can have in the table's layout."""
-    ranks, per_replica = table.stage_ranks, table.stages_per_replica
-    hops = ((ranks[stage], ranks[stage + 1]) for stage in range(table.num_stages - 1) if (stage + 1) % per_replica)
+    hops = pairwise(table.stage_ranks)
     return {pair for one, other in hops if one != other for pair in ((one, other), (other, one))}
 
 
@@ -110,35 +102,18 @@ def reduction_order(table: Table) -> tuple[int, ...]:
     """
     if table.reduction_order:
         return table.reduction_order
-    last, twins = _last_gradients(table), _twins(table)
-
-    def ready(stage: int) -> tuple[int, int]:
-        return max(last[stage], last[twins[stage]]), stage % table.stages_per_replica
-
-    return tuple(sorted(last, key=ready))
-
-
-def _last_gradients(table: Table) -> dict[int, int]:
-    """Where in its rank's row each stage makes its last weight gradient; -1 where only its twin had a micro-batch."""
-    last, twins = last_gradients(table), _twins(table)
-    return {**{twins[stage]: -1 for stage in last}, **last}
-
-
-def _twins(table: Table) -> Sequence[int]:
-    return table.replica_of or range(table.num_stages)
+    last = last_gradients(table)
+    return tuple(sorted(last, key=lambda stage: (last[stage], stage)))
 
 
 def _reductions(table: Table, place: Mapping[Action, int]) -> Iterator[tuple[Action, int]]:
-    """The reductions in one order, each with the place in the sequence behind which it is started, as is its twin's."""
-    last, twins, rank_of = _last_gradients(table), _twins(table), table.stage_ranks
+    """The reductions in one order, each with the place in the sequence behind which it is started."""
+    last, rank_of = last_gradients(table), table.stage_ranks
     behind_pair = {first: place[second] for first, second in table.pairs}
     begun = [-1] * table.num_ranks
     for stage in reduction_order(table):
         if stage in last:
-            both = {stage, twins[stage]}
-            makers = [table.actions[rank_of[one]][last[one]] for one in both if last[one] >= 0]
-            ready = (behind_pair.get(maker, place[maker]) for maker in makers)
-            behind = max(*ready, *(begun[rank_of[one]] for one in both))
-            for one in both:
-                begun[rank_of[one]] = behind
-            yield Action(stage, Kind.REDUCE_GRAD, None), behind
+            rank = rank_of[stage]
+            maker = table.actions[rank][last[stage]]
+            begun[rank] = max(begun[rank], behind_pair.get(maker, place[maker]))
+            yield Action(stage, Kind.REDUCE_GRAD, None), begun[rank]

@@ -74,7 +74,7 @@ def _check_pairs(table: Table, rows: Rows, found: Positions) -> None:
     """A rank must receive from each other rank in the order of that one's sends."""
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for action, (rank, _) in found.items():
-        target = target_stage(action, table.stages_per_replica)
+        target = target_stage(action, table.num_stages)
         if action.kind.is_message and target is not None:
             receive = Action(target, Kind.RECV_F if action.kind.is_forward else Kind.RECV_B, action.microbatch)
             received[rank, found[receive][0]].append(receive)

@@ -7,7 +7,6 @@
 from dataclasses import replace
 from itertools import chain
 
-from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.schedule.action import Action, Kind
 from lightning_hanayo.schedule.cost import CostModel
 from lightning_hanayo.schedule.passes.subset import AnyTable
@@ -20,16 +19,7 @@ def with_loss_stage(schedule: AnyTable) -> AnyTable:
     The loss's `F` and `B` (which take no time, and which others wait for) are placed where they become ready while the
     schedule runs with T_F = 1, T_B = 2, before what rank 0 would start next. That is the order of a possible run, so it
     can't deadlock.
-
-    Raises:
-        HanayoError: the schedule has two replicas of the model, so that the losses are on two ranks.
     """
-    if schedule.replica_of:
-        ends = schedule.stage_ranks[schedule.stages_per_replica - 1], schedule.stage_ranks[-1]
-        raise HanayoError(
-            f"schedule {schedule.name!r} has its losses on two ranks, {ends[0]} and {ends[1]}; a loss stage on rank 0 "
-            "can't hold them. Run it with stages that compute their own loss, or choose another schedule ('hanayo')"
-        )
     if schedule.stage_ranks[0] == schedule.stage_ranks[-1] == 0 and schedule.num_stages > 1:
         return schedule
     extended = replace(schedule, stage_ranks=(*schedule.stage_ranks, 0), loss_stage=True)

@@ -39,13 +39,6 @@ def _check_shape(table: Table) -> None:
         if rank not in range(table.num_ranks):
             rows = f"but there are rows for {table.num_ranks} ranks ({_span(table.num_ranks)})"
             raise HanayoError(f"schedule {table.name!r}: stage {stage} is on rank {rank}, {rows}")
-    half = table.stages_per_replica
-    twins = tuple((stage + half) % table.num_stages for stage in range(table.num_stages))
-    if table.replica_of not in ((), twins):
-        expected = f"() or, for {table.num_stages} stages in two equal replicas, {twins}"
-        raise HanayoError(f"schedule {table.name!r}: replica_of={table.replica_of}, expected {expected}")
-    if table.replica_of and table.loss_stage:
-        raise HanayoError(f"schedule {table.name!r}: two replicas end in two losses; one loss stage can't hold them")
 
 
 def _check_cells(table: Table) -> None:
@@ -79,26 +72,14 @@ def _misplaced(table: Table, rank: int, action: Action) -> str | None:
 
 
 def _check_coverage(table: Table) -> None:
-    """Every micro-batch has a forward and, if the table has backwards, a whole backward on each stage it visits."""
+    """Every micro-batch has a forward and, if the table has backwards, a whole backward on each stage."""
     kinds: dict[tuple[int, int | None], dict[Kind, tuple[int, int]]] = defaultdict(dict)
-    length = table.stages_per_replica
-    first: dict[int | None, Action] = {}
     for rank, row in enumerate(table.actions):
         for position, action in enumerate(row):
             kinds[action.stage, action.microbatch][action.kind] = (rank, position)
-            begun = first.setdefault(action.microbatch, action)
-            if begun.stage // length != action.stage // length:
-                reason = (
-                    f"{action}: micro-batch {action.microbatch} also visits stage {begun.stage} of the other replica "
-                    f"(at {begun}); stages {_span(length)} are one copy of the model, {length} to {2 * length - 1} the "
-                    "other, and a micro-batch visits one of them"
-                )
-                reject(table, (rank, position), reason)
     trains = any(kind is not Kind.F for cell in kinds.values() for kind in cell)
     for stage, rank in enumerate(table.stage_ranks):
         for m in range(table.num_microbatches):
-            if m in first and first[m].stage // length != stage // length:
-                continue
             found = kinds[stage, m]
             here = next(iter(found.values()), (rank, len(table.actions[rank])))
             if Kind.F not in found:

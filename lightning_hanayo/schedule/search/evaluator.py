@@ -186,7 +186,7 @@ and, for each thing it waits for, the distance to that slot and the time of the 
 def _node(shape: Table, costs: CostModel, action: Action) -> Node:
     code = (_BASE[action.kind] * shape.num_stages + action.stage) * shape.num_microbatches
     waits = []
-    for one_of in waits_for(action, shape.num_stages, num_replicas=shape.num_replicas):
+    for one_of in waits_for(action, shape.num_stages):
         (slot,) = {_slot(shape, other) for other in one_of if other.kind in COMPUTE}
         other = one_of[-1]
         near = shape.stage_ranks[other.stage] == shape.stage_ranks[action.stage]

@@ -49,8 +49,7 @@ class RankMemory:
 @dataclass(frozen=True)
 class MemoryModel:
     """Bytes. A number is for one rank's whole share of the model, divided among its stages; of messages, buffers and
-    workspaces for each stage. A tuple (or a list) gives each stage's own bytes, with or without the loss stage's. With
-    two replicas of the model (chimera) a rank holds two shares, and the values of one replica are enough.
+    workspaces for each stage. A tuple (or a list) gives each stage's own bytes, with or without the loss stage's.
 
         bytes   |        _                 workspace: while an action runs
                 |       __|____            activations, suspended: from a stage's F to the end of its B or W
@@ -147,8 +146,6 @@ class MemoryModel:
         shares = timeline.stage_shares
         if not isinstance(value, tuple):
             return [value] * len(shares) if name in _EACH else [value * share for share in shares]
-        if 2 * len(value) == len(shares) and _visited(timeline) == len(value):
-            return value * 2
         has_loss_stage = bool(shares) and shares[-1] == 0
         if len(value) not in (len(shares) - has_loss_stage, len(shares)):
             raise HanayoError(f"MemoryModel: {name} has {len(value)} values, the timeline {len(shares)} stages")
@@ -197,9 +194,3 @@ def _while(start: float, end: float, kind: str, num_bytes: float) -> Iterator[_C
     if num_bytes:
         yield start, kind, num_bytes
         yield end, kind, -num_bytes
-
-
-def _visited(timeline: Timeline) -> int:
-    """How many stages one micro-batch visits: half of them with two replicas of the model."""
-    one = timeline.spans[0].action.microbatch
-    return len({span.action.stage for span in timeline.spans if span.action.microbatch == one})

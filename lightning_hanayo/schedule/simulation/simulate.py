@@ -1,6 +1,6 @@
 """Simulation: runs a schedule under a cost model and returns its timeline."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import repeat
 
 from lightning_hanayo.errors import HanayoError
@@ -23,7 +23,7 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
     exactly for T_B >= T_F (tests/schedule/builders).
 
     If it has a cost, a stage's gradient reduction starts after its last weight gradient and overlaps with compute. A
-    rank runs one reduction at a time. A stage and its twin reduce together, when both are ready and both ranks free.
+    rank runs one reduction at a time.
 
     With `steps` > 1 there is no barrier between steps: a rank starts the next step as soon as its own actions of the
     last one are done, its reductions included. `Timeline.step_times` has the time that each step adds.
@@ -45,7 +45,11 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
     costs = costs or CostModel()
     evaluator = Evaluator(schedule, costs)
     rows = evaluator.encode(schedule.actions)
-    reductions = _Reductions(schedule, costs)
+    reductions = {
+        stage: takes
+        for stage in last_gradients(schedule)
+        if (takes := costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)))
+    }
     begin = [0.0] * schedule.num_ranks
     spans: list[Span] = []
     for _ in range(steps):
@@ -56,7 +60,7 @@ def simulate(schedule: Table, costs: CostModel | None = None, steps: int = 1) ->
         for rank, timed in enumerate(zip(schedule.actions, times.starts, times.ends, strict=True)):
             spans.extend(map(Span, repeat(rank), *timed))
         begin = times.last
-        for span in reductions.after(times):
+        for span in _reductions_after(times, schedule, reductions):
             spans.append(span)
             begin[span.rank] = max(begin[span.rank], span.end)
     return Timeline.of(schedule, spans, steps)
@@ -72,27 +76,13 @@ def _can_be_encoded(schedule: Table) -> bool:
     )
 
 
-class _Reductions:
-    """The gradient reductions of a step, each of one stage, or of a stage and its twin on two ranks at once."""
-
-    def __init__(self, schedule: Table, costs: CostModel) -> None:
-        self._rank_of = schedule.stage_ranks
-        self._lasts = last_gradients(schedule)
-        twins = schedule.replica_of or range(schedule.num_stages)
-        self._groups: list[tuple[tuple[int, ...], float]] = []
-        for stages in (tuple({stage, twin}) for stage, twin in enumerate(twins) if stage <= twin):
-            takes = max(costs.of(schedule, Action(stage, Kind.REDUCE_GRAD, None)) for stage in stages)
-            if takes > 0 and not self._lasts.keys().isdisjoint(stages):
-                self._groups.append((stages, takes))
-
-    def after(self, times: ActionTimes) -> Iterator[Span]:
-        """The reductions of a step whose compute ran at `times`: by the time they are ready, one at a time per rank."""
-        free = [0.0] * len(times.last)
-        ends = {stage: times.ends[self._rank_of[stage]][position] for stage, position in self._lasts.items()}
-        ready = [(max(ends[one] for one in stages if one in ends), stages, takes) for stages, takes in self._groups]
-        for time, stages, takes in sorted(ready):
-            start = max([time, *(free[self._rank_of[stage]] for stage in stages)])
-            for stage in stages:
-                rank = self._rank_of[stage]
-                free[rank] = start + takes
-                yield Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, free[rank])
+def _reductions_after(times: ActionTimes, schedule: Table, takes: Mapping[int, float]) -> Iterator[Span]:
+    """The reductions of a step whose compute ran at `times`: by the time they are ready, one at a time per rank."""
+    free, rank_of = [0.0] * schedule.num_ranks, schedule.stage_ranks
+    lasts = last_gradients(schedule)
+    ready = [(times.ends[rank_of[stage]][lasts[stage]], stage) for stage in takes]
+    for time, stage in sorted(ready):
+        rank = rank_of[stage]
+        start = max(time, free[rank])
+        free[rank] = start + takes[stage]
+        yield Span(rank, Action(stage, Kind.REDUCE_GRAD, None), start, free[rank])

@@ -141,7 +141,7 @@ def send_buffers(schedule: Schedule, messages: Sequence[int], *, keeps_spare: bo
     for row in complete(schedule):
         sends = []
         for action in row:
-            target = target_stage(action, schedule.stages_per_replica)
+            target = target_stage(action, schedule.num_stages)
             if action.kind in (Kind.SEND_F, Kind.SEND_B) and target is not None:
                 sends.append(((action.stage, action.kind), schedule.stage_ranks[target]))
         held.append(most_buffer_bytes(sends, sizes, keeps_spare=keeps_spare))

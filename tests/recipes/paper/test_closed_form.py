@@ -2,11 +2,10 @@
 
 import pytest
 
-from lightning_hanayo.schedule import CostModel, build, simulate, validate
+from lightning_hanayo.schedule import CostModel, build, simulate
 from recipes.paper import closed_form, idle
 from recipes.paper.closed_form import Times
 from recipes.paper.contender import OURS, SPLIT, WHOLE, Contender, measure
-from recipes.paper.gems import gems
 
 TIMES = [Times(), Times(message=0.1), Times(1.0, 1.5, 0.05), Times(2.0, 4.0, 0.03)]
 
@@ -25,22 +24,6 @@ def test_makespans_with_messages(num_ranks: int, times: Times) -> None:
     for waves in (1, 2, 8):
         wave = closed_form.hanayo(num_ranks, waves, times)
         assert makespan("hanayo", num_ranks, times, waves) == pytest.approx(wave)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
-def test_gems_holds_one_micro_batch_and_takes_the_derived_time(num_ranks: int) -> None:
-    schedule = gems(num_ranks, num_ranks)
-    validate(schedule)
-    timeline = simulate(schedule)
-    assert timeline.makespan == closed_form.gems(num_ranks, Times())
-    assert timeline.makespan == 2 * num_ranks**2 + 2 * num_ranks - 1
-    assert set(timeline.peak_activations) == {1.0}
-
-
-@pytest.mark.parametrize("num_ranks", [4, 6, 8])
-def test_chimera_has_the_papers_bubble(num_ranks: int) -> None:
-    schedule = build("chimera", num_ranks=num_ranks, num_microbatches=num_ranks)
-    assert simulate(schedule).bubble_ratio == pytest.approx(closed_form.chimera_bubble(num_ranks, Times()))
 
 
 @pytest.mark.parametrize("contender", (*WHOLE, *SPLIT, *OURS), ids=lambda one: one.label)

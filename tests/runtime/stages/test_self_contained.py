@@ -1,24 +1,16 @@
-"""A stack that computes its own loss: on the last rank in a loop, and with two copies at once in chimera.
-
-chimera, P = 2      down    0 -> 1      rank 0 has stages 0 and 3, rank 1 stages 1 and 2;
-                    up      3 <- 2      0 and 2, 1 and 3 have the same weights and sum their gradients
-"""
+"""A stack that computes its own loss, on whatever rank has its last stage."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.runtime.autograd import linear_patch
-from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
-from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.transport import Transport
 from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
@@ -28,7 +20,6 @@ from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstSta
 from lightning_hanayo.schedule import Schedule, build, forward_only
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
-from tests.harness.pool import Pool
 from tests.runtime.loopback_pipeline import run_in_threads
 from tests.schedule.samples import split
 
@@ -91,11 +82,8 @@ class PipelineRank:
 
     def __init__(self, schedule: Schedule, transport: Transport, reduce: Callable[[int], None]) -> None:
         self.schedule, self.rank = schedule, transport.rank
-        per_stage = 4 // schedule.stages_per_replica
-        self.blocks = {
-            stage: list(stack())[stage % schedule.stages_per_replica * per_stage :][:per_stage]
-            for stage in schedule.stages_of(self.rank)
-        }
+        per_stage = 4 // schedule.num_stages
+        self.blocks = {stage: list(stack())[stage * per_stage :][:per_stage] for stage in schedule.stages_of(self.rank)}
         self.stages = {stage: self._stage(stage, blocks) for stage, blocks in self.blocks.items()}
         self.losses: dict[int, Tensor] = {}
         self.engine = Engine(self.stages, PointToPointChannel(transport), reduce, Trace())
@@ -103,10 +91,9 @@ class PipelineRank:
     def _stage(self, stage: int, blocks: list[nn.Module]) -> Stage:
         queue = WeightGradientQueue()
         linear_patch.patch_linear_layers(blocks, queue)
-        place = stage % self.schedule.stages_per_replica
-        if place == 0:
+        if stage == 0:
             return SelfContainedFirstStage(blocks=blocks, queue=queue, num_blocks=4)
-        is_last = place == self.schedule.stages_per_replica - 1
+        is_last = stage == self.schedule.num_stages - 1
         return (SelfContainedLastStage if is_last else MiddleStage)(blocks=blocks, queue=queue)
 
     @property
@@ -126,21 +113,17 @@ def run_all(runners: list[PipelineRank], schedule: Schedule) -> None:
 
 
 def check(gradients: Mapping[int, Sequence[Tensor | None]], schedule: Schedule) -> None:
-    """Summed over copies, the stages' gradients are those of one process."""
-    length, num_replicas = schedule.stages_per_replica, schedule.num_replicas
-    replicas = [[g for place in range(length) for g in gradients[r * length + place]] for r in range(num_replicas)]
-    for copies, theirs in zip(zip(*replicas, strict=True), expected(schedule.num_microbatches), strict=True):
-        ours = sum((gradient for gradient in copies if gradient is not None), torch.zeros_like(theirs))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    """The stages' gradients are those of one process."""
+    ours = [gradient for stage in range(schedule.num_stages) for gradient in gradients[stage]]
+    for own, theirs in zip(ours, expected(schedule.num_microbatches), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-10)
 
 
 CASES = [
     build("1f1b", num_ranks=2, num_microbatches=3),
     build("interleaved", num_ranks=2, num_microbatches=4),
     build("zbv", num_ranks=2, num_microbatches=4),
-    *(build("chimera", num_ranks=2, num_microbatches=count) for count in (1, 2, 5)),
-    *(build("chimera", num_ranks=4, num_microbatches=count) for count in (1, 4, 6, 8)),
-    split(build("chimera", num_ranks=4, num_microbatches=8)),
+    split(build("hanayo", num_ranks=2, num_microbatches=5)),
 ]
 
 
@@ -165,46 +148,10 @@ def test_gradients_are_those_of_one_process(schedule: Schedule) -> None:
     assert sorted(reduced) == sorted(2 * [*range(schedule.num_stages)])
 
 
-def test_losses_are_on_the_ranks_with_the_last_stages() -> None:
-    schedule = build("chimera", num_ranks=4, num_microbatches=6)
+def test_losses_are_on_the_rank_with_the_last_stage() -> None:
+    schedule = build("1f1b", num_ranks=4, num_microbatches=6)
     runners = runners_of(schedule, lambda stage: None)
     run_all(runners, forward_only(schedule))
-    assert [sorted(runner.losses) for runner in runners] == [[2, 3, 5], [], [], [0, 1, 4]]
-    losses = runners[0].losses | runners[3].losses
+    assert [sorted(runner.losses) for runner in runners] == [[], [], [], [0, 1, 2, 3, 4, 5]]
     for m, pair in enumerate(batch(6)):
-        torch.testing.assert_close(losses[m], stack()(pair).detach(), rtol=0, atol=1e-12, equal_nan=True)
-
-
-def over_processes(num_microbatches: int) -> dict[int, list[Tensor | None]]:
-    """Run chimera on this rank; return its stages' gradients, summed with their copies'."""
-    dist.init_process_group("gloo")
-    world, rank, last = dist.group.WORLD, dist.get_rank(), dist.get_world_size() - 1
-    assert world is not None
-    pairs = [dist.new_group([low, last - low]) for low in range(dist.get_world_size() // 2)]
-    transport = ProcessGroupTransport(
-        range(last + 1), control=world, channels={}, device=torch.device("cpu"), on_failure=raised
-    )
-    schedule = build("chimera", num_ranks=last + 1, num_microbatches=num_microbatches)
-    reductions: list[GradientAllReduce] = []
-    runner = PipelineRank(schedule, transport, lambda stage: reductions[0].start(stage))
-    reductions.append(GradientAllReduce(runner.parameters, pairs[min(rank, last - rank)]))
-    runner.run(schedule)
-    reductions[0].finish()
-    runner.engine.channel.finish()  # a peer may still need what this rank has sent
-    return {stage: [parameter.grad for parameter in own] for stage, own in runner.parameters.items()}
-
-
-def raised(error: Exception) -> NoReturn:
-    raise error
-
-
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 1), (2, 4), (4, 6)])
-def test_copies_of_a_stage_sum_gradients_over_processes(pool: Pool, num_ranks: int, num_microbatches: int) -> None:
-    schedule = build("chimera", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    found = pool.run(num_ranks, over_processes, num_microbatches)
-    gradients = {stage: own for rank in found for stage, own in rank.items()}
-    for stage, copy in enumerate(schedule.replica_of):
-        for ours, theirs in zip(gradients[stage], gradients[copy], strict=True):
-            assert torch.equal(ours, theirs)
-    half = schedule.stages_per_replica
-    check({stage: own if stage < half else [None] * len(own) for stage, own in gradients.items()}, schedule)
+        torch.testing.assert_close(runners[3].losses[m], stack()(pair).detach(), rtol=0, atol=1e-12, equal_nan=True)

@@ -117,7 +117,7 @@ def test_a_receive_comes_before_its_consumer(schedule: Schedule) -> None:
 def run_with_hops(schedule: Schedule, hop: float) -> float:
     """How long the table takes if a transfer waits for its send, and for what its receiver has begun before."""
     completed, costs = complete(schedule), CostModel()
-    waits = waits_in(completed, schedule.num_stages, schedule.num_microbatches, schedule.num_replicas)
+    waits = waits_in(completed, schedule.num_stages, schedule.num_microbatches)
     begun_before: dict[Action, Action | None] = {}
     for actions in completed:
         latest = None
@@ -134,7 +134,7 @@ def run_with_hops(schedule: Schedule, hop: float) -> float:
     return max(done.values())
 
 
-@pytest.mark.parametrize("name", [*NAMES, "chimera"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), covered([(2, 3), (4, 4), (4, 8), (8, 9)], by=[(4, 8)]))
 def test_receives_are_posted_early_enough(name: str, num_ranks: int, num_microbatches: int) -> None:
     """The table takes as long as in the simulation, in which a transfer waits for nothing but its send."""
@@ -164,7 +164,7 @@ def test_a_completed_table_never_hangs(schedule: Schedule) -> None:
     """Sends and receives don't block, a compute action waits for its own receive: then every action runs."""
     for one in (schedule, forward_only(schedule)):
         completed = complete(one)
-        waits = waits_in(completed, one.num_stages, one.num_microbatches, one.num_replicas)
+        waits = waits_in(completed, one.num_stages, one.num_microbatches)
         assert sum(1 for _ in executable_order(completed, waits)) == sum(map(len, completed))
 
 
@@ -205,7 +205,7 @@ def test_gradients_are_reduced_right_after_the_last_of_them(schedule: Schedule) 
     for rank, actions in enumerate(complete(schedule)):
         reduced = [action.stage for action in actions if action.kind is Kind.REDUCE_GRAD]
         assert sorted(reduced) == list(schedule.stages_of(rank))
-        for stage in () if schedule.replica_of else reduced:
+        for stage in reduced:
             place = actions.index(Action(stage, Kind.REDUCE_GRAD, None))
             last = max(i for i, a in enumerate(actions) if a.stage == stage and a.kind in (Kind.B, Kind.W))
             assert last < place
@@ -225,7 +225,7 @@ def test_sends_and_receives_between_two_neighbours_are_posted_together() -> None
     assert sum(len(run) >= 2 for run in runs) >= 12
 
 
-@pytest.mark.parametrize("name", [*NAMES, "chimera"])
+@pytest.mark.parametrize("name", NAMES)
 def test_message_pairs_are_those_of_the_table(name: str) -> None:
     schedule = make(name, 4, 8)
     ranks = schedule.stage_ranks
@@ -240,35 +240,3 @@ def test_a_wave_sends_to_neighbours_only(num_waves: int) -> None:
     sends = [(rank, a) for rank, actions in enumerate(complete(schedule)) for a in actions if a.kind in SENDS]
     assert {abs(rank - other_rank(schedule, action)) for rank, action in sends} == {1}
     assert len(sends) == 4 * 4 * num_waves * 3
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4, 6])
-@pytest.mark.parametrize("num_microbatches", range(1, 14))
-def test_twins_reduce_in_one_order(num_ranks: int, num_microbatches: int) -> None:
-    """Taken in its own rank's order, every reduction meets that of its twin at the head of the other rank's list."""
-    schedule = build("chimera", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    completed = complete(schedule)
-    left = [[action.stage for action in row if action.kind is Kind.REDUCE_GRAD] for row in completed]
-    assert list(map(sorted, left)) == [list(schedule.stages_of(rank)) for rank in range(num_ranks)]
-    while any(left):
-        met = next(row[0] for row in left if row and _waits_for_its_twin(row[0], schedule, left))
-        for stage in (met, schedule.replica_of[met]):
-            assert left[schedule.stage_ranks[stage]].pop(0) == stage
-
-
-def _waits_for_its_twin(stage: int, schedule: Schedule, left: list[list[int]]) -> bool:
-    twin = schedule.replica_of[stage]
-    return left[schedule.stage_ranks[twin]][:1] == [twin]
-
-
-def test_twins_start_as_soon_as_they_are_done() -> None:
-    completed = complete(build("chimera", num_ranks=4, num_microbatches=4))
-    assert without_messages(completed[0])[-4:] == row("7REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD")
-    assert without_messages(completed[3])[-4:] == row("3REDUCE_GRAD 4B2 4B3 4REDUCE_GRAD")
-
-
-def test_a_twin_without_micro_batches_reduces_too() -> None:
-    assert complete(build("chimera", num_ranks=2, num_microbatches=1)) == (
-        row("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD 3REDUCE_GRAD"),
-        row("1RECV_F0 1F0 1B0 1SEND_B0 2REDUCE_GRAD 1REDUCE_GRAD"),
-    )

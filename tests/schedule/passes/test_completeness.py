@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hanayo.errors import HanayoError
-from lightning_hanayo.schedule import Action, Schedule, build, complete
+from lightning_hanayo.schedule import Action, Schedule, complete
 from lightning_hanayo.schedule.passes.completeness import check_communication
 from lightning_hanayo.schedule.text.csv_table import read_rows
 from tests.schedule.samples import make, row, schedules, table, unhurried
@@ -43,11 +43,6 @@ def test_a_missing_message_is_found(schedule: Schedule, data: st.DataObject) -> 
     lists[rank].remove(action)
     with pytest.raises(HanayoError, match=f"{action} is missing on rank {rank}"):
         check_communication(schedule, lists)
-
-
-def test_chimera_is_complete() -> None:
-    schedule = build("chimera", num_ranks=4, num_microbatches=8)
-    check_communication(schedule, complete(schedule))
 
 
 def test_a_pair() -> None:

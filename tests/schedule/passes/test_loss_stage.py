@@ -89,7 +89,6 @@ def test_forward_only_may_get_its_loss_later() -> None:
 @given(schedules(max_ranks=4, max_microbatches=6))
 @unhurried
 def test_losses_never_come_between_the_actions_of_a_pair(schedule: Schedule) -> None:
-    if not schedule.replica_of:
-        extended = with_loss_stage(schedule)
-        validate(extended)
-        assert extended.pairs == schedule.pairs
+    extended = with_loss_stage(schedule)
+    validate(extended)
+    assert extended.pairs == schedule.pairs

@@ -26,8 +26,6 @@ def orders(schedule: Schedule) -> dict[tuple[int, Kind], list[int | None]]:
 @given(schedules(max_ranks=3, max_microbatches=6))
 @unhurried
 def test_what_pairing_promises(schedule: Schedule) -> None:
-    if schedule.replica_of:
-        return
     made = paired(schedule)
     validate(made)
     assert orders(made) == orders(schedule)

@@ -61,7 +61,7 @@ def held_up(rows: Sequence[Sequence[Item]], meets: Meets) -> list[str]:
 def pairs(schedule: Schedule, rows: Iterable[Iterable[Action]]) -> Iterator[tuple[Action, Action]]:
     """Each receive and its send."""
     for action in chain(*rows):
-        source = source_stage(action, schedule.stages_per_replica)
+        source = source_stage(action, schedule.num_stages)
         if action.kind in (Kind.RECV_F, Kind.RECV_B) and source is not None:
             send = Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B
             yield action, Action(source, send, action.microbatch)
@@ -93,15 +93,14 @@ def batches(schedule: Schedule) -> Iterator[tuple[Schedule, ...]]:
 def variants(name: str, num_ranks: int, num_microbatches: int, depth: int) -> Iterator[Schedule]:
     """The table as it is built and with a loss stage, and both with their backwards cut in two."""
     schedule = make(name, num_ranks, num_microbatches, depth)
-    ends_on_rank_0 = schedule.replica_of or with_loss_stage(schedule) is schedule
-    for one in [schedule] if ends_on_rank_0 else [schedule, with_loss_stage(schedule)]:
+    for one in {schedule, with_loss_stage(schedule)}:
         yield from (one, split(one))
 
 
 def sizes() -> Iterator[tuple[str, int, int]]:
     for name in schedule_names():
         for depth in (1, 2, 3) if name in ("hanayo", "hanayo-zb", "interleaved", "interleaved-zb") else (1,):
-            for num_ranks in (2, 4, 6, 8) if name == "chimera" else range(2, 9):
+            for num_ranks in range(2, 9):
                 yield name, num_ranks, depth
 
 
@@ -121,10 +120,9 @@ def test_no_table_hangs(name: str, num_ranks: int, depth: int, request: pytest.F
     if request.node.get_closest_marker("thorough") is not None:
         counts = range(1, 4 * num_ranks + 1) if depth == 1 else (*counts, 2 * num_ranks, 4 * num_ranks)
     for num_microbatches in counts:
-        if name != "chimera" or num_microbatches > 1:
-            for schedule in variants(name, num_ranks, num_microbatches, depth):
-                for parts in batches(schedule):
-                    assert hangs(*parts) == [], f"{schedule.name}, B = {num_microbatches}"
+        for schedule in variants(name, num_ranks, num_microbatches, depth):
+            for parts in batches(schedule):
+                assert hangs(*parts) == [], f"{schedule.name}, B = {num_microbatches}"
 
 
 @given(schedules(max_ranks=4, max_microbatches=6))
@@ -158,12 +156,12 @@ def reduced_together(*copies: Schedule) -> list[str]:
             meets[number, receive], meets[number, send] = [(number, send)], [(number, receive)]
         for action in chain(*completed):
             if action.kind is Kind.REDUCE_GRAD:
-                reductions[action.stage % copy.stages_per_replica].append((number, action))
+                reductions[action.stage].append((number, action))
     meets |= {item: together for together in reductions.values() for item in together}
     return held_up(rows, meets)
 
 
-@pytest.mark.parametrize("name", [name for name in schedule_names() if name != "chimera"])
+@pytest.mark.parametrize("name", schedule_names())
 @pytest.mark.parametrize("num_ranks", covered([2, 4, 8], by=[4]))
 def test_reductions_hold_up_nobody_for_good(name: str, num_ranks: int) -> None:
     """Nor do they if a data rank runs fewer micro-batches."""
@@ -171,12 +169,6 @@ def test_reductions_hold_up_nobody_for_good(name: str, num_ranks: int) -> None:
     whole = layout.table(2 * num_ranks)
     for num_microbatches in range(1, 2 * num_ranks + 1):
         assert reduced_together(whole, layout.table(num_microbatches)) == []
-
-
-@pytest.mark.parametrize("num_microbatches", [2, 3, 8])
-def test_twins_that_reduce_together_hold_up_nobody_for_good(num_microbatches: int) -> None:
-    schedule = make("chimera", 4, num_microbatches)
-    assert reduced_together(schedule) == [] == reduced_together(schedule, schedule)
 
 
 def test_messages_in_a_file_are_placed_anew(tmp_path: Path) -> None:

@@ -37,21 +37,6 @@ def test_each_stages_own_bytes() -> None:
     assert peaks == (RankMemory(9, 10, 0, 9), RankMemory(6, 10, 0, 6))
 
 
-def test_two_replicas_of_the_model() -> None:
-    """Each rank holds two stages, each a whole share of one replica."""
-    timeline = simulate(build("chimera", num_ranks=4, num_microbatches=4))
-    peaks = MODEL.peaks(timeline)
-    assert [(rank.weights, rank.gradients, rank.optimizer) for rank in peaks] == [(200, 400, 800)] * 4
-    assert [rank.activations for rank in peaks] == [8 * held for held in timeline.peak_activations]
-
-
-def test_the_values_of_one_replica_are_enough() -> None:
-    timeline = simulate(build("chimera", num_ranks=2, num_microbatches=2))
-    one, both = (MemoryModel(list(each), weights=each) for each in ((1.0, 2.0), (1.0, 2.0, 1.0, 2.0)))  # type: ignore[arg-type]
-    assert one.peaks(timeline) == both.peaks(timeline)
-    assert [rank.weights for rank in one.peaks(timeline)] == [3, 3]
-
-
 def test_the_loss_stage_may_be_left_out() -> None:
     schedule = with_loss_stage(build("1f1b", num_ranks=2, num_microbatches=2))
     timeline = simulate(schedule, CostModel(forward=(1.0, 1.0, 0.5)))

@@ -49,7 +49,7 @@ def test_a_step_takes_its_busiest_ranks_work_and_one_micro_batchs_latency(
     schedule: Schedule, forward: float, backward_input: float, backward_weight: float, message: float
 ) -> None:
     timeline = simulate(schedule, CostModel(forward, backward_input, backward_weight, message))
-    stages = range(schedule.stages_per_replica)
+    stages = range(schedule.num_stages)
     chain = sum((forward + backward_input) * schedule.share_of(stage) for stage in stages)
     hops = sum(schedule.stage_ranks[a] != schedule.stage_ranks[b] for a, b in pairwise(stages))
     assert timeline.makespan >= max(timeline.busy) - 1e-9
@@ -189,32 +189,6 @@ def test_reductions_overlap_with_compute() -> None:
     second = [span for span in timeline.spans if span.action == Action(0, Kind.F, 0)][1]
     assert second.start == 6.0
     assert timeline.busy == (6.0,)
-
-
-def test_a_stage_and_its_replica_reduce_together() -> None:
-    r"""P = 2, chimera, B = 2: stages 0 and 3 on rank 0, their twins 2 and 1 on rank 1.
-
-    rank 0   0F0 3F1 3B1 3B1 0B0 0B0 | 1+3 | 0+2
-    rank 1   2F1 1F0 1B0 1B0 2B1 2B1 | 1+3 | 0+2       1 and 3 are ready at 4, 0 and 2 at 6
-    """
-    schedule = make("chimera", 2, 2)
-    for steps in (1, 2):
-        timeline = simulate(schedule, CostModel(gradient_reduce=1.0, replica_reduce=2.0), steps)
-        reductions = sorted(
-            (span.start, span.end, span.action.stage, span.rank)
-            for span in timeline.steps[0].spans
-            if span.action.kind is Kind.REDUCE_GRAD
-        )
-        assert reductions == [(4, 7, 1, 1), (4, 7, 3, 0), (7, 10, 0, 0), (7, 10, 2, 1)]
-        assert timeline.makespan == 10 * steps
-    alone = simulate(schedule, CostModel(replica_reduce=2.0))
-    assert alone.makespan == 8
-
-
-def test_a_replica_without_a_micro_batch_reduces_too() -> None:
-    timeline = simulate(make("chimera", 2, 1), CostModel(replica_reduce=2.0))
-    reductions = [(s.rank, s.action.stage, s.start) for s in timeline.spans if s.action.kind is Kind.REDUCE_GRAD]
-    assert sorted(reductions) == [(0, 0, 6), (0, 3, 4), (1, 1, 4), (1, 2, 6)]
 
 
 def test_a_table_that_deadlocks_is_rejected() -> None:

@@ -17,11 +17,11 @@ from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
-from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage, SelfContainedLastStage
 from lightning_hanayo.schedule import Schedule
 from recipes.benchmarks.case import Candidate, Case
 from recipes.benchmarks.emulated import EmulatedLoss, EmulatedStage, inputs
 from recipes.benchmarks.runner import Runner
+from recipes.benchmarks.self_contained import SelfContainedFirstStage, SelfContainedLastStage
 
 
 def world_transport() -> ProcessGroupTransport:

@@ -19,9 +19,9 @@ from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stages.base import Stage
-from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage
 from lightning_hanayo.schedule import Schedule, build
 from recipes.benchmarks.ours import build_stage, world_transport
+from recipes.benchmarks.self_contained import SelfContainedFirstStage
 
 PEER = "torch 1f1b"
 CANDIDATES = ("1f1b", "hanayo W=2", "hanayo-zb W=2", PEER)

@@ -16,9 +16,9 @@ from lightning_hanayo.runtime.profiling.measurement import stage_times
 from lightning_hanayo.runtime.profiling.trace import Event, Trace
 from lightning_hanayo.runtime.program import Pair, Program
 from lightning_hanayo.runtime.random_streams import RandomStreams
-from lightning_hanayo.runtime.stages.self_contained import SelfContainedSingleStage
 from lightning_hanayo.schedule import Action, Kind
 from recipes.benchmarks.pairs.tables import ALONE, STEADY, TWINS, table_of
+from recipes.benchmarks.self_contained import SelfContainedSingleStage
 
 COUNT = 4
 

@@ -14,10 +14,10 @@ import torch
 from lightning_hanayo.runtime.autograd.weight_gradient_queue import WeightGradientQueue
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.comm.message import Message, gradient_message
-from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.models import Sizes
 from recipes.benchmarks.gpu.steps import Say
+from recipes.benchmarks.self_contained import SelfContainedFirstStage
 from recipes.gpt.module import Block
 
 IN_FLIGHT = 8

@@ -23,12 +23,12 @@ from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.pairs import RECORDED, Pairs
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stages.self_contained import SelfContainedSingleStage
 from recipes.benchmarks.gpu.card import Card
 from recipes.benchmarks.gpu.models import LlamaStack, Sizes, build
 from recipes.benchmarks.gpu.steps import Say
 from recipes.benchmarks.pairs.tables import ALONE, STEADY, WAYS, table_of
 from recipes.benchmarks.result import Summary
+from recipes.benchmarks.self_contained import SelfContainedSingleStage
 
 FEW, MANY = 2, 6
 """micro-batches of the two steps whose difference is what a further micro-batch adds"""

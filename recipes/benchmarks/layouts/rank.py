@@ -25,11 +25,6 @@ from lightning_hanayo.runtime.pairs import Pairs, Plans
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stages.base import Stage
-from lightning_hanayo.runtime.stages.self_contained import (
-    SelfContainedFirstStage,
-    SelfContainedLastStage,
-    SelfContainedMiddleStage,
-)
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.topology import Topology
 from recipes.benchmarks.case import Candidate as Named
@@ -40,6 +35,11 @@ from recipes.benchmarks.schemes.device import Device, Emulated
 from recipes.benchmarks.schemes.layer import Layer, WholeLinear, shapes
 from recipes.benchmarks.schemes.log import Log
 from recipes.benchmarks.schemes.three_d import ThreeD
+from recipes.benchmarks.self_contained import (
+    SelfContainedFirstStage,
+    SelfContainedLastStage,
+    SelfContainedMiddleStage,
+)
 from recipes.benchmarks.tensor3d_rank import Groups, agreed_start
 
 QUIET = 0.02

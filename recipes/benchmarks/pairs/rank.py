@@ -19,12 +19,12 @@ from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.pairs import Pairs, kinds_of
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
-from lightning_hanayo.runtime.stages.self_contained import SelfContainedSingleStage
 from recipes.benchmarks.pairs.tables import ALONE, table_of
 from recipes.benchmarks.schemes.device import Emulated
 from recipes.benchmarks.schemes.layer import shapes
 from recipes.benchmarks.schemes.log import Log
 from recipes.benchmarks.schemes.names import groups, keeps_weights, make
+from recipes.benchmarks.self_contained import SelfContainedSingleStage
 from recipes.benchmarks.tensor3d_rank import Case, Groups, agreed_start
 
 QUIET = 0.03

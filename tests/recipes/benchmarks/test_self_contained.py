@@ -16,8 +16,8 @@ from lightning_hanayo.runtime.engine import Engine
 from lightning_hanayo.runtime.profiling.trace import Trace
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.runtime.stages.base import MiddleStage, Stage
-from lightning_hanayo.runtime.stages.self_contained import SelfContainedFirstStage, SelfContainedLastStage
 from lightning_hanayo.schedule import Schedule, build, forward_only
+from recipes.benchmarks.self_contained import SelfContainedFirstStage, SelfContainedLastStage
 from tests.harness.limits import real_seconds
 from tests.harness.loopback import Hub
 from tests.runtime.loopback_pipeline import run_in_threads

@@ -1,7 +1,6 @@
 """What the ranks of a world tell each other about their processes before their monitors are linked."""
 
 import os
-import time
 from dataclasses import dataclass
 
 from lightning_hanayo.monitor import processes
@@ -41,10 +40,3 @@ class Member:
     def is_stopped(self) -> bool:
         """Whether it was stopped by a signal. Asked by processes of its host."""
         return processes.state(self.pid) in processes.STOPPED and processes.started(self.pid) == self.started
-
-    def wait_for_end(self, seconds: float) -> bool:
-        """Wait so long at most; return whether the process has ended. Asked by processes of its host."""
-        deadline = time.monotonic() + seconds
-        while self.exists and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return not self.exists

@@ -90,16 +90,6 @@ class Monitor:
         """The rank that decides: the lowest one that runs, as far as this one knows."""
         return self._peers.running[0]
 
-    @property
-    def num_messages(self) -> int:
-        """How many messages this rank has sent over its links, those of others that it has passed on included."""
-        return self._overlay.num_sent
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._is_closed
-
     def begin_run(self) -> int:
         """The number of the run that begins. It is the same on all ranks if all begin the same runs."""
         return next(self._num_runs)

@@ -73,8 +73,6 @@ class Overlay:
         on_lost: Callable[[int], object],
     ) -> None:
         self.neighbours = neighbours(rank, len(members))
-        self.num_sent = 0
-        """messages, those of others included; no pings"""
         self._rank, self._members, self._token = rank, members, token
         self._listener, self._loop = listener, loop
         self._on_message, self._on_up, self._on_lost = on_message, on_up, on_lost
@@ -113,7 +111,7 @@ class Overlay:
             return
         via = self._seen.get(message_id)
         if via is not None and via in self._links:
-            self._send(self._links[via], _encoded({"kind": "reply", "to": message_id, "content": content}))
+            self._links[via].send(_encoded({"kind": "reply", "to": message_id, "content": content}))
 
     def ping(self) -> None:
         """Called each second: tell the neighbours that this rank's loop runs."""
@@ -173,12 +171,8 @@ class Overlay:
         self._repeated.append(line)
         for rank, link in list(self._links.items()):
             if rank != via:
-                self._send(link, line)
+                link.send(line)
         self._on_message(message)
-
-    def _send(self, link: Connection, line: bytes) -> None:
-        self.num_sent += 1
-        link.send(line)
 
     def _accept(self, _: int) -> None:
         if self._listener is None:
@@ -225,7 +219,7 @@ class Overlay:
         self._strangers.remove(connection)
         connection.rank, self._links[rank] = rank, connection
         for line in list(self._repeated):
-            self._send(connection, line)
+            connection.send(line)
         self._on_up(rank)
 
     def _drop(self, connection: Connection) -> None:

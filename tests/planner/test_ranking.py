@@ -84,7 +84,6 @@ def test_the_fastest_comes_first_and_fits() -> None:
     times = [one.seconds for one in plan.best]
     assert times == sorted(times)
     assert all(one.memory.total <= plan.memory == 72e9 for one in plan.best)
-    assert all(one.is_simulated for one in plan.best)
     topologies = {(c.data, c.pipe, c.mesh, c.num_waves, c.samples) for c in (one.candidate for one in plan.best)}
     assert len(topologies) == len(plan.best) == 10
     assert plan.num_considered == len(plan.points) + plan.refused[TOO_LARGE]

@@ -55,7 +55,6 @@ class Estimate:
     """seconds of the step that wait for sums and gathers over data ranks"""
     optimizer: float = 0.0
     """seconds of the optimizer's step"""
-    is_simulated: bool = False
 
 
 class StepModel:
@@ -114,7 +113,7 @@ class StepModel:
         batch += self._gathering_once(candidate)
         bubble = 1 - sum(timeline.busy) / (batch * candidate.pipe)
         memory = max(self._bytes.model(candidate, self._stages(candidate)).peaks(timeline), key=lambda one: one.total)
-        return replace(self._estimate(candidate, batch, bubble, memory, exposed), is_simulated=True)
+        return self._estimate(candidate, batch, bubble, memory, exposed)
 
     def _estimate(
         self, candidate: Candidate, batch: float, bubble: float, memory: RankMemory, exposed: float

@@ -76,16 +76,12 @@ def serve_store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
-def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+def _fresh_store(store: Store, rank: int, missing: set[int], timeout: timedelta) -> Store:
     """A part of `store` that only these ranks know, in which nothing is. Called by all of them.
 
     Raises:
         HanayoError: a rank does not come; on another rank than 0: rank 0 does not.
     """
-    return _fresh_store(store, rank, set(range(1, world_size)) if rank == 0 else {0}, timeout)
-
-
-def _fresh_store(store: Store, rank: int, missing: set[int], timeout: timedelta) -> Store:
     own = uuid.uuid4().hex
     if rank == 0:
         start = PrefixStore(f"hanayo/start/{own}", store)

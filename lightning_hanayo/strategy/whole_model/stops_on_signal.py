@@ -58,11 +58,6 @@ class StopsOnSignal:
         self._signals.listen(attributes)
         StopPoints(trainer, self._stop, device, self._end).add(attributes)
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether a signal stops this run, and all ranks know where."""
-        return self._stop.decision is not None
-
     def close(self) -> None:
         """The run has ended on this rank."""
         self._signals.restore()

@@ -36,11 +36,6 @@ class ConversionReport:
         """Returns the module's qualified name."""
         return joined(self.stack, str(row.block), row.path)
 
-    @property
-    def not_converted(self) -> tuple[ReportRow, ...]:
-        """The modules whose parameters no 3-D layer holds."""
-        return tuple(row for row in self.rows if row.outcome == NOT_CONVERTED)
-
     def __str__(self) -> str:
         blocks: dict[ReportRow, list[int]] = {}
         for row in self.rows:

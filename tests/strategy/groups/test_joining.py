@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.strategy.groups import joining
-from lightning_hanayo.strategy.groups.joining import fresh_store, serve_store, store_of_start
+from lightning_hanayo.strategy.groups.joining import _fresh_store, serve_store, store_of_start
 from tests.harness.limits import wait_until
 
 TIMEOUT = timedelta(seconds=60)
@@ -21,7 +21,8 @@ TIMEOUT = timedelta(seconds=60)
 
 def start(store: Store, world_size: int) -> list[Store]:
     with ThreadPoolExecutor(world_size) as threads:
-        return list(threads.map(lambda rank: fresh_store(store, rank, world_size, TIMEOUT), range(world_size)))
+        missing = [set(range(1, world_size)), *({0} for _ in range(1, world_size))]
+        return list(threads.map(lambda rank: _fresh_store(store, rank, missing[rank], TIMEOUT), range(world_size)))
 
 
 def test_each_start_finds_nothing_of_the_one_before() -> None:
@@ -37,9 +38,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     store = dist.HashStore()
     start(store, 2)
     with pytest.raises(HanayoError, match="rank 1 has not joined the run within 0:00:00"):
-        fresh_store(store, 0, 2, timedelta(0))
+        _fresh_store(store, 0, {1}, timedelta(0))
     with pytest.raises(HanayoError, match="rank 0 has not joined the run"):
-        fresh_store(dist.HashStore(), 1, 2, timedelta(milliseconds=1))
+        _fresh_store(dist.HashStore(), 1, {0}, timedelta(milliseconds=1))
 
 
 def test_a_port_is_taken_before_it_is_told() -> None:

@@ -80,6 +80,21 @@ def available(value: _T | None, condition: str) -> _T:
 
 @contextmanager
 def writing(path: str | PathLike[str]) -> Iterator[None]:
+def with_notes(error: BaseException) -> str:
+    """The error's message, and the notes that were added to it.
+
+    Example:
+        >>> error = ValueError("no such shape")
+        >>> error.add_note("This was on micro-batch 0.")
+        >>> with_notes(error)
+        'no such shape. This was on micro-batch 0.'
+    """
+    text = str(error)
+    for note in getattr(error, "__notes__", ()):
+        text = f"{text.rstrip('.')}. {note}"
+    return text
+
+
     """Inside it, a file that can't be written is a HanayoError that names the file and the reason."""
     try:
         yield

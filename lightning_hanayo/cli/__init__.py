@@ -8,7 +8,7 @@ from importlib import import_module
 
 from lightning_hanayo import __version__
 from lightning_hanayo.cli.error_messages import fail, is_debugging
-from lightning_hanayo.errors import HanayoError, nearest
+from lightning_hanayo.errors import HanayoError, nearest, with_notes
 
 _TRAINER = "lightning_hanayo.cli.trainer_start"
 
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     except HanayoError as error:
         if is_debugging():
             raise
-        return fail(str(error), failed_first=error.failed_first)
+        return fail(with_notes(error), failed_first=error.failed_first)
 
 
 def usage() -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from lightning_hanayo.errors import PeerFailed
+
 StepFunction = Callable[[int], Any]
 """Runs the user's step on the micro-batch of that index, and returns what it returns."""
 
@@ -36,6 +38,8 @@ class Batch:
         loss_weights: each micro-batch's weight in the gradient; only the rank with the loss reads them.
         loss_scale: what the weighted losses are multiplied by as well, on their device, so that small gradients in fp16
             don't vanish; None: nothing.
+        num_microbatches: how many there are, for errors.
+        num_samples: how many samples each has for this rank's user code; empty where that isn't known.
         pass_number: which pass through the stack of the micro-batches' steps runs now.
         has_loss: whether backwards begin with the loss; not those of earlier passes of the same step.
         results: filled by the last stage: what the step returned for each micro-batch, or its loss (self-contained).
@@ -52,6 +56,8 @@ class Batch:
     inputs: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()
     loss_scale: Tensor | None = None
+    num_microbatches: int = 1
+    num_samples: Sequence[int] = ()
     pass_number: int = 0
     has_loss: bool = True
     results: dict[int, Any] = field(default_factory=dict)
@@ -60,3 +66,13 @@ class Batch:
         """The loss whose backward gives the micro-batch's gradients."""
         weighted = loss * self.loss_weights[microbatch]
         return weighted if self.loss_scale is None else weighted * self.loss_scale
+
+    def note_microbatch(self, error: Exception, microbatch: int) -> None:
+        """Let an error of a step or a block say on which micro-batch it was: user code expects a whole batch."""
+        if self.num_microbatches == 1 or isinstance(error, PeerFailed):
+            return
+        samples = f"; number of samples: {self.num_samples[microbatch]}" if self.num_samples else ""
+        error.add_note(
+            f"This was on micro-batch {microbatch} (of 0 to {self.num_microbatches - 1}{samples}): the step and the "
+            f"blocks run on one micro-batch of a batch at a time."
+        )

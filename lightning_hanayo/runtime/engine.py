@@ -166,11 +166,15 @@ class Engine:
             self.streams.begin_action(action.microbatch, action.kind)
         self.values.begin_action(action.microbatch, batch.pass_number, is_forward=action.kind is Kind.F)
         run = self._actions[action.stage, action.kind]
-        if is_profiling() or torch.is_anomaly_enabled():
-            with self.values.explaining(action.stage), action_range(action):
+        try:
+            if is_profiling() or torch.is_anomaly_enabled():
+                with self.values.explaining(action.stage), action_range(action):
+                    made = run(batch, action.microbatch, received)
+            else:
                 made = run(batch, action.microbatch, received)
-        else:
-            made = run(batch, action.microbatch, received)
+        except Exception as error:
+            batch.note_microbatch(error, action.microbatch)
+            raise
         if made is not None:
             if action.kind is not Kind.F:
                 self.values.note_gradients(action.stage, made.tensors)

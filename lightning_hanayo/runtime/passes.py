@@ -91,7 +91,15 @@ class Passes:
     def _run_ahead(self, batch: Batch, table: Schedule) -> tuple[bool, ...]:
         """Run the forwards of micro-batch 0 until its step has ended; return which of its passes have gradients."""
         found: list[bool] = []
-        while (has_gradients := self._announced(lambda user_step: user_step.next_pass(batch, 0))) is not None:
+
+        def next_pass(user_step: UserStep) -> bool | None:
+            try:
+                return user_step.next_pass(batch, 0)
+            except Exception as error:
+                batch.note_microbatch(error, 0)
+                raise
+
+        while (has_gradients := self._announced(next_pass)) is not None:
             self._forward(replace(batch, pass_number=len(found)), table, (0,), has_gradients=has_gradients)
             found.append(has_gradients)
             if table.num_microbatches > 1:

@@ -67,6 +67,12 @@ class SplitBatch:
         return len(self.step_inputs)
 
     @property
+    def num_samples(self) -> Sequence[int]:
+        """The number of samples of each of this rank's pieces; empty if it isn't known, or if loaders have parts."""
+        is_known = self.sizes.are_known and len(self.sizes.parts) == 1
+        return self.sizes.of(self.own).parts[0] if is_known else ()
+
+    @property
     def present(self) -> list[int]:
         """The indices of the pieces that some rank has."""
         return [i for i, piece in enumerate(self.pieces) if piece is not None]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group, _get_default_store
 
-from lightning_hanayo.errors import HanayoError, PeerFailed
+from lightning_hanayo.errors import HanayoError, PeerFailed, with_notes
 from lightning_hanayo.monitor.member import Member
 from lightning_hanayo.monitor.monitor import Monitor
 from lightning_hanayo.monitor.parent import PARENT
@@ -170,7 +170,7 @@ class Failures:
             code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
             own = Failure(self.rank, message, code or 1, self.rank, is_shown=False)
         else:
-            message = f"{self._name(self.rank)}: {type(error).__name__}: {error}"[:_LONGEST]
+            message = f"{self._name(self.rank)}: {type(error).__name__}: {with_notes(error)}"[:_LONGEST]
             code = 2 if isinstance(error, _MISTAKES) else 1
             own = Failure(self.rank, message, code, self.rank, is_shown=True)
         return Failure(**self.monitor.decide(self._topic, asdict(own)))

@@ -162,7 +162,7 @@ class Pipeline:
     def follow(self, *, trains: bool, reduce: bool, is_first: bool) -> None:
         """On the other pipeline ranks: run the batch that pipeline rank 0 announces. Arguments as for `lead`."""
         num_microbatches, signature, key = self.relay.broadcast("batch")
-        batch = Batch(signature, self.reduces_in_batch(reduce))
+        batch = Batch(signature, self.reduces_in_batch(reduce), num_microbatches=num_microbatches)
         self._run(batch, num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
 
     def reduces_in_batch(self, reduce: bool) -> bool:

@@ -149,6 +149,8 @@ def _run(
         on_loss=microbatch_steps.note_loss,
         loss_weights=[weights.in_gradient[piece] * progress.share_of_step(trainer) for piece in split.own],
         loss_scale=loss_scale,
+        num_microbatches=split.num_microbatches,
+        num_samples=split.num_samples,
         has_loss=has_loss,
     )
     with microbatch_steps.running(running), session.norms.batch():

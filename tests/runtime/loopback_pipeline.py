@@ -101,7 +101,7 @@ class LoopbackPipeline:
     ) -> list[Any]:
         """Run one batch, every rank within `context`; return the step's results."""
         schedule = self.schedule if train else forward_only(self.schedule)
-        batch = Batch(signature, step=step, loss_weights=weights)
+        batch = Batch(signature, step=step, loss_weights=weights, num_microbatches=len(weights))
 
         def run(rank: int, engine: Engine) -> None:
             with context(), self.transports[rank].running():

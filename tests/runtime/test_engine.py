@@ -274,6 +274,54 @@ def test_a_micro_batch_with_weight_0_adds_nothing_not_even_a_nan() -> None:
 
     def step(microbatch: int) -> Tensor:
         return model.step(batch[microbatch]) * (float("nan") if microbatch == 2 else 1.0)
+class FailsBefore(Model):
+    """Its step, or a block in its forward or backward, takes a micro-batch for a batch."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        return super().step(tokens.view(8, -1))
+
+
+class FailsAfter(Model):
+    def step(self, tokens: Tensor) -> Tensor:
+        return super().step(tokens).view(8)
+
+
+class FailsInBlock(Model):
+    where = "forward"
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.blocks[2].where = self.where
+        self.blocks[2].__class__ = ForWholeBatches
+
+
+class FailsInBackward(FailsInBlock):
+    where = "backward"
+
+
+class ForWholeBatches(Block):
+    where: str
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, bias: float = 0.0) -> Tensor:
+        y = super().forward(x, scale, bias)
+        if self.where == "backward":
+            y.register_hook(lambda gradient: gradient.view(8, -1, 8))
+        return y.view(8, -1, 8) if self.where == "forward" else y
+
+
+@pytest.mark.parametrize("kind", [FailsBefore, FailsAfter, FailsInBlock, FailsInBackward])
+def test_an_error_says_on_which_micro_batch_it_was(kind: type[Model]) -> None:
+    model = kind(4)
+    (batch,) = batches(1)
+    with (
+        pipeline(model, build("hanayo", num_ranks=1, num_microbatches=4, num_waves=2)) as running,
+        pytest.raises(RuntimeError, match=r"shape '\[8") as caught,
+    ):
+        running.run(lambda m: model.step(batch[m]), [1 / 4] * 4)
+    (note,) = caught.value.__notes__
+    assert note.startswith("This was on micro-batch 0 (of 0 to 3)")
+
+
 
     with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as running:
         running.run(step, [1 / 3, 1 / 3, 0.0, 1 / 3])

@@ -92,8 +92,11 @@ def agreed(ranks: list[Failures]) -> list[Failure | None]:
 
 def test_all_ranks_agree_on_the_first_failure() -> None:
     with failures_of(4) as (ranks, _):
-        own = ranks[2].publish(KeyError("the planned fault"))
-        assert own == Failure(2, "rank 2 (pipeline 2): KeyError: 'the planned fault'", 1, 2, is_shown=True)
+        fault = KeyError("the planned fault")
+        fault.add_note("This was here.")
+        own = ranks[2].publish(fault)
+        text = "rank 2 (pipeline 2): KeyError: 'the planned fault'. This was here."
+        assert own == Failure(2, text, 1, 2, is_shown=True)
         assert agreed(ranks) == [own] * 4
         with pytest.raises(PeerFailed, match="the planned fault"):
             ranks[0].explain(ValueError("a later one"))

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Mapping
 
-from lightning_hanayo.errors import HanayoError, PeerFailed
+from lightning_hanayo.errors import HanayoError, PeerFailed, with_notes
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -41,5 +41,5 @@ def _shown(error: BaseException) -> str:
     if isinstance(error, PeerFailed):
         return f"ended because another rank failed first: {error}"
     if isinstance(error, HanayoError):
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {with_notes(error)}"
     return "".join(traceback.format_exception(error))

@@ -10,12 +10,13 @@ So a loop that runs on all ranks is exact where each parameter depends on itself
 its own part, with real values only. Everything else needs a value that isn't here, and is an error.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hanayo.errors import UnsupportedError
@@ -233,6 +234,26 @@ def _owners(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Owner]:
 
 def _refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bool = False) -> NoReturn:
     where = "this code runs on pipeline rank 0 alone" if alone else "its values are needed here"
+    way_out = owner.way_out
+    if alone and (module := _module_elsewhere()) is not None:
+        way_out = (
+            f"It is code of {type(module).__name__}, reached by a call of a module inside a block, or of another "
+            f"method than forward. Only a call of the block itself runs on its rank: call the block, and do the rest "
+            f"in its forward. Code that computes with parameters alone (a penalty) can use {FULL_PARAMETER}"
+        )
     raise UnsupportedError(
-        f"{owner.name} is on pipeline rank {owner.rank}, but {where} ({name}). {owner.way_out}."
+        f"{owner.name} is on pipeline rank {owner.rank}, but {where} ({name}). {way_out}."
     ) from cause
+
+
+def _module_elsewhere() -> nn.Module | None:
+    """The outermost module that runs in this thread though other pipeline ranks have all of its parameters."""
+    found, frame = None, inspect.currentframe()
+    while frame is not None:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        module = frame.f_locals.get(names[0]) if names else None
+        parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+        if parameters and all(isinstance(one, Placeholder) for one in parameters):
+            found = module
+        frame = frame.f_back
+    return found

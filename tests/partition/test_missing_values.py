@@ -133,6 +133,21 @@ def test_what_only_one_rank_runs_may_not_change_a_placeholder(model: Two, scope:
             model.other.weight.data.clamp_(-1, 1)
 
 
+class Method(nn.Linear):
+    def penalty(self) -> Tensor:
+        return self.weight.square().sum()
+
+
+@pytest.mark.parametrize("call", [lambda model: model.other(torch.ones(2)), lambda model: model.other.penalty()])
+def test_code_of_a_module_elsewhere_points_to_the_block(model: Two, call: Callable[[Two], Any]) -> None:
+    model.other.__class__ = Method
+    with (
+        guarded(model).during("step"),
+        pytest.raises(UnsupportedError, match="code of Method, .*Only a call of the block itself runs on its rank"),
+    ):
+        call(model)
+
+
 @pytest.mark.usefixtures("hook")
 def test_a_gradient_exists_where_the_owner_has_one(model: Two) -> None:
     assert model.other.weight.grad is not None

@@ -195,9 +195,42 @@ class PartlyFrozen(Model):
 class Half(Model):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        for block in self.blocks[:1]:
+        for block in self.blocks[: self.depth]:
             x = block(x)
         return x @ self.embedding.weight.T
+
+    depth = 1
+
+
+class Shallow(Half):
+    depth = 3
+
+
+class DropsBlock(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x) if i != 2 else x
+        return x @ self.embedding.weight.T
+
+
+class CallsChildren(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block.linear(block.norm(x))
+        return x @ self.embedding.weight.T
+
+
+class SkipsByNone(Model):
+    def step(self, tokens: Tensor) -> Tensor | None:  # type: ignore[override]
+        return None
+
+
+class NoLoss(Model):
+    def step(self, tokens: Tensor) -> Tensor | None:  # type: ignore[override]
+        super().step(tokens)
+        return None
 
 
 class Odd(Model):
@@ -211,9 +244,17 @@ class Odd(Model):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Between, r"test_engine.py:\d+ \(x = block\(x\) \* 2\) uses the output of a block between two blocks"),
+        (Between, r"test_engine.py:\d+ \(x = block\(x\) \* 2\) uses the .* before blocks\[2\] is called.* two blocks"),
         (PartlyFrozen, r"blocks\[2\] is called with grad mode on, and the blocks before it with grad mode off"),
-        (Half, "ended after 1 of the 4 blocks"),
+        (Half, r"ended after 1 of the 4 blocks.* left out .*must be called as well"),
+        (Shallow, r"test_engine.py:\d+ .* uses the output .*before blocks\[3\] is called.* left out .*must be called"),
+        (DropsBlock, r"blocks\[3\] is called where blocks\[2\] is next.* left out .*must be called as well"),
+        (
+            CallsChildren,
+            r"ended after 0 of the 4 blocks.*Only calls of the blocks themselves count, .*blocks\[0\]\(x\)",
+        ),
+        (SkipsByNone, r"ended after 0 of the 4 blocks.*It returned None, but no micro-batch can be skipped"),
+        (NoLoss, r"training_step returned NoneType.* By None no micro-batch can be skipped"),
         (Odd, r"argument 'scale' of blocks\[1\] is a builtins.object"),
     ],
 )
@@ -233,47 +274,6 @@ def test_an_unsupported_step_raises_an_error_that_names_the_cause(kind: type[Mod
             Block.forward = inner
 
 
-class SeesAutocast(torch.autograd.Function):
-    """Records whether its backward runs under autocast."""
-
-    seen: list[bool] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        SeesAutocast.seen.append(torch.is_autocast_enabled("cpu"))
-        return gradient
-
-
-class Watched(Model):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return SeesAutocast.apply(super().forward(tokens))
-
-
-def test_backward_runs_outside_autocast_as_lightnings_does() -> None:
-    model = Watched(4)
-    (batch,) = batches(1)
-    with pipeline(model, build("hanayo", num_ranks=1, num_microbatches=4, num_waves=2)) as running:
-
-        def step(microbatch: int) -> Tensor:
-            assert torch.is_autocast_enabled("cpu")
-            return model.step(batch[microbatch])
-
-        running.run(step, [1 / 4] * 4, context=lambda: torch.autocast("cpu", torch.bfloat16))
-    assert SeesAutocast.seen == [False] * 4
-
-
-def test_a_micro_batch_with_weight_0_adds_nothing_not_even_a_nan() -> None:
-    torch.manual_seed(0)
-    model = Model(4)
-    reference = copy.deepcopy(model)
-    (batch,) = batches(1)
-
-    def step(microbatch: int) -> Tensor:
-        return model.step(batch[microbatch]) * (float("nan") if microbatch == 2 else 1.0)
 class FailsBefore(Model):
     """Its step, or a block in its forward or backward, takes a micro-batch for a batch."""
 
@@ -322,6 +322,47 @@ def test_an_error_says_on_which_micro_batch_it_was(kind: type[Model]) -> None:
     assert note.startswith("This was on micro-batch 0 (of 0 to 3)")
 
 
+class SeesAutocast(torch.autograd.Function):
+    """Records whether its backward runs under autocast."""
+
+    seen: list[bool] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        SeesAutocast.seen.append(torch.is_autocast_enabled("cpu"))
+        return gradient
+
+
+class Watched(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return SeesAutocast.apply(super().forward(tokens))
+
+
+def test_backward_runs_outside_autocast_as_lightnings_does() -> None:
+    model = Watched(4)
+    (batch,) = batches(1)
+    with pipeline(model, build("hanayo", num_ranks=1, num_microbatches=4, num_waves=2)) as running:
+
+        def step(microbatch: int) -> Tensor:
+            assert torch.is_autocast_enabled("cpu")
+            return model.step(batch[microbatch])
+
+        running.run(step, [1 / 4] * 4, context=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert SeesAutocast.seen == [False] * 4
+
+
+def test_a_micro_batch_with_weight_0_adds_nothing_not_even_a_nan() -> None:
+    torch.manual_seed(0)
+    model = Model(4)
+    reference = copy.deepcopy(model)
+    (batch,) = batches(1)
+
+    def step(microbatch: int) -> Tensor:
+        return model.step(batch[microbatch]) * (float("nan") if microbatch == 2 else 1.0)
 
     with pipeline(model, build("hanayo", num_ranks=2, num_microbatches=4)) as running:
         running.run(step, [1 / 3, 1 / 3, 0.0, 1 / 3])

@@ -29,7 +29,7 @@ from lightning_hanayo.runtime.autograd.graph_boundary import current_sequence_nu
 from lightning_hanayo.runtime.capture.around_stack.cache_argument import cache_for
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
 from lightning_hanayo.runtime.capture.forward_patch import randomness_of, run_block, run_original
-from lightning_hanayo.runtime.capture.proxy import proxies_like, user_line
+from lightning_hanayo.runtime.capture.proxy import SKIPPED_BLOCKS, proxies_like, user_line
 from lightning_hanayo.runtime.capture.stage_input import NO_OUTPUT, StageInput
 from lightning_hanayo.runtime.capture.suspended_call import suspend
 from lightning_hanayo.runtime.comm.message import Message
@@ -102,6 +102,11 @@ class BlockTracer:
         """Whether the step has called no block yet, or the whole stack."""
         return self.num_called in (0, len(self._index_of))
 
+    @property
+    def next_block(self) -> str:
+        """The name of the block that the step has to call next."""
+        return f"{self._name}[{self.num_called % len(self._index_of)}]"
+
     def take_message(self) -> Message:
         """The recorded calls, the output of the blocks before them, and what is carried.
 
@@ -132,8 +137,8 @@ class BlockTracer:
             self._enter_pass()
         if index != self.num_called:
             raise UnsupportedError(
-                f"{self._name}[{index}] is called where {self._name}[{self.num_called}] is next; a pipeline runs the "
-                f"blocks of the stack in order."
+                f"{self._name}[{index}] is called where {self.next_block} is next; a pipeline runs all blocks of the "
+                f"stack, in order. {SKIPPED_BLOCKS}"
             )
         if torch.is_grad_enabled() != self.has_gradients:
             raise UnsupportedError(

@@ -14,10 +14,16 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.capture.suspended_call import current_tracer
 from lightning_hanayo.runtime.comm.pytree import OutputReference
 
 _NOT_USER_CODE = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), threading.__file__)
 """file names that begin so are not the user's code"""
+SKIPPED_BLOCKS = (
+    "Blocks that are left out (LayerDrop, self.blocks[:n]) must be called as well, and return their input; or delete "
+    "them before the run."
+)
+"""how errors about missing calls of blocks end"""
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor")
 _OPERATORS = (
     *(f"{prefix}{name}" for name in _ARITHMETIC for prefix in ("", "r", "i")),
@@ -76,10 +82,21 @@ class Proxy(Valueless, OutputReference):
 
     def refuse(self, operation: str) -> NoReturn:
         """Raise the error for code between two blocks that needs a value. It names the user's line."""
+        tracer = current_tracer()
+        if tracer is None or tracer.is_between_passes:
+            where = ""
+            way_out = (
+                "Let the block store it as an attribute (self.value = x), which the step may read after the stack."
+            )
+        else:
+            where = f" before {tracer.next_block} is called"
+            way_out = (
+                f"Move code between two blocks into the block, or name another stack with HanayoStrategy(blocks=...). "
+                f"{SKIPPED_BLOCKS}"
+            )
         raise UnsupportedError(
-            f"{user_line()} uses the output of a block between two blocks ({operation}), but that block runs on "
-            f"another pipeline stage. Move this code into the block, or name another stack with "
-            f"HanayoStrategy(blocks=...)."
+            f"{user_line()} uses the output of a block ({operation}){where}, but it is on another pipeline stage: of "
+            f"the stack's outputs only the last block's comes back to the step. {way_out}"
         )
 
 

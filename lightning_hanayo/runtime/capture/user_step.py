@@ -21,6 +21,7 @@ from lightning_hanayo.runtime.capture.around_stack.gradient_calls import Gradien
 from lightning_hanayo.runtime.capture.around_stack.replaced_parameters import ReplacedParameters
 from lightning_hanayo.runtime.capture.block_tracer import BlockTracer
 from lightning_hanayo.runtime.capture.carried import NO_CARRIERS, Carriers
+from lightning_hanayo.runtime.capture.proxy import SKIPPED_BLOCKS
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.capture.suspended_call import SuspendedCall, SuspendedCalls
 from lightning_hanayo.runtime.capture.thread_state import ThreadState
@@ -32,6 +33,11 @@ SAME_PASSES = (
     "each step, even where its output isn't used; or change the passes between epochs."
 )
 """how errors about the number and order of passes end"""
+NONE_SKIPPED = (
+    "no micro-batch can be skipped, since other ranks wait for its blocks. Run the stack, and return zero times the "
+    "loss (loss * 0, or output.sum() * 0 without one); or leave such samples out of the dataset."
+)
+"""how errors about a training step that returns None end"""
 _Call = tuple[SuspendedCall, BlockTracer]
 
 
@@ -178,7 +184,7 @@ class UserStep:
             self._check_replaced_parameters()
             return sequence_number
         del self._under_way[microbatch]
-        self._check_whole(tracer)
+        self._check_whole(tracer, call.result)
         self.carriers.end(tracer.delivered)
         self._calls.release(call)
         batch.results[microbatch], call.result = call.result, None
@@ -277,19 +283,29 @@ class UserStep:
     def _check_suspended(self, call: SuspendedCall, tracer: BlockTracer) -> None:
         if call.done:
             self._calls.release(call)
-            self._check_whole(tracer, has_passed=False)
+            self._check_whole(tracer, call.result, has_passed=False)
         self._check_replaced_parameters()
 
     def _check_replaced_parameters(self) -> None:
         if self.replaced_parameters is not None:
             self.replaced_parameters.check()
 
-    def _check_whole(self, tracer: BlockTracer, *, has_passed: bool = True) -> None:
-        if not (has_passed and tracer.is_between_passes):
-            raise UnsupportedError(
-                f"the step ended after {tracer.num_called} of the {len(self.blocks)} blocks of {self.name}; "
-                f"a pipeline runs whole passes through the stack, at least one for each micro-batch."
+    def _check_whole(self, tracer: BlockTracer, result: Any, *, has_passed: bool = True) -> None:
+        if has_passed and tracer.is_between_passes:
+            return
+        if tracer.num_called:
+            way_out = SKIPPED_BLOCKS
+        elif result is None:
+            way_out = f"It returned None, but {NONE_SKIPPED}"
+        else:
+            way_out = (
+                f"Only calls of the blocks themselves count, such as {tracer.next_block}(x): not those of modules in "
+                f"them, or of other methods than forward."
             )
+        raise UnsupportedError(
+            f"the step ended after {tracer.num_called} of the {len(self.blocks)} blocks of {self.name}; "
+            f"a pipeline runs whole passes through the stack, at least one for each micro-batch. {way_out}"
+        )
 
 
 def _run_step(function: StepFunction, microbatch: int) -> Any:

@@ -20,7 +20,7 @@ from lightning_hanayo.runtime.autograd.tied_gradients import TiedGradients
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.batches.containers import with_values
 from lightning_hanayo.runtime.capture.stage_input import StageInput
-from lightning_hanayo.runtime.capture.user_step import UserStep, missing_values_error
+from lightning_hanayo.runtime.capture.user_step import NONE_SKIPPED, UserStep, missing_values_error
 from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.runtime.stages.base import Stage
 
@@ -186,7 +186,7 @@ def loss_of(result: Any) -> Tensor:
     if loss is None:
         raise UnsupportedError(
             f"training_step returned {type(result).__name__}; a pipeline needs a loss from every micro-batch: a "
-            f"tensor, or a dictionary with the key 'loss'. Only one rank without others can skip one by None."
+            f"tensor, or a dictionary with the key 'loss'." + (f" By None {NONE_SKIPPED}" if result is None else "")
         )
     if loss.is_meta:
         raise missing_values_error("the loss")

@@ -29,7 +29,7 @@ def test_every_use_raises_an_error_that_names_its_line(use: Callable[[Any], obje
         UnsupportedError, match=r"test_proxy\.py:\d+ \(.*lambda h: .*uses the output of a block"
     ) as caught:
         use(Proxy())
-    assert "Move this code into the block" in str(caught.value)
+    assert "Let the block store it as an attribute" in str(caught.value)
 
 
 def test_proxies_have_the_structure_of_the_last_output() -> None:

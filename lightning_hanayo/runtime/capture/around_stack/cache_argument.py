@@ -32,8 +32,8 @@ class FilledElsewhere(Valueless):
         """Raise the error for code that uses the layer again."""
         raise UnsupportedError(
             f"{user_line()} uses layer {self.index} of a key/value cache ({operation}), which a block on another rank "
-            f"has filled. A cache lives inside one forward: pass a new one to each call of the model, and "
-            f"use_cache=False to generate."
+            f"has filled. A cache lives inside one forward: pass use_cache=False to the model, also to generate; or, "
+            f"where the step itself makes a cache, a new one to each call."
         )
 
 

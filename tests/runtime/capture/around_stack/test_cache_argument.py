@@ -59,7 +59,10 @@ def test_a_cache_in_another_one() -> None:
 @pytest.mark.parametrize("cache", [DynamicCache(), DynamicCache(PAIRS)])
 def test_a_second_forward_with_the_cache_is_refused(cache: DynamicCache) -> None:
     cache_for(Block(1), cache)
-    with pytest.raises(UnsupportedError, match="uses layer 1 of a key/value cache .*A cache lives inside one forward"):
+    with pytest.raises(
+        UnsupportedError,
+        match="uses layer 1 of a key/value cache .*A cache lives inside one forward: .*use_cache=False",
+    ):
         cache_for(Block(1), cache)
     with pytest.raises(UnsupportedError, match="uses layer 1 of a key/value cache"):
         cache.update(new_keys(), new_keys(), 1)

@@ -21,7 +21,7 @@ RECOMPUTING = {"blocks": replace(COSTS, backward_input=2.0), "attention": replac
 PAIR_SEGMENTS = gather_compute_scatter()
 """the guess for pairs: a cube whose link is busy as long as its devices"""
 SINGLE_STAGE = "1f1b"
-"""what `"auto"` is on one rank: one stage, whose micro-batches run one after another"""
+"""has one stage per rank; `"auto"` on one rank, where micro-batches run one after another"""
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,10 @@ def _too_few(layout: Layout, num_blocks: int) -> str:
         for ranks in range(layout.num_ranks, 0, -1)
         for waves in range(min(layout.num_waves, num_blocks // (per_wave * ranks)), 0, -1)
     )
-    choices = " or ".join(f"pipeline_parallel_size={ranks}, num_waves={waves}" for ranks, waves in islice(valid, 2))
+    fitting = [f"pipeline_parallel_size={ranks}, num_waves={waves}" for ranks, waves in islice(valid, 2)]
+    if per_rank > 1 and 1 < layout.num_ranks <= num_blocks:
+        fitting.insert(0, f"schedule={SINGLE_STAGE!r} (one stage per rank)")
+    choices = " or ".join(fitting[:2])
     return (
         f"the stack has {num_blocks} blocks, but {layout.schedule} over {layout.num_ranks} pipeline ranks with "
         f"num_waves={layout.num_waves} has {layout.num_stages} stages ({per_rank} per rank), and every stage needs a "

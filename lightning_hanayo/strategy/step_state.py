@@ -203,13 +203,19 @@ class StepState:
         own = [_checksum(buffers[name]) if name in names else 0 for name in self._compared]
         largest = self._mesh.largest([*own, *(-one for one in own)])
         negated_smallest = largest[len(own) :]
-        for name, highest, negated_lowest in zip(self._compared, largest, negated_smallest, strict=False):
-            if highest != -negated_lowest:
-                raise UnsupportedError(
-                    f"{name} is a buffer that the training step changes, and each rank of the cube runs it on its own "
-                    f"samples, so that the ranks' values differ now. Set HanayoStrategy(cube_outside='replicate'), "
-                    f"where all ranks run the code outside the stack on all samples; within the stack leave it out."
-                )
+        rows = zip(self._compared, largest, negated_smallest, strict=False)
+        differing = [name for name, highest, negated_lowest in rows if highest != -negated_lowest]
+        inside = [name for name in differing if name not in self._shareable]
+        way_out = (
+            "Set HanayoStrategy(cube_outside='replicate'), where all ranks run code outside the stack on all samples"
+        )
+        if inside:
+            way_out = "Blocks in a cube can't change buffers by their samples: leave that out, or the cube"
+        for name in inside or differing:
+            raise UnsupportedError(
+                f"{name} is a buffer that the training step changes, and each rank of the cube runs it on its own "
+                f"samples, so that the ranks' values differ now. {way_out}."
+            )
 
 
 def _places(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str]]:

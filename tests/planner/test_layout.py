@@ -57,6 +57,7 @@ def test_every_table_ends_on_rank_0(schedule: str, stages: int, loss_stage: int)
 TOO_FEW = [
     ((4, 8, 2, "hanayo"), ["8 blocks", "16 stages (4 per rank)", "pipeline_parallel_size=4, num_waves=1"]),
     ((4, 5, 1, "hanayo"), ["5 blocks", "8 stages (2 per rank)", "pipeline_parallel_size=2, num_waves=1"]),
+    ((2, 3, 1, "hanayo"), ["3 blocks", "4 stages", "schedule='1f1b' (one stage per rank) or pipeline_parallel_size=1"]),
     ((2, 1, "auto", "hanayo"), ["1 blocks", "4 stages", "needs at least two blocks"]),
     ((4, 3, 1, "1f1b"), ["3 blocks", "4 stages (1 per rank)", "pipeline_parallel_size=3"]),
     ((2, 3, "auto", "interleaved"), ["3 blocks", "4 stages (2 per rank)", "pipeline_parallel_size=1"]),

@@ -89,3 +89,26 @@ def test_a_buffer_that_two_passes_of_a_step_change_is_rejected() -> None:
         state.end_pass(0)
         model.queue.add_(1)
         state.end_pass(1)
+
+
+class Unequal:
+    """A cube whose ranks have other values of all buffers."""
+
+    def largest(self, values: list[int]) -> list[int]:
+        return [value + 1 for value in values]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("outer", "inner"), "^inner.running_mean .*Blocks in a cube"),
+        (("outer",), "^outer.running_mean .*cube_outside='replicate'"),
+    ],
+)
+def test_a_buffer_of_a_block_is_named_before_one_that_an_option_allows(changed: tuple[str, ...], message: str) -> None:
+    norms = {name: nn.BatchNorm1d(2, affine=False) for name in changed}
+    outside = {"outer": norms["outer"]}
+    state = StepState(norms, {}, set(norms.values()), Unequal(), outside, None)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=message), state.watched(1):
+        for norm in norms.values():
+            norm(torch.ones(2, 2))

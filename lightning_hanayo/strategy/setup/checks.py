@@ -96,16 +96,17 @@ def check_batch_statistics(model: nn.Module, stack: Stack, options: Options) -> 
     Raises:
         UnsupportedError: there is one in training mode.
     """
-    outside = set() if options.cube_outside == "share" else set(modules_outside(model, stack))
-    for name, part in model.named_modules():
-        if isinstance(part, _BatchNorm) and part.training and part not in outside:
-            way_out = "Use LayerNorm or GroupNorm, or leave the cube out"
-            if part in modules_outside(model, stack):
-                way_out = "Set HanayoStrategy(cube_outside='replicate'), where all ranks run it on whole micro-batches"
-            raise UnsupportedError(
-                f"{name} is a {type(part).__name__}, which normalises by the mean of a batch, but on a cube each rank "
-                f"runs it on its own samples. {way_out}."
-            )
+    outside = set(modules_outside(model, stack))
+    found = [(name, part) for name, part in model.named_modules() if isinstance(part, _BatchNorm) and part.training]
+    inside = [(name, part) for name, part in found if part not in outside]
+    for name, part in inside or (found if options.cube_outside == "share" else ()):
+        way_out = "Set HanayoStrategy(cube_outside='replicate'), where all ranks run it on whole micro-batches"
+        if inside:
+            way_out = "Within the stack use LayerNorm or GroupNorm, or leave the cube out"
+        raise UnsupportedError(
+            f"{name} is a {type(part).__name__}, which normalises by the mean of a batch, but on a cube each rank "
+            f"runs it on its own samples. {way_out}."
+        )
 
 
 def warn_of_batch_statistics(model: nn.Module, num_microbatches: int) -> None:

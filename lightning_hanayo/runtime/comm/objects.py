@@ -90,10 +90,12 @@ def _function_place(function: FunctionType) -> tuple[Any, ...] | None:
     """Module and name of the outermost function, the number of the code in it, and the values that it refers to.
 
     Global numbers and tensors are sent, too, as the step may have set them; also those of its module's functions that
-    it calls.
+    it calls. None if it isn't found there.
     """
-    in_module = vars(import_module(function.__module__)).items()
-    named = (name for name, value in in_module if value is function)  # lambdas don't know their names
+    module = sys.modules.get(function.__module__)
+    if module is None:
+        return None
+    named = (name for name, value in vars(module).items() if value is function)  # lambdas don't know their names
     name = next(named, function.__qualname__.partition(".<locals>")[0])
     codes = list(_codes(function.__module__, name))
     cells = function.__closure__ or ()
@@ -153,12 +155,10 @@ def values_of(function: FunctionType) -> list[Any]:
 
 def _codes(module: str, name: str) -> Iterator[CodeType]:
     """The code of a module's function, and of the functions in it, always in the same order."""
-    found: Any = import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    found: Any = _named(import_module(module), name)
     found = found.fget if isinstance(found, property) else found
     found = unwrap(found) if callable(found) else None
-    waiting = [found.__code__] if hasattr(found, "__code__") else []
+    waiting: list[CodeType] = [found.__code__] if hasattr(found, "__code__") else []
     while waiting:
         code = waiting.pop()
         yield code
@@ -180,9 +180,20 @@ def _is_of_cache(value: Any) -> bool:
     return is_cache(value) or any(kind.__name__.endswith("CacheLayerMixin") for kind in type(value).__mro__)
 
 
+def _class_place(kind: type) -> tuple[str, str] | None:
+    place = kind.__module__, kind.__qualname__
+    return place if _named(sys.modules.get(kind.__module__), kind.__qualname__) is kind else None
+
+
 def _class_at(place: tuple[str, str]) -> Any:
     module, name = place
-    return getattr(import_module(module), name)
+    return _named(import_module(module), name)
+
+
+def _named(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
 
 
 KINDS = {
@@ -194,7 +205,7 @@ KINDS = {
         ObjectKind("partial", lambda value: type(value) is partial, lambda p: (p.func, p.args, p.keywords),
                    lambda parts: partial(parts[0], *parts[1], **parts[2])),
         ObjectKind("cache", _is_of_cache, _instance_parts, _instance_of),
-        ObjectKind("class", lambda value: isinstance(value, type), lambda k: (k.__module__, k.__qualname__), _class_at),
+        ObjectKind("class", lambda value: isinstance(value, type), _class_place, _class_at),
         ObjectKind("device", lambda value: isinstance(value, torch.device), lambda d: d.type, torch.device),
     )
 }  # fmt: skip

@@ -117,10 +117,12 @@ def _unsendable(value: Any, what: str) -> UnsupportedError:
             f"{what} is a {shown}, which can't be sent to the next pipeline stage. Strided tensors can, and nested "
             f"ones of the layout torch.jagged: torch.nested.nested_tensor(..., layout=torch.jagged)."
         )
+    name = f" ({value.__module__}.{value.__qualname__})" if isinstance(value, (type, FunctionType)) else ""
     return UnsupportedError(
-        f"{what} is a {kind.__module__}.{kind.__qualname__}, which can't be sent to the next pipeline stage. "
+        f"{what} is a {kind.__module__}.{kind.__qualname__}{name}, which can't be sent to the next pipeline stage. "
         f"Tensors, plain Python values, and tuples, lists and dictionaries of them can; as arguments of blocks also "
-        f"jagged nested tensors, BlockMasks, and functions that refer to such values alone."
+        f"jagged nested tensors, BlockMasks, classes, and functions that refer to such values alone. A class or "
+        f"function must be found by its name in sys.modules, where importlib doesn't put a module by itself."
     )
 
 

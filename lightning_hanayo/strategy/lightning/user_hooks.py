@@ -1,10 +1,10 @@
 """Which hooks the user's module, callbacks and precision plugin define: what is unused needn't be prepared for."""
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from types import CodeType
+from itertools import chain
+from types import CodeType, FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -131,9 +131,15 @@ def _mentions_gradients(module_class: Any) -> bool:
     classes = [
         one for one in module_class.__mro__ if not one.__module__.startswith(("torch.", "builtins", *_OWN_PACKAGES))
     ]
-    scopes = [*map(vars, classes), *(vars(sys.modules[one.__module__]) for one in classes)]
-    functions = (inspect.unwrap(value) for scope in scopes for value in scope.values() if inspect.isroutine(value))
-    return any("grad" in _names(value.__code__) for value in functions if inspect.isfunction(value))
+    methods = [method for one in classes for method in _functions(vars(one))]
+    files = {id(method.__globals__): method.__globals__ for method in methods}.values()  # not all are in sys.modules
+    functions = chain(methods, *map(_functions, files))
+    return any("grad" in _names(function.__code__) for function in functions)
+
+
+def _functions(scope: Mapping[str, Any]) -> list[FunctionType]:
+    unwrapped = (inspect.unwrap(value) for value in scope.values() if inspect.isroutine(value))
+    return [value for value in unwrapped if inspect.isfunction(value)]
 
 
 def _names(code: CodeType) -> set[str]:

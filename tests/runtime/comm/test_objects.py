@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -63,6 +64,8 @@ def of_two(first: int, second: int) -> tuple[Mask, Mask]:
 
 
 class Masks:
+    class Inner: ...
+
     @property
     def local(self) -> Mask:
         size = 2
@@ -98,6 +101,10 @@ def test_global_numbers_and_tensors_are_those_of_the_rank_that_sends(monkeypatch
     assert function(torch.tensor(1)).tolist() == [8] and of_globals(torch.tensor(1)).tolist() == [3, 5]
 
 
+def test_a_class_inside_another() -> None:
+    assert arrived(Masks.Inner) is Masks.Inner
+
+
 def test_defaults_and_partials() -> None:
     assert arrived(with_defaults)(1) == 6
     assert arrived(partial(with_defaults, 1, z=5))() == 8
@@ -125,7 +132,26 @@ def calls_itself() -> Callable[[int], int]:
     return factorial
 
 
-@pytest.mark.parametrize("value", [Model().mask(), Model().mask, calls_itself(), json.JSONEncoder(), eval("lambda: 1")])
+def of_unknown_module(code: str) -> Any:
+    """What importlib makes of a file, without an entry in sys.modules."""
+    module = ModuleType("plugin")
+    exec(code, vars(module))
+    return module.made  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Model().mask(),
+        Model().mask,
+        calls_itself(),
+        json.JSONEncoder(),
+        eval("lambda: 1"),
+        of_unknown_module("def made(): pass"),
+        of_unknown_module("class made: pass"),
+        type("local", (), {}),
+    ],
+)
 def test_what_is_refused(value: Any) -> None:
     with pytest.raises(
         UnsupportedError, match="the argument.* is a .*, which can't be sent to the next pipeline stage"

@@ -155,6 +155,8 @@ class BlockTracer:
         if index < self._num_local:
             output = self._output = run_original(block, *args, **kwargs)
         else:
+            if index == self._num_local:
+                self._carriers.begin_recording()
             self._record(index, args, kwargs)
             if index == 0:
                 self._output = self._suspend()

@@ -29,8 +29,8 @@ class BlockRun:
 class Carrier(Protocol):
     """One kind of values. Trees are None (nothing to carry), or what a `Flattener` can flatten.
 
-    On ranks with user code, per micro-batch:  enter, leave, ..., enter, deliver, end, where a step that passes the
-    stack again leaves again instead of ending. On all:  running, for each stage.
+    On ranks with user code, per micro-batch:  enter, begin_recording, leave, ..., enter, deliver, end, where a step
+    that passes the stack again records and leaves again instead of ending. On all:  running, for each stage.
     """
 
     def begin_batch(self) -> None:
@@ -41,6 +41,9 @@ class Carrier(Protocol):
 
     def undo(self) -> None:
         """Called after a dry run of user code: undo what it has changed since `enter`."""
+
+    def begin_recording(self) -> None:
+        """Called in the step's thread before the first call in a pass of a block that doesn't run in the step."""
 
     def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[Any, Any]:
         """Called in the step's thread when it is suspended; `begins_pass`: for the first time in this pass.
@@ -79,6 +82,11 @@ class Carriers:
         """Called after a dry run of user code."""
         for carrier in self._carriers:
             carrier.undo()
+
+    def begin_recording(self) -> None:
+        """Called in the step's thread before the first call in a pass of a block that doesn't run in the step."""
+        for carrier in self._carriers:
+            carrier.begin_recording()
 
     def leave(self, earlier: Sequence[Any], *, begins_pass: bool = True) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What the step leaves: a tree for each carrier, and what each needs to deliver. `earlier` is () at first."""

@@ -17,10 +17,10 @@ from torch import nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.capture.carried import BlockRun
-from lightning_hanayo.runtime.capture.proxy import Valueless
 
 _LAYERS = "_hidden_states_layers"
 """the key under which a collector keeps which hidden states are wanted"""
+_STATES = "hidden_states"
 _HOOKED = "_output_capturing_hooks_installed"
 
 Tree = dict[str, Any]
@@ -40,11 +40,17 @@ class RecordedOutputs:
         self._model = model
         self._accepts = accepts
         self._has_warned = False
+        self._counts: dict[str, int] = {}
+        """of the items by key that the step that runs has recorded itself"""
 
     def begin_batch(self) -> None:
         """Do nothing."""
 
     enter = undo = begin_batch
+
+    def begin_recording(self) -> None:
+        """Count what the step has recorded itself: from now on its hooks record proxies, or None for unwanted ones."""
+        self._counts = {key: len(items) for key, items in (_active() or {}).items()}
 
     def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[Tree | None, Any]:
         """Ask for what the step's collector wants.
@@ -60,7 +66,8 @@ class RecordedOutputs:
         if rejected:
             raise UnsupportedError(
                 f"{rejected} asks for what the blocks compute inside, and in this cube they work on other parts of the "
-                f"samples or features than the step. Leave it out of the model's config and call, or set cube=1."
+                f"samples or features than the step. Leave it out of the model's config and call, cut another stack "
+                f"with HanayoStrategy(blocks=...) if a tower's features are made of it, or set cube=1."
             )
         if "router_logits" in lists and not self._has_warned:
             self._has_warned = True
@@ -72,7 +79,7 @@ class RecordedOutputs:
             )
         layers = sorted(collector[_LAYERS]) if _LAYERS in collector else None
         models = [name for name, module in self._model.named_modules() if getattr(module, _HOOKED, False)]
-        wanted = {key: [sum(not isinstance(item, Valueless) for item in items), []] for key, items in lists.items()}
+        wanted = {key: [self._counts.get(key, 0), []] for key in lists}
         return {"models": models, "layers": layers, "lists": wanted}, None
 
     @contextmanager
@@ -83,9 +90,8 @@ class RecordedOutputs:
             return
         self._install_hooks(tree["models"])
         collector = {key: [None] * count + items for key, (count, items) in tree["lists"].items()}
-        layers = {} if tree["layers"] is None else {_LAYERS: set(tree["layers"])}
         active = _capturing()._active_collector
-        token = active.set(collector | layers)
+        token = active.set(collector)
         result: list[Tree | None] = [tree]
         try:
             yield result
@@ -95,15 +101,18 @@ class RecordedOutputs:
             for items in collector.values():
                 if items and _is_output(items[-1], run.output):
                     items.pop()
+        if tree["layers"] is not None:
+            states = collector[_STATES]
+            collector[_STATES] = [one if i in tree["layers"] else None for i, one in enumerate(states)]
         lists = {key: [count, collector[key][count:]] for key, (count, _) in tree["lists"].items()}
         result[0] = tree | {"lists": lists}
 
     def deliver(self, tree: Tree | None, left: Any) -> Any:
-        """Append what was recorded to the step's collector. The hooks of blocks themselves have added proxies to it."""
+        """Append what was recorded to the step's collector, in place of what hooks of blocks themselves have added."""
         collector = _active()
         if tree is not None and collector:
-            for key, (_, items) in tree["lists"].items():
-                collector[key][:] = [item for item in collector[key] if not isinstance(item, Valueless)] + items
+            for key, (count, items) in tree["lists"].items():
+                collector[key][count:] = items
         return True
 
     def end(self, delivered: Any) -> None:

@@ -113,6 +113,9 @@ class StateCarrier:
         """Called before user code starts or continues: what this rank's blocks have changed since isn't its doing."""
         self._scanner(self._own).scan()
 
+    def begin_recording(self) -> None:
+        """Do nothing."""
+
     def undo(self) -> None:
         """Undo what user code has changed since `enter`."""
         self._all.undo()

@@ -24,7 +24,7 @@ class BlockLogs:
     def begin_batch(self) -> None:
         """Do nothing."""
 
-    enter = undo = begin_batch
+    enter = undo = begin_recording = begin_batch
 
     def leave(self, earlier: Any, *, begins_pass: bool = True) -> tuple[None, None]:
         """Leave nothing: blocks in the step's thread have logged like the step itself."""

@@ -1,7 +1,7 @@
 """`HanayoStrategy`: Lightning's hooks, each a few lines that say when something happens; the work is done elsewhere."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -772,10 +772,12 @@ class HanayoStrategy(MeshParallelStrategy):
             self._stops_on_signal.close()
         if self._session is not None:
             self._session.close()
-        move_optimizers(self.optimizers, torch.device("cpu"))
-        if self.lightning_module is not None:
-            with self._unguarded():
-                self.lightning_module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+        # After a failure Lightning shows the error of this method, if there is one, instead of the first error.
+        with suppress(Exception) if self._failures is None else nullcontext():
+            move_optimizers(self.optimizers, torch.device("cpu"))
+            if self.lightning_module is not None:
+                with self._unguarded():
+                    self.lightning_module._apply(_to_host)
         if self._session is not None:
             self._session.guard_module()
         self.precision_plugin.teardown()
@@ -786,3 +788,8 @@ class HanayoStrategy(MeshParallelStrategy):
 
 def _names_of(module: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in module.named_parameters()}
+def _to_host(value: Any) -> Any:
+    """The tensor in host memory; a placeholder, or what stands for a buffer of another rank, as it is."""
+    return value.cpu() if isinstance(value, Tensor) and not value.is_meta else value
+
+

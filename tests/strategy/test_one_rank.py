@@ -204,8 +204,24 @@ class Singles(Plain):
         return self.loss(batch[None])
 
 
+class BreaksTwice(Plain):
+    """After the error of its step, it can't be moved either, as after an error of a GPU."""
+
+    has_failed = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.has_failed = True
+        raise KeyError("the first error")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.has_failed:
+            raise RuntimeError("the second error")
+        return super()._apply(fn, recurse)
+
+
 ALIKE = [Plain, Skips, Words, Lbfgs, Iterates, Adversaries, Unused, Sparse, Perturbs, Tracks]
 MORE = [
+    BreaksTwice,
     ReadsLastStep,
     LooksAtGradients,
     SetsRate,
@@ -275,6 +291,12 @@ def test_what_is_no_loss_is_refused_by_the_trainer(pool: Pool) -> None:
     with pytest.raises(RunFailed) as caught:
         pool.run(1, train, "Wrong", 1, strategy(), timeout=60.0)
     assert caught.value.first.kind == "MisconfigurationException"
+
+
+def test_the_first_error_is_the_one_that_is_raised(pool: Pool) -> None:
+    with pytest.raises(RunFailed) as caught:
+        pool.run(1, train, "BreaksTwice", 1, strategy(), timeout=60.0)
+    assert caught.value.first.kind == "KeyError"
 
 
 def in_two(name: str, accumulate: int = 1) -> tuple[list[float], list[float]]:

@@ -14,6 +14,8 @@ class HanayoError(ValueError):
 
     failed_first = False
     """whether this rank failed before all others, so that it is the one that shows the error"""
+    is_common = False
+    """whether all ranks raise it at the same place, so that none waits for this one"""
     cell: tuple[int, int] | None = None
     """the rank and the position in its row, if the error is about an action of a schedule's table"""
 
@@ -78,8 +80,6 @@ def available(value: _T | None, condition: str) -> _T:
     return value
 
 
-@contextmanager
-def writing(path: str | PathLike[str]) -> Iterator[None]:
 def with_notes(error: BaseException) -> str:
     """The error's message, and the notes that were added to it.
 
@@ -95,6 +95,8 @@ def with_notes(error: BaseException) -> str:
     return text
 
 
+@contextmanager
+def writing(path: str | PathLike[str]) -> Iterator[None]:
     """Inside it, a file that can't be written is a HanayoError that names the file and the reason."""
     try:
         yield

@@ -32,7 +32,7 @@ from lightning_hanayo.monitor.parent import PARENT
 from lightning_hanayo.strategy.groups.lost_connection import is_lost_connection, what_was_lost
 from lightning_hanayo.strategy.groups.world_monitor import close_monitor, forget_monitor
 
-_ENDED = (1 << 62, 0, 0, 0)
+_BEGUN, _ENDED = (0, 0, 0, 0), (1 << 62, 0, 0, 0)
 _MISTAKES = (HanayoError, MisconfigurationException)
 """errors that the user can correct"""
 _WITHOUT_TRACEBACK = (SystemExit, KeyboardInterrupt)
@@ -135,22 +135,28 @@ class Failures:
 
     def __init__(self, rank: int, monitor: Monitor, abort: Callable[[], object]) -> None:
         self.rank, self.monitor = rank, monitor
-        self.run = monitor.begin_run()
-        self.position = (0, 0, 0, 0)
+        self.position: tuple[int, int, int, int]
         """how far this rank is: it only grows; others can ask for it"""
         self.held_up_by: tuple[int, str] | None = None
         """if this rank stands still and it is known why: the rank that holds it up, and what that rank does"""
         self.store = _get_default_store()
         """the one rendezvous all ranks have; torch offers it under no public name"""
-        self._abort: Callable[[], object] | None = abort
-        self._topic = f"first failure in run {self.run}"
         self._over = threading.Event()
         self._last_over = _runs_over(monitor)
         monitor.answer("position", self._position_in)
+        self.begin(abort)
+
+    def begin(self, abort: Callable[[], object]) -> None:
+        """Begin a run, or after one something else that all ranks do together."""
+        self.run = self.monitor.begin_run()
+        self.position = _BEGUN
+        self._abort: Callable[[], object] | None = abort
+        self._topic = f"first failure in run {self.run}"
+        self._over.clear()
         self._remove = [
-            monitor.on("verdict", self._on_verdict),
-            monitor.on("state", self._on_state),
-            monitor.every(1.0, self._look_at_processes),
+            self.monitor.on("verdict", self._on_verdict),
+            self.monitor.on("state", self._on_state),
+            self.monitor.every(1.0, self._look_at_processes),
         ]
 
     def publish(self, error: BaseException) -> Failure:
@@ -244,9 +250,14 @@ class Failures:
         over = dict.fromkeys(self._finished, _ENDED)
         return {rank: tuple(position) for rank, position in answers.items()} | over
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended on this rank."""
+        return self._over.is_set()
+
     def stop(self) -> None:
         """Stop watching: the run has ended on this rank. Again: do nothing."""
-        if self._over.is_set():
+        if self.is_over:
             return
         self.position = _ENDED
         self._over.set()

@@ -41,6 +41,7 @@ from lightning_hanayo.strategy.checkpoints.saving.before_training import check_p
 from lightning_hanayo.strategy.checkpoints.saving.collect import CutModel
 from lightning_hanayo.strategy.checkpoints.saving.save import Checkpoints
 from lightning_hanayo.strategy.checkpoints.start import check_start
+from lightning_hanayo.strategy.groups.lost_connection import is_lost_connection
 from lightning_hanayo.strategy.guarded_hooks import guarded_step_hooks
 from lightning_hanayo.strategy.lightning.inspection.pytorch_profiler import record_all_threads
 from lightning_hanayo.strategy.lightning.launcher import CheckingLauncher
@@ -342,6 +343,7 @@ class HanayoStrategy(MeshParallelStrategy):
         )
         self._session.watch_hangs(self.module.trainer)
         if self.world_size > 1:
+            vars(self.module.trainer).setdefault("save_checkpoint", partial(self._save, self.module.trainer))
             agree_on_counts(self.module.trainer, self._session.attributes, self.global_rank, lambda: self.groups)
             end_searches_on_failure(self.module.trainer, self._session.attributes, self.global_rank)
             validate_together(self.module.trainer, self._session.attributes)
@@ -629,6 +631,25 @@ class HanayoStrategy(MeshParallelStrategy):
             transport = self.session.pipe_relay.transport
             return gather_optimizer_state(optimizer, transport, sharding, gathers=self.data_rank == 0)
 
+    def _save(self, trainer: "pl.Trainer", *args: Any, **kwargs: Any) -> None:
+        """`Trainer.save_checkpoint`. After a run an error of one rank, of a hook, ends it on all, as in a run."""
+        save = partial(type(trainer).save_checkpoint, trainer, *args, **kwargs)
+        failures = self._failures
+        if failures is None or not failures.is_over:
+            return save()
+        failures.begin(self.abort_transfers)
+        try:
+            save()
+        except BaseException as error:
+            if not getattr(error, "is_common", False):
+                try:
+                    failures.explain(error)
+                finally:
+                    self._abandon()
+            raise
+        finally:
+            failures.stop()
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if self._checkpoints is None:  # before the first run
@@ -639,10 +660,14 @@ class HanayoStrategy(MeshParallelStrategy):
             state = resume_state(self.module.trainer, self.session) if resumes else None
             if resumes and self._restarts is not None:
                 self._restarts.note(filepath)
-            self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
-            # no batch may follow, before which an error could be raised
-            if not self.session.is_running or free_names.ends_job(filepath):
-                self.checkpoints.finish()
+            try:
+                self.checkpoints.save(checkpoint, filepath, self._cut_model, state, storage_options)
+                # no batch may follow, before which an error could be raised
+                if not self.session.is_running or free_names.ends_job(filepath):
+                    self.checkpoints.finish()
+            except HanayoError as error:
+                error.is_common = not is_lost_connection(error)
+                raise
 
     @property
     def _cut_model(self) -> CutModel | None:
@@ -786,10 +811,10 @@ class HanayoStrategy(MeshParallelStrategy):
         self.environment.teardown()
 
 
-def _names_of(module: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in module.named_parameters()}
 def _to_host(value: Any) -> Any:
     """The tensor in host memory; a placeholder, or what stands for a buffer of another rank, as it is."""
     return value.cpu() if isinstance(value, Tensor) and not value.is_meta else value
 
 
+def _names_of(module: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in module.named_parameters()}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hanayo.errors import CheckpointError
 from tests.harness import models
 from tests.harness.checkpoints import read
 from tests.harness.pool import Pool, RunFailed
@@ -75,6 +76,18 @@ class SavesInStep(models.MLP):
         return super().training_step(batch, batch_idx)
 
 
+class FailsOnOneRank(models.MLP):
+    failing = 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == self.failing:
+            raise KeyError("the user's error")
+
+
+class FailsOnRank0(FailsOnOneRank):
+    failing = 0
+
+
 def save(layout: Layout, model: Any, path: Path) -> None:
     trainer = make_trainer(layout, max_steps=1, strategy=make_strategy(layout) if layout.world_size > 1 else "auto")
     trainer.fit(models.build(model), make_loader(models.vectors((8,))))
@@ -107,6 +120,31 @@ def test_a_second_dictionary_of_parameters(pool: Pool, tmp_path: Path, layout: L
     assert ones.tolist() == [1, 1] and list(averages) == list(found["state_dict"])
     for name, value in found["state_dict"].items():
         assert torch.equal(averages[name] + 0, value + 0)
+
+
+@pytest.mark.parametrize("model", [FailsOnOneRank, FailsOnRank0])
+def test_after_a_run_an_error_of_one_rank_ends_all_with_that_error(pool: Pool, tmp_path: Path, model: Any) -> None:
+    with pytest.raises(RunFailed) as caught:
+        pool.run(2, save, Layout(2), model, tmp_path / "folder.ckpt", timeout=30.0)
+    found = {failure.rank: (failure.kind, failure.message) for failure in caught.value.failures}
+    assert found[model.failing][0] == "KeyError"
+    assert (
+        found[1 - model.failing][0] == "PeerFailed" and 'KeyError: "the user\'s error"' in found[1 - model.failing][1]
+    )
+
+
+def save_twice(layout: Layout, wrong: Path, path: Path) -> None:
+    trainer = make_trainer(layout, max_steps=1)
+    trainer.fit(models.build(models.MLP), make_loader(models.vectors((8,))))
+    with pytest.raises(CheckpointError, match="is a file"):
+        trainer.save_checkpoint(wrong)
+    trainer.save_checkpoint(path)
+
+
+def test_after_an_error_that_all_ranks_have_they_may_save_again(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    pool.run(2, save_twice, Layout(2), tmp_path / "file" / "folder.ckpt", tmp_path / "folder.ckpt")
+    assert read(tmp_path / "folder.ckpt")["global_step"] == 1
 
 
 REFUSED = [

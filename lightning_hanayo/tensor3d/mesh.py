@@ -21,9 +21,9 @@ from torch import Tensor
 
 from lightning_hanayo.divisibility import MeshSizes
 from lightning_hanayo.errors import HanayoError, UnsupportedError
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.overlap.link_queue import LinkQueue
 from lightning_hanayo.topology import Topology
-from lightning_hanayo.waiting import Waiting, ranks_of
 
 AXIS_NAMES = ("x", "y", "z", "xy", "xz", "yz", "xyz")
 """the axes that a collective runs along: one alone, or several taken as one"""
@@ -109,7 +109,7 @@ class MeshAxis:
         self._queue = queue
         self._tag = tag
         self.what = what
-        self.ranks = ranks_of(group)
+        self.ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         self._native = group if group is not None and dist.get_backend(group) != "gloo" else None
         """the group, unless its backend is gloo, whose collectives this class replaces by faster ones"""
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.waiting import Waiting, ranks_of
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 GroupOf = Callable[[nn.Parameter], dist.ProcessGroup | None]
@@ -157,7 +157,7 @@ def _start(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, scatter
     if scatter is not None and any(is_scattered):
         works.append(scatter.reduce_scatter(list(compress(sums, is_scattered))))
     works.append(group.allreduce_coalesced([counts, *together]))
-    return _Bucket(parameters, sums, counts, works, ranks_of(group))
+    return _Bucket(parameters, sums, counts, works, tuple(dist.get_process_group_ranks(group)))
 
 
 def _start_sparse(parameter: nn.Parameter, group: dist.ProcessGroup) -> _Bucket:
@@ -168,7 +168,7 @@ def _start_sparse(parameter: nn.Parameter, group: dist.ProcessGroup) -> _Bucket:
         total = parameter.grad = gradient if gradient.is_sparse else gradient.to_sparse(1)
     counts = parameter.new_full((1,), float(gradient is not None), dtype=dtype)
     works = [group.allreduce([counts]), group.allreduce([total])]
-    return _Bucket([parameter], [total], counts, works, ranks_of(group))
+    return _Bucket([parameter], [total], counts, works, tuple(dist.get_process_group_ranks(group)))
 
 
 def _summand(parameter: nn.Parameter, taken: set[int]) -> Tensor:

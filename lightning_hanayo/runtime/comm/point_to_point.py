@@ -13,6 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.runtime.comm.codec import SendBuffer
 from lightning_hanayo.runtime.comm.headers import (
     MAX_SPARE_BUFFERS,
@@ -24,7 +25,6 @@ from lightning_hanayo.runtime.comm.headers import (
 )
 from lightning_hanayo.runtime.comm.message import Message, MessageKey
 from lightning_hanayo.runtime.comm.transport import Transport
-from lightning_hanayo.waiting import Waiting
 
 MAX_SIGNATURES = 64
 """how many signatures' specs are kept: those of the latest batches"""

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.runtime.comm.transport import Transport, Work
-from lightning_hanayo.waiting import Waiting
 
 OnFailure = Callable[[Exception], NoReturn]
 """Called with the error of a transfer; raises one that names the rank that failed first."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_hanayo.errors import HanayoError
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.runtime.comm.transport import Transport, Work
-from lightning_hanayo.waiting import Waiting
 
 MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass"]
 MEANINGS: dict[MessageKind, str] = {

@@ -14,8 +14,8 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.strategy.groups.factory import GroupFactory, Partition, covering
-from lightning_hanayo.waiting import Waiting, ranks_of
 
 Pair = tuple[int, int]
 """the sender and the receiver, by pipeline rank"""
@@ -90,5 +90,5 @@ class Channels:
 
     def _send_once(self, group: dist.ProcessGroup, *, is_sender: bool) -> None:
         value, peer = torch.zeros(1, device=self._factory.device), 1 - group.rank()
-        with Waiting("the first use of a channel", ranks_of(group)):
+        with Waiting("the first use of a channel", tuple(dist.get_process_group_ranks(group))):
             (group.send if is_sender else group.recv)([value], peer, 0).wait()

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects
-from lightning_hanayo.waiting import Waiting, ranks_of
 
 Partition = tuple[tuple[int, ...], ...]
 """the groups of ranks into which the world is divided: each rank is in one of them"""
@@ -141,7 +141,7 @@ class GroupFactory(ABC):
     def _make_connected(self, partition: Partition, settings: GroupSettings) -> dist.ProcessGroup:
         group = self._new_tensors(partition, settings)
         if self.is_native:
-            with Waiting("the first collective of a group", ranks_of(group)):
+            with Waiting("the first collective of a group", tuple(dist.get_process_group_ranks(group))):
                 group.allreduce([torch.zeros(1, device=self.device)]).wait()
         return group
 

@@ -1,6 +1,6 @@
 """Finds out what this rank waits for: a message, the other ranks of a collective, or nothing.
 
-Our own code states its waits (`lightning_hanayo.waiting`). Calls of torch.distributed are found in the stack.
+Our own code states its waits (`monitor/hangs/waiting.py`). Calls of torch.distributed are found in the stack.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,13 +9,13 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from lightning_hanayo.monitor.hangs.waiting import Waiting, stated
 from lightning_hanayo.monitor.hangs.waits import Wait
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport, Transfer
 from lightning_hanayo.runtime.comm.transport import Transport
 from lightning_hanayo.strategy.hangs.stack import Stack, doing, is_library, name_of
 from lightning_hanayo.strategy.user_code import raw_collectives
 from lightning_hanayo.strategy.user_code.agreement import Agreement
-from lightning_hanayo.waiting import Waiting, stated
 
 _TORCH = dist.distributed_c10d.__name__
 WORLD = "collectives of all ranks"

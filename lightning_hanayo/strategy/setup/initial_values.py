@@ -11,9 +11,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.partition.deferred_init import DeferredInit, DeferredModule
 from lightning_hanayo.strategy.setup.cube import Cube
-from lightning_hanayo.waiting import Waiting
 
 
 def fill_initial_values(

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.strategy.failure import Failures
-from lightning_hanayo.waiting import Waiting
 
 _LOOK = 1.0
 """seconds between two looks at how far the others are"""

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
+from lightning_hanayo.monitor.hangs.waiting import stated
 from lightning_hanayo.monitor.hangs.waits import Wait
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce
 from lightning_hanayo.runtime.comm.message import Message, MessageKey
@@ -20,7 +21,6 @@ from lightning_hanayo.strategy.hangs.stack import read_stack
 from lightning_hanayo.strategy.hangs.waits_in_stack import WORLD, find_wait, operations_done
 from lightning_hanayo.strategy.user_code.agreement import Agreement, Call
 from lightning_hanayo.tensor3d.mesh import Mesh, MeshAxis
-from lightning_hanayo.waiting import stated
 from tests.harness.pool import Pool
 
 KEY = MessageKey(1, "backward", 3)

@@ -7,10 +7,8 @@
 Threads belong to the process, so the statements do, too. A statement keeps no tensor and no process group alive.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from threading import get_ident
-
-import torch.distributed as dist
 
 _statements: dict[int, "Waiting"] = {}
 """by the identity of a thread: the innermost wait"""
@@ -49,8 +47,3 @@ def stated(threads: Iterable[int] | None = None) -> Waiting | None:
     statements = dict(_statements)
     found = (statements.get(thread) for thread in (statements if threads is None else threads))
     return next((one for one in found if one is not None), None)
-
-
-def ranks_of(group: dist.ProcessGroup | None) -> Sequence[int]:
-    """The global ranks of a process group, in order; () for None."""
-    return () if group is None else tuple(dist.get_process_group_ranks(group))

@@ -27,7 +27,7 @@ from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares
 from lightning_hanayo.tensor3d.mesh import Mesh
 
 
-def nothing() -> None:
+def _no_check() -> None:
     """Check nothing."""
 
 
@@ -44,7 +44,7 @@ class SplitBatch:
     """what this rank's user code gets for each micro-batch: its piece, or a padding sample"""
     block_input: Callable[[int], Any]
     """makes the samples of a micro-batch that this rank's blocks work on"""
-    check: Callable[[], None] = nothing
+    check: Callable[[], None] = _no_check
     """called before user code runs: raises an error if that of another micro-batch has changed what all share"""
     tensors: Sequence[Sequence[Tensor]] = ()
     """the tensors in each of `step_inputs`, where other ranks run the steps on other pieces"""
@@ -309,7 +309,7 @@ class SharedSplitter(BatchSplitter):
         *,
         padding: Callable[[int], Any],
         block_input: Callable[[int], Any],
-        check: Callable[[], None] = nothing,
+        check: Callable[[], None] = _no_check,
     ) -> SplitBatch:
         """Pieces by micro-batch and rank. `padding` makes what a rank without a piece runs."""
         rank = self._mesh.index("xyz")
@@ -336,7 +336,7 @@ class SharedSplitter(BatchSplitter):
         return split
 
 
-def _whole(pieces: Sequence[Any], sizes: PieceSizes, check: Callable[[], None] = nothing) -> SplitBatch:
+def _whole(pieces: Sequence[Any], sizes: PieceSizes, check: Callable[[], None] = _no_check) -> SplitBatch:
     """Micro-batches that one rank runs whole."""
     return SplitBatch(pieces, sizes, range(len(pieces)), pieces, lambda m: pieces[m], check)
 
@@ -344,7 +344,7 @@ def _whole(pieces: Sequence[Any], sizes: PieceSizes, check: Callable[[], None] =
 def _shared_check(batch: Any, plan: BatchPlan, num_microbatches: int) -> Callable[[], None]:
     """Returns a function that raises an error if a step has changed a tensor in place that stays whole."""
     if num_microbatches == 1 or not plan.shared:
-        return nothing
+        return _no_check
     versions = [(tensor, version_of(tensor)) for tensor in plan.shared.values()]
 
     def check() -> None:

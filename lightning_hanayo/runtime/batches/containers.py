@@ -1,7 +1,7 @@
 """Looks into the containers of batches and results, and makes others of the same type with other values.
 
 A container is a mapping, a dataclass, a `SimpleNamespace`, a named tuple, a tuple or a list. What a class of mappings
-or lists stores beside the items (`encoding._encodings`) counts as content, too.
+or lists stores besides the items (`encoding._encodings`) counts as content, too.
 
 Other classes, and mappings, may define slices of samples themselves: a `TensorDict`, a data frame, a `UserList`.
 """
@@ -46,7 +46,7 @@ def children(value: Any) -> dict[Any, Any] | None:
 
 
 def _with_attributes(value: Any, items: dict[Any, Any]) -> dict[Any, Any]:
-    """The items and what is stored beside them: neither where they are stored, nor items that are attributes, too."""
+    """The items and the attributes, but for the one that stores the items, and those that repeat one."""
     attributes = getattr(value, "__dict__", None)
     if not attributes or attributes is value:
         return items

@@ -22,8 +22,8 @@ PARTS = (
     "single", "threads", "syncs", "fused", "compiled", "nccl", "loopback", "staged", "spinning", "traces", "several",
 )  # fmt: skip
 """the files of this folder, in the order in which they run: what is cheap and says most comes first"""
-IN_ONE_PROCESS = ("loopback", "spinning")
-"""the parts whose ranks are threads of one process"""
+IN_ONE_PROCESS = ("loopback", "spinning", "staged", "syncs")
+"""the parts where a stream waits for threads of its own process: loading a kernel would wait for the device"""
 PART_S, ALL_S = 240.0, 540.0
 """the time that one part may take on GPUs, and all of them together"""
 
@@ -86,6 +86,11 @@ class Launch:
             raise
         finally:
             _spent[self.part] += time.monotonic() - start
+
+    def renew(self, device: str) -> None:
+        """Let the next launch on a GPU use new workers."""
+        if device != "cpu":
+            self.pool.end_workers()
 
     def _check_forks(self) -> None:
         """Let workers import by themselves if they can't use CUDA, because the fork server has used it in an import."""

@@ -4,7 +4,8 @@
     kernels             |---- F0 ----|---- F1 ----|---- B0 ----|---- B1 ----|
     actions             |---- F0 ----|---- F1 ----|---- B0 ----|---- B1 ----|
 
-Layers are so large that the GPU is never idle in the batch. On the CPU only the comparison itself is run.
+Layers are so large that the GPU is hardly ever idle in the batch, though the host starts a kernel in 30 us. On the CPU
+only the comparison itself is run.
 """
 
 from typing import Any
@@ -85,7 +86,7 @@ def action_and_kernel_seconds(device: str, width: int, tokens: int) -> tuple[flo
     """The times of one batch's actions together, and of its kernels."""
     profiled = Profiled(device)
     layout = Layout(waves=2, num_microbatches=4)
-    options = {"max_steps": PROFILED + 1, "precision": "bf16-mixed", "callbacks": [profiled]}
+    options = {"max_steps": PROFILED + 1, "precision": "bf16-true", "callbacks": [profiled]}
     trainer = trainer_on(device, layout, **options)
     trainer.fit(Wide(width), make_loader([torch.randn(4 * tokens, width) for _ in range(PROFILED + 1)]))
     strategy: Any = trainer.strategy
@@ -93,7 +94,7 @@ def action_and_kernel_seconds(device: str, width: int, tokens: int) -> tuple[flo
     return sum(event.end - event.start for event in events), profiled.busy_seconds()
 
 
-@pytest.mark.parametrize(("device", "width", "tokens"), on_devices([(2048, 8192)], cpu=[(64, 16)]))
+@pytest.mark.parametrize(("device", "width", "tokens"), on_devices([(4096, 8192)], cpu=[(64, 16)]))
 def test_actions_take_as_long_as_their_kernels(launch: Launch, device: str, width: int, tokens: int) -> None:
     ((actions_s, kernels_s),) = launch(device, 1, action_and_kernel_seconds, width, tokens)
     if device == "cuda" and not kernels_s:

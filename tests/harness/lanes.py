@@ -2,6 +2,9 @@
 
 GPU    a CUDA stream, which waits for a value in memory as it would for a peer's data
 CPU    a thread
+
+A thread of the host that takes part in transfers calls nothing of CUDA: the main thread may be inside of a call of CUDA
+that waits for this transfer, and hold CUDA's lock. So lanes and such threads meet at numbers in memory (`Progress`).
 """
 
 import ctypes
@@ -16,6 +19,91 @@ from typing import Any
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+
+class Progress(ABC):
+    """How far a transfer is: a number that only grows, set and awaited by a lane and by a thread of the host."""
+
+    @property
+    @abstractmethod
+    def value(self) -> int:
+        """The latest number; 0 at first."""
+
+    @abstractmethod
+    def set(self, value: int) -> None:
+        """Set it, in the calling thread."""
+
+    @abstractmethod
+    def set_in(self, lane: "Lane", value: int) -> None:
+        """Let the lane set it."""
+
+    @abstractmethod
+    def await_in(self, lane: "Lane", value: int) -> None:
+        """Let the lane wait until it is at least `value`."""
+
+    def wait(self, value: int, timeout: float) -> None:
+        """Wait in the calling thread until it is at least `value`, by looking every 20 us: that calls nothing of CUDA.
+
+        Raises:
+            TimeoutError: it wasn't within `timeout` seconds.
+        """
+        end = time.monotonic() + timeout
+        while self.value < value:
+            if time.monotonic() > end:
+                raise TimeoutError(f"a transfer didn't get from {self.value} to {value} within {timeout} s")
+            time.sleep(2e-5)
+
+
+class HostProgress(Progress):
+    """For lanes that are threads."""
+
+    def __init__(self, timeout: float) -> None:
+        self._value, self._timeout = 0, timeout
+
+    @property
+    @override
+    def value(self) -> int:
+        return self._value
+
+    @override
+    def set(self, value: int) -> None:
+        self._value = value
+
+    @override
+    def set_in(self, lane: "Lane", value: int) -> None:
+        lane.run(lambda: self.set(value))
+
+    @override
+    def await_in(self, lane: "Lane", value: int) -> None:
+        lane.run(lambda: self.wait(value, self._timeout))
+
+
+class PinnedProgress(Progress):
+    """For streams: one int32 in pinned memory, which both the GPU and the host read and write."""
+
+    def __init__(self, word: Tensor) -> None:
+        self._word = word
+        self._host = ctypes.c_int32.from_address(word.data_ptr())
+        self._host.value = 0
+
+    @property
+    @override
+    def value(self) -> int:
+        return self._host.value
+
+    @override
+    def set(self, value: int) -> None:
+        self._host.value = value
+
+    @override
+    def set_in(self, lane: "Lane", value: int) -> None:
+        assert isinstance(lane, StreamLane)
+        _stream_operation("cuStreamWriteValue32_v2", lane.stream, self._word, value)
+
+    @override
+    def await_in(self, lane: "Lane", value: int) -> None:
+        assert isinstance(lane, StreamLane)
+        wait_for_value(lane.stream, self._word, value)
 
 
 class Lane(ABC):
@@ -152,15 +240,17 @@ class StreamLane(Lane):
 
 @cache
 def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuStreamWaitValue32_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    driver.cuStreamWaitValue32_v2.restype = ctypes.c_int
-    return driver
+    return ctypes.CDLL("libcuda.so.1")
 
 
-def wait_for_value(stream: torch.cuda.Stream, flag: Tensor, value: int) -> None:
-    """Let the stream wait until `flag`, one int32 on the GPU or in pinned memory, is at least `value`."""
-    at_least = 0  # CU_STREAM_WAIT_VALUE_GEQ
-    code = _driver().cuStreamWaitValue32_v2(stream.cuda_stream, flag.data_ptr(), value, at_least)
-    if code:
-        raise RuntimeError(f"cuStreamWaitValue32 returned {code}: this driver lets no stream wait for a value")
+def _stream_operation(name: str, stream: torch.cuda.Stream, word: Tensor, value: int) -> None:
+    function = getattr(_driver(), name)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    default = 0  # for waits: until the word is at least the value; for writes: after all earlier work
+    if code := function(stream.cuda_stream, word.data_ptr(), value, default):
+        raise RuntimeError(f"{name} returned {code}: this driver lets no stream do so")
+
+
+def wait_for_value(stream: torch.cuda.Stream, word: Tensor, value: int) -> None:
+    """Let the stream wait until `word`, one int32 on the GPU or in pinned memory, is at least `value`."""
+    _stream_operation("cuStreamWaitValue32_v2", stream, word, value)

@@ -1,7 +1,7 @@
 """Process groups for several processes on one GPU: tensors are copied to the host, go over gloo, and are copied back.
 
-    device    wait for the caller's work | copy to the host |       wait for the flag      | copy back
-    host                                                    | gloo | raise the flag
+    device    wait for the caller's work | copy to the host, COPIED |       wait for ARRIVED      | copy back, DONE
+    host                                               wait for COPIED | gloo, ARRIVED
 
 As over NCCL, the host goes on at once, the transfers of a group run in the order in which they were called, and the
 device waits for what hasn't come yet. On the CPU a thread stands in for the device; but messages between pipeline ranks
@@ -10,7 +10,7 @@ go over gloo as they are, because there the channels carry specs, too, which com
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,11 +26,14 @@ from torch.distributed import Backend
 
 from lightning_hanayo.strategy.groups.nccl import NativeGroups
 from lightning_hanayo.strategy.lightning import parallel_strategy
-from tests.harness.lanes import Lane, StreamLane, ThreadLane
+from tests.harness.lanes import HostProgress, Lane, PinnedProgress, Progress, StreamLane, ThreadLane
 
 NAME = "staged"
-_ARENA_BYTES = 64 << 20
+_ARENA_BYTES = 512 << 20
 _ALIGN = 64
+_TIMEOUT_S = 60.0
+COPIED, ARRIVED, DONE = 1, 2, 3
+"""how far a transfer is: what is sent lies on the host; what is received does; its memory is free again"""
 
 Start = Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
 """starts the transfer over gloo, from what is read to what is written, and returns its work"""
@@ -45,28 +48,41 @@ class Staging:
         on_gpu = device == "cuda" and torch.backends.cuda.is_built()  # else it is a pretended one
         self._arena = torch.empty(_ARENA_BYTES, dtype=torch.uint8, pin_memory=True) if on_gpu else None
         self._next = 0
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """Contiguous memory of the host for a tensor. It is given out again after 64 MiB."""
-        if self._arena is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        return self._take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-
-    def flag(self) -> Any:
-        """A flag that isn't raised."""
-        return threading.Event() if self._arena is None else self._take(4).view(torch.int32).zero_()
+        self._under_way: deque[tuple[int, int, Progress]] = deque()
+        """begin and end in the arena, in the order in which they were given out"""
 
     def new_lane(self) -> Lane:
         """A lane on the device."""
-        return StreamLane() if self._arena is not None else ThreadLane(timeout=60.0)
+        return StreamLane() if self._arena is not None else ThreadLane(_TIMEOUT_S)
 
-    def _take(self, num_bytes: int) -> Tensor:
-        assert self._arena is not None
-        if self._next + num_bytes > _ARENA_BYTES:
-            self._next = 0
-        start = self._next
-        self._next = -(-(start + num_bytes) // _ALIGN) * _ALIGN
-        return self._arena[start : start + num_bytes]
+    def new_transfer(self) -> Progress:
+        """A transfer that has not begun."""
+        if self._arena is None:
+            return HostProgress(_TIMEOUT_S)
+        begin, end = self._take(4)
+        progress = PinnedProgress(self._arena[begin:end].view(torch.int32))
+        self._under_way.append((begin, end, progress))
+        return progress
+
+    def like(self, tensor: Tensor, progress: Progress) -> Tensor:
+        """Contiguous memory of the host for a tensor, until the transfer is done."""
+        if self._arena is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        begin, end = self._take(tensor.nbytes)
+        self._under_way.append((begin, end, progress))
+        return self._arena[begin:end].view(tensor.dtype).view(tensor.shape)
+
+    def _take(self, num_bytes: int) -> tuple[int, int]:
+        """The next part of the arena, which is used in a ring."""
+        begin = self._next if self._next + num_bytes <= _ARENA_BYTES else 0
+        end = begin + num_bytes
+        self._next = -(-end // _ALIGN) * _ALIGN
+        while self._under_way and self._under_way[0][2].value == DONE:
+            self._under_way.popleft()
+        for other_begin, other_end, progress in self._under_way:
+            in_use = begin < other_end and other_begin < end and progress.value != DONE
+            assert not in_use, f"more than {_ARENA_BYTES >> 20} MiB are under way: make the arena larger"
+        return begin, end
 
 
 _staging: Staging | None = None
@@ -98,7 +114,7 @@ class StagedGroup(dist.ProcessGroup):
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._staging = _staging
         self._lane = _staging.new_lane()
-        self._host = ThreadLane(timeout=60.0)
+        self._host = ThreadLane(_TIMEOUT_S)
         self._name = ""
         _staging.groups.append(self)
 
@@ -135,26 +151,27 @@ class StagedGroup(dist.ProcessGroup):
             assert first.device.type != "cpu", "NCCL carries no tensors of the CPU"
         if first.device.type != self._staging.device_type or (is_message and first.device.type == "cpu"):
             return start(reads, writes)
-        lane, errors, flag = self._lane, list[BaseException](), self._staging.flag()
-        held = [self._staging.like(tensor) for tensor in reads]
-        made = held if writes is reads else [self._staging.like(tensor) for tensor in writes]
+        lane, errors, progress = self._lane, list[BaseException](), self._staging.new_transfer()
+        held = [self._staging.like(tensor, progress) for tensor in reads]
+        made = held if writes is reads else [self._staging.like(tensor, progress) for tensor in writes]
         lane.follow_caller()
         for host, tensor in zip(held, reads, strict=True):
             lane.run(partial(host.copy_, tensor.detach(), non_blocking=True))
-        copied = lane.host_mark()
+        progress.set_in(lane, COPIED)
 
         def transfer() -> None:
             try:
-                copied()
+                progress.wait(COPIED, _TIMEOUT_S)
                 start(held, made).wait()
             except BaseException as error:
                 errors.append(error)
-            flag.set() if isinstance(flag, threading.Event) else flag.fill_(1)
+            progress.set(ARRIVED)
 
         self._host.run(transfer)
-        lane.await_flag(flag)
+        progress.await_in(lane, ARRIVED)
         for tensor, host in zip(writes, made, strict=True):
             lane.run(partial(tensor.detach().copy_, host, non_blocking=True))
+        progress.set_in(lane, DONE)
         return StagedWork(lane.mark(), errors, (reads, writes, held, made))
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> Any:

@@ -247,3 +247,22 @@ def test_tensor_parallelism_on_emulated_hosts() -> None:
     eight = small[6:9]  # 8 hosts with 2 MB; before them 2 and 4 hosts, after them 8 MB
     assert f"need {min(eight):.0f} to {max(eight):.0f} % more than the ideal" in page
     assert max({*small} - {*eight}) < 8
+
+
+def test_steps_on_a_gpu() -> None:
+    found = {
+        (case["kind"], case["tokens"] * case["samples"], one["label"]): f"{one['of_plain']['median']:.3f}"
+        for case in data("gpu")["steps"]
+        for one in case["candidates"]
+    }
+    pipe, cube = "strategy, P=1 W=2", "3-D layers, (1,1,1)"
+    block = [found["llama", 4096, f"{label}{compiled}"] for compiled in ("", ", compiled") for label in (pipe, cube)]
+    assert (
+        f"P=1 W=2 runs at {block[0]} of the plain Trainer's speed, the 3-D layers at {block[1]}; "
+        f"compiled at {block[2]} and {block[3]}." in text()
+    )
+    small = [found["llama", 1024, pipe], found["gpt", 1024, pipe], found["gpt", 4096, pipe]]
+    assert (
+        f"the Llama-7B block runs at {small[0]} of the plain Trainer's speed, a GPT of width 2,048 at {small[1]} with "
+        f"1,024 tokens and {small[2]} with 4,096 (compiled {found['gpt', 4096, f'{pipe}, compiled']})" in text()
+    )

@@ -87,11 +87,6 @@ class Launch:
         finally:
             _spent[self.part] += time.monotonic() - start
 
-    def renew(self, device: str) -> None:
-        """Let the next launch on a GPU use new workers."""
-        if device != "cpu":
-            self.pool.end_workers()
-
     def _check_forks(self) -> None:
         """Let workers import by themselves if they can't use CUDA, because the fork server has used it in an import."""
         try:

@@ -28,8 +28,28 @@ from tests.harness.models import Batch, build
 from tests.harness.pool import RunFailed
 from tests.harness.training import Layout, Outcome, make_loader, merge
 
+GPT = partial(models.gpt, heads=4)
+BATCHES = models.windows((8, 8, 8))
+SHARED = [
+    Layout(2, 1, 1),
+    Layout(2, 2, 1, "hanayo-zb"),
+    Layout(1, 1, 2),
+    Layout(cube=(1, 2, 1)),
+    Layout(2, 1, 1, cube=(1, 2, 1)),
+    Layout(4, 1, 1, "zbv"),
+    Layout(2, 1, 2, "hanayo-zb"),
+    Layout(cube=(1, 2, 2)),
+    Layout(cube=(2, 1, 2), outside="replicate"),
+    Layout(cube=(1, 2, 2), pairs=True),
+    Layout(2, 1, 1, cube=(1, 2, 1), pairs=True),
+]
 LIMIT_S = 10.0
 """from a failure until the run has ended, and the process has left the group"""
+
+
+def be_a_host() -> None:
+    """Let NCCL take this rank for a host of its own. It reads this when a process first uses it: so all call it."""
+    os.environ |= {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_IB_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
 
 class Failing(models.MLP):
@@ -54,6 +74,7 @@ class Backends(Callback):
 
 def failed_run_and_the_next(device: str) -> tuple[str, str, float, list[float]]:
     """The backends; a run's message, and the seconds from its failure to its end; the losses of a run after it."""
+    be_a_host()
     module, backends, message = build(Failing), Backends(), ""
     try:
         trainer = trainer_on(device, Layout(waves=2), max_steps=3, callbacks=[backends])
@@ -76,6 +97,7 @@ def test_a_failed_run_ends_in_time_and_another_may_follow(launch: Launch, device
 
 def seconds_of_groups(device: str) -> dict[str, float]:
     """The seconds that each kind of group takes to be made and used, and all of them to be aborted."""
+    be_a_host()
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -107,33 +129,15 @@ def test_groups_of_each_kind_are_made_used_and_aborted_in_time(launch: Launch, d
         assert seconds["abort"] <= LIMIT_S
 
 
-def train_as_hosts(device: str, layout: Layout) -> Outcome:
-    """Train on one rank of several that share a GPU, each taken for a host of its own."""
-    os.environ |= {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_IB_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}
+def train_as_hosts(device: str, layout: Layout | None) -> Outcome:
+    """Train on one rank of several that share a GPU."""
+    be_a_host()
     return train_on(device, layout, GPT, BATCHES)
-
-
-GPT = partial(models.gpt, heads=4)
-BATCHES = models.windows((8, 8, 8))
-SHARED = [
-    Layout(2, 1, 1),
-    Layout(2, 2, 1, "hanayo-zb"),
-    Layout(1, 1, 2),
-    Layout(cube=(1, 2, 1)),
-    Layout(2, 1, 1, cube=(1, 2, 1)),
-    Layout(4, 1, 1, "zbv"),
-    Layout(2, 1, 2, "hanayo-zb"),
-    Layout(cube=(1, 2, 2)),
-    Layout(cube=(2, 1, 2), outside="replicate"),
-    Layout(cube=(1, 2, 2), pairs=True),
-    Layout(2, 1, 1, cube=(1, 2, 1), pairs=True),
-]
 
 
 @pytest.mark.parametrize(("device", "layout"), on_devices(SHARED, cpu=SHARED[:1]), ids=str)
 def test_ranks_share_a_gpu_if_nccl_lets_them(launch: Launch, device: str, layout: Layout) -> None:
-    (plain,) = launch(device, 1, train_on, None, GPT, BATCHES)
-    launch.renew(device)  # NCCL reads its environment when a process first uses it
+    (plain,) = launch(device, 1, train_as_hosts, None)
     try:
         outcomes = launch(device, layout.world_size, train_as_hosts, layout, timeout=45.0)
     except RunFailed as error:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from lightning_hanayo.partition.ownership import attributes_on_meta, on_meta
+from lightning_hanayo.versions import version_of
 
 
 class MetaCopy:
@@ -57,7 +58,7 @@ class MetaCopy:
             for key, tensor in tensors.items():
                 if tensor is not None:
                     self._names.setdefault(tensor, f"{name}.{key}")
-                    self.num_writes.setdefault(tensor, tensor._version)
+                    self.num_writes.setdefault(tensor, version_of(tensor))
                     self._slots.setdefault(tensor, []).append((tensors, key))
 
     def _set(self, replacements: Mapping[Tensor, Tensor]) -> None:

@@ -20,11 +20,11 @@ from lightning_hanayo.runtime.batches.containers import leaves
 from lightning_hanayo.runtime.batches.plan import ONE_LOADER, BatchPlan, BatchRule, BatchSource
 from lightning_hanayo.runtime.batches.reader import BatchReader
 from lightning_hanayo.runtime.batches.refusal import named_arrays
-from lightning_hanayo.runtime.capture.holder import version_of
 from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.tensor3d.boundary.microbatch_reshard import AllGatherObject, MicrobatchReshard
 from lightning_hanayo.tensor3d.boundary.sample_shares import Share, block_shares, shares
 from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.versions import version_of
 
 
 def _no_check() -> None:

@@ -24,8 +24,9 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.module_hooks import check_parameter_hooks
 from lightning_hanayo.packed_values import inner_tensors
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
-from lightning_hanayo.runtime.comm.replicated_tensors import ReplicatedTensors, version_of
+from lightning_hanayo.runtime.comm.replicated_tensors import ReplicatedTensors
 from lightning_hanayo.tensor3d.mesh import Mesh
+from lightning_hanayo.versions import identity_of
 
 
 class StepState:
@@ -90,7 +91,7 @@ class StepState:
         before = self._states(by_value=is_first)
         self._kept_alive = self._buffers()
         self._pass_of.clear()
-        self._versions = {name: version_of(buffer) for name, buffer in self._kept_alive}
+        self._versions = {name: identity_of(buffer) for name, buffer in self._kept_alive}
         numbers = self._counters() if is_first else {}
         try:
             yield
@@ -133,7 +134,7 @@ class StepState:
         """
         buffers = self._buffers()
         self._kept_alive += buffers
-        versions = {name: version_of(buffer) for name, buffer in buffers}
+        versions = {name: identity_of(buffer) for name, buffer in buffers}
         changed = [name for name, version in versions.items() if version != self._versions[name]]
         self._versions = versions
         for name in changed:
@@ -169,7 +170,7 @@ class StepState:
 
     def _states(self, *, by_value: bool) -> dict[str, Any]:
         """What differs when something has changed: versions, and at first values, too: a change of `.data` has none."""
-        states: dict[str, Any] = {name: version_of(one) for name, one in (*self._buffers(), *self._parameters.items())}
+        states: dict[str, Any] = {name: identity_of(one) for name, one in (*self._buffers(), *self._parameters.items())}
         if by_value:
             sums = {name: _sums(one) for name, one in self._parameters.items()}
             sums |= {name: str(_checksum(buffer)) for name, buffer in self._buffers()}

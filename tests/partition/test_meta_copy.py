@@ -32,3 +32,12 @@ def test_a_copy_has_shapes_ties_and_attributes_of_the_original_and_no_values() -
     assert isinstance(weight, nn.Parameter) and not weight.requires_grad and weight.codebook.shape == (3,)  # type: ignore[attr-defined]
     tensors = [*copy.parameters(), *(one for one in vars(weight).values() if isinstance(one, Tensor))]
     assert all(one.is_meta for one in tensors)
+
+
+def test_a_buffer_may_have_been_made_in_inference_mode() -> None:
+    model = nn.BatchNorm1d(4)
+    with torch.inference_mode():
+        model.running_mean = torch.ones(4)
+    copy = MetaCopy(model)
+    assert model.running_mean is not None
+    assert copy.get(model.running_mean).is_meta and copy.num_writes[model.running_mean] == 0

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.comm.objects import is_cache
+from lightning_hanayo.versions import identity_of
 
 _ORIGINAL = "_forward_that_is_recomputed"
 WAY_OUT = "Leave the block out: recompute=lambda name, block: ..., which says whether a block is recomputed."
@@ -109,7 +110,7 @@ def _sizes(tree: Any) -> list[int]:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Which tensor each buffer is, and how often it was written."""
-    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+    return {name: identity_of(buffer) for name, buffer in module.named_buffers()}
 
 
 def attention_of(block: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hanayo.versions import version_of
+
 Key = tuple[str, str]
 """The name of a holder, and that of an attribute; `CONTENT` for the whole of a list or set."""
 CONTENT = ""
@@ -200,11 +202,6 @@ class Scanner:
         self._lengths = [len(holder.copy) for holder in self.holders]
         self._values = [value for holder in self._active for value in holder.values(holder.copy)]
         self._with_tensors = [holder for holder in self._active if holder.tensors]
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 for one made in inference mode, which doesn't count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same_content(content: Any, other: Any) -> bool:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hanayo.errors import UnsupportedError
-
-_NONE = (0, 0)
+from lightning_hanayo.versions import identity_of
 
 
 class ReplicatedTensors:
@@ -83,13 +82,8 @@ class ReplicatedTensors:
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned for its dtype
 
 
-def version_of(tensor: Tensor | None) -> tuple[int, int]:
-    """Which tensor it is, and how often it was changed in place."""
-    return _NONE if tensor is None else (id(tensor), -1 if tensor.is_inference() else tensor._version)
-
-
 def _versions(tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, int]]:
-    return {name: version_of(tensor) for name, tensor in tensors.items()}
+    return {name: identity_of(tensor) for name, tensor in tensors.items()}
 
 
 def _spec(tensor: Tensor | None) -> str:

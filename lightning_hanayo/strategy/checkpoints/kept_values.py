@@ -17,6 +17,7 @@ from lightning_hanayo.checkpoint.load.module_state import Sharding
 from lightning_hanayo.errors import CheckpointError, listed
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks, with_common_errors
 from lightning_hanayo.strategy.options import Options
+from lightning_hanayo.versions import identity_of
 
 
 class KeptValues:
@@ -99,7 +100,7 @@ class KeptValues:
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Which tensor each name of the module stands for, and how often it was written."""
-    return {name: (id(tensor), tensor._version) for name, tensor in _tensors(module).items()}
+    return {name: identity_of(tensor) for name, tensor in _tensors(module).items()}
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batches.containers import leaves
-from lightning_hanayo.runtime.capture.holder import INTERNAL, version_of
+from lightning_hanayo.runtime.capture.holder import INTERNAL
 from lightning_hanayo.runtime.capture.module_state import LIBRARIES, MAX_LENGTH, is_metric
 from lightning_hanayo.runtime.stages.first_last import detach_tree, find_loss
 from lightning_hanayo.strategy.user_code.stand_ins import sent_or_own
+from lightning_hanayo.versions import version_of
 
 Path = tuple[Any, ...]
 """The name of an owner, an attribute, and keys of the containers in it."""

@@ -36,6 +36,7 @@ from lightning_hanayo.tensor3d.layers.linear import ShardedLinear
 from lightning_hanayo.tensor3d.mesh import Mesh
 from lightning_hanayo.tensor3d.sharding import Shard, all_gather_whole, reduce_scatter_whole
 from lightning_hanayo.tensor3d.stage_context import StageContext
+from lightning_hanayo.versions import version_of
 from lightning_hanayo.weight_gradients import gradient_dtype
 
 _ORIGINAL = "_forward_with_parts"
@@ -57,7 +58,7 @@ class _Source:
         """Called by all ranks of the mesh."""
         self.context.call_order.check(self.number)
         whole: Tensor = _GatherWhole.apply(part, self.shard, self.context.mesh)
-        self.gathered.append((whole, whole._version))
+        self.gathered.append((whole, version_of(whole)))
         return whole
 
 
@@ -136,7 +137,7 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
             parameter.__class__ = own_class
             del vars(parameter)["_source"]
     for parameter, _, source in changed:
-        if any(whole._version != version for whole, version in source.gathered):
+        if any(version_of(whole) != version for whole, version in source.gathered):
             part = vars(parameter).get("_part")
             raise UnsupportedError(
                 f"{'a weight' if part is None else part.name} is changed in place by its block, by way of a view, but "

@@ -43,3 +43,24 @@ def test_what_user_code_has_loaded_since_is_kept_whatever_state_dict_takes() -> 
     kept.drop_replaced(module)
     kept.put_in(module, None)
     assert torch.equal(module.bias, torch.full((2,), 3.0))
+
+
+class Cached(nn.Linear):
+    """Replaces a buffer in its forward, as rotary embeddings do: in evaluations by one made in inference mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+        return super().forward(x)
+
+
+def test_a_buffer_may_have_been_made_in_inference_mode() -> None:
+    module, options = Cached(2, 2), make_strategy(Layout()).options
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    with torch.inference_mode():
+        module(torch.ones(2))
+    kept = KeptValues(module, saved, Source("last.ckpt"), options, strict=True)
+    with torch.no_grad():
+        module.weight.zero_()
+    kept.drop_replaced(module)
+    kept.put_in(module, None)
+    assert not module.weight.any() and torch.equal(module.bias, saved["bias"])

@@ -1,0 +1,19 @@
+"""Changes in place are counted, also where a tensor has no count of its own."""
+
+import torch
+
+from lightning_hanayo.versions import identity_of, version_of
+
+
+def test_a_change_in_place_and_another_tensor_are_seen() -> None:
+    tensor = torch.zeros(2)
+    before = identity_of(tensor)
+    assert identity_of(tensor) == before != identity_of(torch.zeros(2))
+    tensor.add_(1)
+    assert identity_of(tensor) != before and version_of(tensor) == 1
+
+
+def test_inference_tensors_and_none_have_no_version() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(2).add_(1)
+    assert version_of(tensor) == 0 and identity_of(tensor) == (id(tensor), 0) and identity_of(None) == (0, 0)

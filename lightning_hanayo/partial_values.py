@@ -9,27 +9,32 @@ A sum or a product over a part looks like one over the whole, and would be wrong
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hanayo.errors import UnsupportedError
 
 FULL_PARAMETER = "self.trainer.strategy.full_parameter(parameter)"
 
-_SIZES = frozenset(("shape", "size", "numel", "nelement", "nbytes", "__len__"))
-METADATA = _SIZES | frozenset(
-    ("ndim", "itemsize", "dim", "ndimension", "stride", "storage_offset", "element_size", "dtype", "layout", "device",
-     "type", "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "names", "requires_grad",
-     "requires_grad_", "is_leaf", "retains_grad", "output_nr", "_version", "__hash__", "is_cpu", "is_cuda", "is_meta",
-     "grad_fn", "is_sparse", "is_quantized", "is_nested", "is_inference", "is_shared", "is_pinned", "is_same_size",
-     "register_hook", "register_post_accumulate_grad_hook")
+_SIZES = frozenset(
+    ("shape", "size", "numel", "nelement", "nbytes", "__len__", "stride", "storage_offset", "is_contiguous",
+     "is_same_size")
 )  # fmt: skip
-"""attributes and methods that read no values"""
+OF_DEVICE = frozenset(("device", "type", "get_device", "is_cpu", "is_cuda", "is_meta", "is_shared", "is_pinned"))
+OF_OBJECT = frozenset(
+    ("requires_grad", "requires_grad_", "is_leaf", "retains_grad", "output_nr", "_version", "__hash__", "grad_fn",
+     "is_inference", "grad_dtype", "register_hook", "register_post_accumulate_grad_hook")
+)  # fmt: skip
+METADATA = _SIZES | OF_DEVICE | OF_OBJECT | frozenset(
+    ("ndim", "itemsize", "dim", "ndimension", "element_size", "dtype", "layout", "is_floating_point", "is_complex",
+     "is_signed", "names", "is_sparse", "is_quantized", "is_nested")
+)  # fmt: skip
+"""attributes and methods that read no values: of the shape, of where values are, of the tensor object, of the dtype"""
 
 _IN_PLACE = frozenset(
     ("add_", "sub_", "mul_", "div_", "clamp_", "zero_", "fill_", "copy_", "lerp_", "constant_",
@@ -70,8 +75,12 @@ class PartialValues(Tensor):
         """Say what it is; the values of a part would look like the whole's."""
         return _description(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PartialValues":
+    def __copy__(self) -> "PartialValues":
         """A copy is a part, too."""
+        return partial_alias(self, self._part)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PartialValues":
+        """As `__copy__`."""
         memo[id(self)] = copied = partial_alias(plain_alias(self).clone(), self._part)
         return copied
 
@@ -91,6 +100,10 @@ class PartialParameter(nn.Parameter):
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         """As for `PartialValues`."""
         return _description(self)
+
+    def __copy__(self) -> PartialValues:
+        """As for `PartialValues`."""
+        return partial_alias(self, self._part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartialParameter":
         """A copy is a part, too, and keeps this class."""
@@ -120,13 +133,24 @@ def partial_alias(tensor: Tensor, part: Part | None) -> PartialValues:
     return alias
 
 
-def name_of(func: Callable[..., Any]) -> str:
-    """The function's name; for an attribute that is read the attribute's, and `set shape` for one that is set."""
-    name = getattr(func, "__name__", str(func))
+def name_of(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> str:
+    """The function's name; for an attribute that is read the attribute's, and `set shape` for one that is set.
+
+    Names with two meanings become two: `type()` reads, `type(dtype)` converts; `grad` is the attribute.
+    """
+    name: str = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "an attribute")
         return attribute if name == "__get__" else f"set {attribute}"
-    return name
+    if name == "type" and any(argument is not None for argument in (*args[1:], *(kwargs or {}).values())):
+        return "type(dtype)"
+    return "autograd.grad" if name == "grad" else name
+
+
+def of_device(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
+    """What a function of `OF_DEVICE` says of a tensor whose values are, or would be, on this device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(torch.empty(0, dtype=args[0].dtype, device=device), *args[1:], **kwargs)
 
 
 def in_place_target(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,29 +169,37 @@ def compute_on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     Raises:
         UnsupportedError: it isn't exact.
     """
-    name = name_of(func)
+    name = name_of(func, args, kwargs)
     parts = list(_parts(args, kwargs))
     if name not in METADATA and not _is_exact(name, args, kwargs):
         raise UnsupportedError(_message(name, parts[0]))
+    if name == "detach_" and isinstance(args[0], PartialValues):
+        return args[0]  # it has no graph
     with torch._C.DisableTorchFunctionSubclass():
-        if name in _SIZES and parts[0]._part is not None:
-            whole = torch.empty(parts[0]._part.shape, dtype=parts[0].dtype, device="meta")
-            return func(whole, *args[1:], **kwargs)
-        if name.startswith("set "):
-            return func(args[0], plain_alias(args[1]) if isinstance(args[1], PartialValues) else args[1])
+        if name in _SIZES:
+            args, kwargs = tree_map(_shaped_as_whole, (args, kwargs))
+        elif name.startswith("set "):
+            args = (args[0], *(plain_alias(one) if isinstance(one, PartialValues) else one for one in args[1:]))
         result = func(*args, **kwargs)
     return partial_alias(result, parts[0]._part) if name in _COPIES and result is not None else result
 
 
 def _is_exact(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if name in _COPIES or name in ("set requires_grad", "_foreach_zero_"):
+    if name in _COPIES or name in ("set requires_grad", "_foreach_zero_", "detach_"):
         return True
-    if name in ("set data", "set grad"):
-        return args[1] is None or _is_same_part(args[1], args[0])
+    if name in ("set data", "set grad"):  # to nothing, when it is deleted
+        return all(value is None or _is_same_part(value, args[0]) for value in args[1:])
     if name not in _IN_PLACE:
         return False
     target, *operands = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     return _is_same_part(target, target) and all(_is_number(one) or _is_same_part(one, target) for one in operands)
+
+
+def _shaped_as_whole(leaf: Any) -> Any:
+    """A part as a tensor with the whole's shape; anything else as it is. Called where torch functions are plain."""
+    if not isinstance(leaf, PartialValues | PartialParameter) or leaf._part is None:
+        return leaf
+    return torch.empty(leaf._part.shape, dtype=leaf.dtype, device="meta")
 
 
 def _is_number(operand: Tensor) -> bool:

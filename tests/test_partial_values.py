@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,6 +38,10 @@ WRONG: dict[str, Callable[[nn.Parameter], Any]] = {
     "added to a tensor": lambda p: p.data.add_(torch.ones(2, 2)),
     "added to a tensor by name": lambda p: p.data.add_(other=torch.ones(2, 2)),
     "added to a number": lambda p: torch.zeros(()).add_(p),
+    "converted": lambda p: p.type(torch.float64),
+    "its values converted by a name": lambda p: p.data.type("torch.DoubleTensor"),
+    "differentiated": lambda p: torch.autograd.grad(p, [p]),
+    "a shallow copy": lambda p: copy.copy(p).sum(),
     "a row": lambda p: p.data[0].zero_(),
     "an initial value": lambda p: nn.init.normal_(p),
     "a number": lambda p: p.detach().tolist(),
@@ -64,13 +69,58 @@ def test_what_is_wrong_on_a_part_is_refused_by_name(compute: Callable[[nn.Parame
 def test_metadata_may_be_read_and_is_that_of_the_whole() -> None:
     with part_of() as part:
         assert part.shape == (4, 2) and part.dim() == 2 and part.numel() == 8 and len(part) == 4 and part.size(0) == 4
-        assert part.data.shape == (4, 2) and torch.numel(part) == 8
+        assert part.data.shape == (4, 2) and torch.numel(part) == 8 and torch.ones(4, 2).is_same_size(part)
         assert part.dtype is torch.float32 and part.device.type == "cpu" and part.requires_grad and part.is_leaf
         assert part.grad is None and part in {part} and isinstance(part, nn.Parameter)
         assert repr(part) == "a part (2, 2) of layer.weight (4, 2)"
         part.requires_grad_(False)
         part.grad = None
+        del part.grad
         assert not part.requires_grad
+
+
+ARGUMENTS: list[tuple[Any, ...]] = [
+    (), (0,), (1,), (2.0,), (None,), (torch.float64,), ("torch.DoubleTensor",), ("cpu",), (torch.ones(4, 4),),
+    (torch.contiguous_format,), (lambda *_: None,),
+]  # fmt: skip
+OF_PARTS = {"_cdata", "__module__", "as_subclass"}
+"""tell objects apart, and classes: asked for by who knows of parts"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_method_returns_silently_what_depends_on_the_size_or_values_of_the_part() -> None:
+    """What isn't refused is as of the whole [4, 4], or the part of it that this rank has."""
+    silent = []
+    for name, arguments in product(sorted(set(dir(Tensor)) - set(dir(object)) - OF_PARTS), ARGUMENTS):
+        whole = nn.Parameter(torch.ones(4, 4))
+        with part_of((4, 4)) as part, torch._C.DisableTorchFunctionSubclass():
+            whole.data[:2, :2] = part
+        try:
+            expected = value_of(whole, name, arguments)
+        except Exception:
+            continue
+        with part_of((4, 4)) as part:
+            try:
+                found = value_of(part, name, arguments)
+            except UnsupportedError:
+                continue
+            if not (is_alike(found, expected) and is_alike(part, whole)):
+                silent.append((name, arguments))
+    assert silent == []
+
+
+def value_of(tensor: Tensor, name: str, arguments: tuple[Any, ...]) -> Any:
+    value = getattr(tensor, name)
+    return value(*arguments) if callable(value) and not isinstance(value, Tensor) else value
+
+
+def is_alike(found: Any, expected: Any) -> bool:
+    if not isinstance(expected, Tensor):
+        plain = (bool, int, float, str, tuple, torch.dtype, torch.device, type(None))
+        return bool(found == expected) if isinstance(expected, plain) else type(found) is type(expected)
+    with torch._C.DisableTorchFunctionSubclass():
+        wanted = expected[:2, :2] if isinstance(found, PartialValues | PartialParameter) else expected
+        return torch.equal(found.as_subclass(Tensor), wanted.as_subclass(Tensor)) and found.dtype is expected.dtype
 
 
 IN_PLACE: dict[str, Callable[[Tensor], Any]] = {

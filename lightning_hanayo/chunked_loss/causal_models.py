@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map
 from lightning_hanayo.chunked_loss.cross_entropy import CHUNK, check_chunk, chunked_cross_entropy
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.linear_modules import as_autocast
-from lightning_hanayo.partial_values import METADATA, name_of
+from lightning_hanayo.partial_values import METADATA, OF_DEVICE, OF_OBJECT, name_of
 
-_OF_DEVICE = ("device", "is_cpu", "is_cuda", "is_meta", "get_device", "requires_grad", "grad_fn", "is_leaf")
+_WITHOUT_VALUES = METADATA - OF_DEVICE - OF_OBJECT
 _LOSS = "ForCausalLMLoss"
 
 
@@ -136,8 +136,8 @@ class Logits(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Answer what needs no values; compute with them otherwise."""
-        name = name_of(func)
-        if name in METADATA and name not in _OF_DEVICE:
+        name = name_of(func, args, kwargs)
+        if name in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name == "device":

@@ -46,8 +46,8 @@ class PlaceholderAfterRun(GuardedPlaceholder):
         Raises:
             UnsupportedError: `func` does.
         """
-        if name_of(func) not in METADATA:
-            raise UnsupportedError(_message(name_of(func), args, kwargs))
+        if (name := name_of(func, args, kwargs)) not in METADATA:
+            raise UnsupportedError(_message(name, args, kwargs))
         return compute_without_values(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -63,8 +63,8 @@ class PartAfterRun(PartialParameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """As for `PlaceholderAfterRun`."""
-        if name_of(func) not in METADATA:
-            raise UnsupportedError(_message(name_of(func), args, kwargs))
+        if (name := name_of(func, args, kwargs)) not in METADATA:
+            raise UnsupportedError(_message(name, args, kwargs))
         return compute_on_parts(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartAfterRun":

@@ -23,18 +23,21 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partial_values import (
     FULL_PARAMETER,
     METADATA,
+    OF_DEVICE,
     PartialParameter,
     PartialValues,
     in_place_target,
     is_saving,
     name_of,
+    of_device,
 )
 from lightning_hanayo.partition.ownership import Placeholder
 
 _TO_DEVICE = frozenset(("cpu", "cuda"))
 _NEEDS_VALUES = frozenset(
-    ("item", "tolist", "numpy", "backward", "data_ptr", "__format__", "__array__", "__reduce_ex__", "__dlpack__")
-)
+    ("item", "tolist", "numpy", "backward", "autograd.grad", "data_ptr", "const_data_ptr", "__format__", "__array__",
+     "__reduce_ex__", "__dlpack__")
+)  # fmt: skip
 _RANDOM = frozenset(
     ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "randn_like", "rand_like", "randint_like")
 )
@@ -106,7 +109,7 @@ class GuardedPlaceholder(Placeholder):
         Raises:
             UnsupportedError: `func` needs the values, or the owner doesn't run this code.
         """
-        name, kwargs = name_of(func), kwargs or {}
+        name, kwargs = name_of(func, args, kwargs), kwargs or {}
         if (name not in METADATA or name == "requires_grad_") and not cls.user_code.runs_on_all_ranks:
             _refuse(name, next(_owners(args, kwargs)), alone=True)
         if name == "grad":
@@ -119,8 +122,12 @@ class GuardedPlaceholder(Placeholder):
         """Say where the values are."""
         return f"<parameter {self._owner.name} {tuple(self.shape)}, on pipeline rank {self._owner.rank}>"
 
+    def __copy__(self) -> MissingValues:
+        """A copy has no values either."""
+        return without_values(self, self._owner)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "GuardedPlaceholder":
-        """A copy has no values either, and keeps this class."""
+        """As `__copy__`, but it keeps this class."""
         with torch._C.DisableTorchFunctionSubclass():
             copied = type(self)(self.detach().as_subclass(Tensor), self.requires_grad)
         vars(copied).update(vars(self))
@@ -153,9 +160,9 @@ def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwar
     Raises:
         UnsupportedError: `func` needs values, or writes into a tensor that has values here.
     """
-    name = name_of(func)
-    if name == "device":
-        return args[0]._owner.device  # what is made there goes with the owner's values
+    name = name_of(func, args, kwargs)
+    if name in OF_DEVICE and name != "is_meta":  # by which this package knows what has no values
+        return of_device(func, args, kwargs, args[0]._owner.device)  # what is made there goes with the owner's values
     if name in METADATA or name == "set requires_grad":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -180,7 +187,7 @@ def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwarg
             return torch.device("meta")
         if isinstance(leaf, torch.Generator):
             return None
-        return _without_class(leaf).to("meta") if isinstance(leaf, Tensor) else leaf
+        return torch.empty_like(_without_class(leaf), device="meta") if isinstance(leaf, Tensor) else leaf
 
     if name in _TO_DEVICE:
         return args[0]

@@ -43,6 +43,7 @@ def test_loss_gradients_and_logits_are_the_models_own(make: Callable[[], Lightni
         torch.testing.assert_close(parameter.grad, other.grad, msg=name)
     torch.testing.assert_close(found.logits.argmax(-1), expected.logits.argmax(-1))
     torch.testing.assert_close(found.logits + 0, expected.logits)
+    torch.testing.assert_close(found.logits.type(torch.float64), expected.logits.double())
     assert torch.equal(copy.deepcopy(found.logits), found.logits.whole())
     ids = {name: value for name, value in batch().items() if name != "labels"}
     torch.testing.assert_close(chunked(**ids).logits[:, -1], own(**ids).logits[:, -1])

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_hanayo.checkpoint.format.region import Region
-from lightning_hanayo.partial_values import METADATA, in_place_target, name_of
+from lightning_hanayo.partial_values import METADATA, OF_DEVICE, in_place_target, name_of, of_device
 
 Read = Callable[[Region | None], Tensor]
 """reads a region of a tensor, all of it if None, into memory of its own"""
 
-_IN_HOST_MEMORY = {"device": torch.device("cpu"), "is_cpu": True, "is_meta": False, "is_pinned": False}
 _ALIASES = frozenset(("detach", "data", "cpu", "contiguous"))
 """what returns the same values in the same memory, of a tensor that lies in host memory in its own order"""
 
@@ -67,9 +66,9 @@ class StoredTensor(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Answer what needs no values; read all values for anything else."""
-        name, kwargs = name_of(func), kwargs or {}
-        if name in _IN_HOST_MEMORY:
-            return _IN_HOST_MEMORY[name]
+        name, kwargs = name_of(func, args, kwargs), kwargs or {}
+        if name in OF_DEVICE:
+            return of_device(func, args, kwargs, torch.device("cpu"))
         if name in _ALIASES:
             return args[0]
         if name == "requires_grad_":  # of nn.Parameter(tensor), too

@@ -41,7 +41,9 @@ from lightning_hanayo.weight_gradients import gradient_dtype
 
 _ORIGINAL = "_forward_with_parts"
 _ALIASES = ("data", "detach")
-_OF_THE_PART = ("grad", "data_ptr", "untyped_storage", "__dlpack__", "__reduce_ex__")
+_OF_THE_PART = (
+    "grad", "autograd.grad", "data_ptr", "const_data_ptr", "untyped_storage", "__dlpack__", "__reduce_ex__",
+)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -148,11 +150,19 @@ def _whole_on_use(block: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _whole_arguments() -> Iterator[None]:
-    """Gather what is passed to an autograd.Function, a scripted function or vmap, which ask no `__torch_function__`."""
+    """Gather what is passed to autograd.Function, scripted functions, torch.func and torch.tensor.
+
+    They ask no `__torch_function__`.
+    """
     entries: tuple[tuple[Any, str], ...] = (
         (torch.autograd.Function, "apply"),
         (torch.jit.ScriptFunction, "__call__"),
         (torch._functorch.vmap, "_process_batched_inputs"),
+        *(
+            (torch._functorch.eager_transforms, f)
+            for f in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")
+        ),
+        (torch, "tensor"),
     )
     originals = [vars(owner)[name] for owner, name in entries]
     for (owner, name), function in zip(entries, originals, strict=True):
@@ -211,7 +221,7 @@ def _compute_on_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     Raises:
         UnsupportedError: a change in place isn't exact on parts, or `func` needs memory of the whole.
     """
-    name = name_of(func)
+    name = name_of(func, args, kwargs)
     parts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartialParameter | PartialValues)]
     changes_part = any(in_place_target(name, args, kwargs) is part for part in parts)
     is_of_part = name in METADATA or name in _OF_THE_PART or name.startswith("set ") or changes_part

@@ -37,6 +37,7 @@ def test_what_needs_no_values_reads_nothing(stored: StoredTensor, reads: list[An
     assert isinstance(stored, Tensor) and torch.is_tensor(stored)
     assert stored.shape == (4, 3) and stored.dtype == torch.float32 and len(stored) == 4 and stored.numel() == 12
     assert stored.device == torch.device("cpu") and not stored.is_meta and not stored.requires_grad
+    assert stored.type() == "torch.FloatTensor" and stored.is_cpu and not stored.is_pinned()
     renamed = {f"new.{name}": value.detach().cpu() for name, value in {"w": stored}.items()}
     assert isinstance(copy.deepcopy(renamed)["new.w"], StoredTensor)
     assert "not read" in repr(stored) and not reads
@@ -52,6 +53,7 @@ def test_what_needs_no_values_reads_nothing(stored: StoredTensor, reads: list[An
         lambda w: torch.tensor(w.tolist()),
         lambda w: torch.from_numpy(w.numpy()),
         lambda w: w.to(torch.float64),
+        lambda w: w.type(torch.float64),
         lambda w: torch.zeros(4, 3).copy_(w),
         lambda w: torch.einsum("ij,ij->i", w, WHOLE),
         lambda w: w.clone().mul_(2),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition.meta_copy import MetaCopy, like
-from lightning_hanayo.partition.ownership import Placeholder
+from lightning_hanayo.partition.ownership import Placeholder, exchange
 from lightning_hanayo.seeds import seed_of
 
 _ADVICE = (
@@ -92,16 +92,14 @@ class DeferredInit:
             UnsupportedError: a parameter has hooks.
         """
         owner = self._modules[module.name]
-        if isinstance(owner, nn.RNNBase):
-            owner._flat_weight_refs.clear()  # weak references prevent the exchange; made again below
         for tensor, value in zip(module.tensors, values, strict=True):
             if any((tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))):
                 name = self._copy.name(tensor)
                 raise UnsupportedError(f"{name} was built on the meta device, and would lose its hooks")
             assert tensor.shape == value.shape and tensor.dtype == value.dtype
-            torch.utils.swap_tensors(tensor, like(tensor, value.detach()))
+            exchange(tensor, like(tensor, value.detach()))
         if isinstance(owner, nn.RNNBase):
-            owner._init_flat_weights()
+            owner.flatten_parameters()  # cuDNN wants one piece of memory
 
     def assign_one(self, tensor: Tensor, value: Tensor) -> None:
         """Give one tensor a value, or this rank's shard of it; see `assign`."""

@@ -25,6 +25,8 @@ class Ownership:
     stages: tuple[range, ...]
     """the indices of each stage's blocks"""
     stage_ranks: tuple[int, ...]
+    kept: tuple[tuple[nn.Parameter, int, str], ...] = ()
+    """parameters that a block uses without having registered them, with its index, and where it keeps them"""
 
     def blocks(self, stage: int) -> list[nn.Module]:
         """The blocks of `stage`; none for a loss stage."""
@@ -55,7 +57,12 @@ class Ownership:
         for module in modules_outside(model, self.stack):
             for parameter in module.parameters(recurse=False):
                 users[parameter].add(-1)
+        for parameter, index, _ in self.kept:
+            users[parameter].add(self._stage_of(index))
         return users
+
+    def _stage_of(self, block: int) -> int:
+        return next(stage for stage, blocks in enumerate(self.stages) if block in blocks)
 
     def rank_by_name(self, model: nn.Module) -> dict[str, int]:
         """The pipeline rank that owns each entry of `model.state_dict()`, and what hooks have left out of it."""
@@ -76,7 +83,7 @@ class Ownership:
 
         Raises:
             UnsupportedError: blocks on different ranks share a parameter, or a block on a rank other than 0 shares one
-                with the code outside the stack.
+                with the code outside the stack; registered, or kept in a list.
         """
         owners: dict[nn.Parameter, tuple[str, int]] = {}
         ranks = self.rank_by_name(model)
@@ -88,6 +95,39 @@ class Ownership:
                     f"{other_name} and {name} are the same parameter, but belong to pipeline ranks {other_rank} and "
                     f"{rank}. A tied embedding and head is fine (both belong to rank 0); blocks can't share weights "
                     f"across ranks."
+                )
+        for parameter, index, place in self.kept:
+            name, owner = owners.get(parameter, ("", 0))
+            if name and self.stage_ranks[self._stage_of(index)] != owner:
+                raise UnsupportedError(
+                    f"{place} is {name}, which belongs to pipeline rank {owner}, but the block runs on another one. "
+                    f"Pass it to the block as an argument, or give the block a parameter of its own."
+                )
+
+    def check_cube(self, model: nn.Module, *, is_replicated: bool) -> None:
+        """Check that no rank of a cube uses a parameter inside blocks of which others may hold a part.
+
+        Args:
+            model: the user's module.
+            is_replicated: whether all ranks run the code outside the stack on the same samples.
+
+        Raises:
+            UnsupportedError: a block uses another one's parameter; or one of code outside, where all ranks compute
+                equal gradients, which can't be added to the parts of blocks' gradients.
+        """
+        users, names = self._users(model), {parameter: name for name, parameter in model.named_parameters()}
+        for parameter, _, place in self.kept:
+            if parameter in names and -1 not in users[parameter]:
+                raise UnsupportedError(
+                    f"{place} is {names[parameter]} of another block, and each rank of a cube may hold a part of it. "
+                    f"Give the block a parameter of its own."
+                )
+        for parameter in self.tied_parameters(model) if is_replicated else ():
+            if -1 in users[parameter]:
+                raise UnsupportedError(
+                    f"{names[parameter]} is used in a block and outside the blocks: with cube_outside='replicate' "
+                    f"gradients outside are equal on all ranks of the cube, and those of a block are parts of a sum. "
+                    f"Use cube_outside='share'."
                 )
 
 
@@ -137,23 +177,26 @@ def attributes_on_meta(parameter: Tensor) -> dict[str, Any]:
 def replace_with_placeholders(model: nn.Module, keep: set[nn.Parameter], buffers_of: Iterable[nn.Module] = ()) -> None:
     """Replace all parameters but those in `keep` by placeholders, and move the buffers of `buffers_of` to meta.
 
-    Placeholders are new Parameters with the same shape, dtype, requires_grad, attributes and ties, so that optimizers,
-    parameter groups and state dicts keep the indices and names that they have in a single process.
+    Placeholders are the same Parameter objects, with their shape, dtype, requires_grad, attributes and ties, so that
+    optimizers, parameter groups and state dicts keep the indices and names that they have in a single process.
     """
     placeholders = {
         parameter: _restore(on_meta(parameter), parameter.requires_grad, attributes_on_meta(parameter))
         for parameter in model.parameters()
         if parameter not in keep and not isinstance(parameter, Placeholder)
     }
-    replace_parameters(model, placeholders)
+    for parameter, placeholder in placeholders.items():
+        exchange(parameter, placeholder)
     for module in buffers_of:
         module._buffers.update({n: b.to("meta") for n, b in module._buffers.items() if b is not None})
 
 
-def replace_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put `replacements[p]` in place of each parameter p, wherever modules hold it."""
-    for module in model.modules():
-        mine = {n: replacements[p] for n, p in module._parameters.items() if p is not None and p in replacements}
-        module._parameters.update(mine)
-        if mine and isinstance(module, nn.RNNBase):
-            module._init_flat_weights()  # a list of its own, from which it computes
+def exchange(tensor: Tensor, other: Tensor) -> None:
+    """Let each be what the other was: class, values, attributes. So a parameter is replaced wherever code keeps it.
+
+    torch.utils.swap_tensors refuses tensors with weak references, which recurrent layers have to their weights.
+    """
+    if tensor is not other:
+        tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+        tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+        torch._C._swap_tensor_impl(tensor, other)

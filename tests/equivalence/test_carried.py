@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.habits.layers import Keeps
 from tests.habits.side_outputs import AuxiliaryLoss, CollectsInBox
 from tests.habits.step_state import Conditioned
 from tests.harness import models
-from tests.harness.models import Batch
+from tests.harness.models import WIDTH, Batch
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool
 from tests.harness.thorough import covered
@@ -65,6 +66,25 @@ MODELS = [AuxiliaryLoss, CollectsInBox, Recomputed, Both]
 )  # fmt: skip
 def test_equals_one_process(pool: Pool, model: Any, layout: Layout) -> None:
     training = Training(model, VECTORS, torch.float64, steps=3, accumulate=1 + (layout.pipe == 2))
+    assert_close(run(pool, training, layout).weights, plain(pool, training).weights, 1e-10)
+
+
+class KeepsParameters(Keeps):
+    """Lists, dictionaries and a recurrent layer hold parameters of blocks."""
+
+    class Block(Keeps.Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x) + self.rnn(x[:, None])[0][:, 0] / (1 + self.up.weight.type(x.dtype).norm())
+            return out
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 1), Layout(1, 1, 1, cube=(1, 2, 1))], ids=str)
+def test_parameters_that_blocks_keep_elsewhere_train_as_in_one_process(pool: Pool, layout: Layout) -> None:
+    training = Training(KeepsParameters, VECTORS, torch.float64, steps=3)
     assert_close(run(pool, training, layout).weights, plain(pool, training).weights, 1e-10)
 
 

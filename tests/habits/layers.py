@@ -1,5 +1,6 @@
 """Habits: kinds of blocks, and layers with adapters, quantized weights or experts."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,13 +57,19 @@ class SumOfMagnitudes(torch.autograd.Function):
 
 
 class PassedOn(Stack):
-    """The block's weight is passed to code that isn't Python's: an autograd.Function, and vmap."""
+    """The block's weight is passed to code that isn't Python's: an autograd.Function, torch.func, and torch.tensor."""
+
+    warnings.filterwarnings("ignore", message="To copy construct from a tensor")
 
     class Block(Block):
         def forward(self, x: Tensor) -> Tensor:
             weight: Any = self.up.weight
             rows = torch.vmap(lambda row: row.norm())(weight)
-            return super().forward(x) / (1 + SumOfMagnitudes.apply(weight) + rows.sum())
+            slope = torch.func.grad(lambda whole: whole.square().sum())(weight)
+            total = (
+                SumOfMagnitudes.apply(weight) + rows.sum() + slope.abs().sum() + torch.tensor(weight.detach()).norm()
+            )
+            return super().forward(x) / (1 + total)
 
 
 class OwnWeight(Stack):
@@ -70,6 +77,59 @@ class OwnWeight(Stack):
         def forward(self, x: Tensor) -> Tensor:
             weights = {"weight": 0.5 * self.up.weight}
             return x + self.down(torch.func.functional_call(self.up, weights, self.norm(x)))
+
+
+class Converted(Stack):
+    """`type()` reads a name, `type(dtype)` converts."""
+
+    class Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weight: Any = self.up.weight
+            return super().forward(x) / (1 + weight.type(x.dtype).norm() + weight.type(x.type()).abs().mean())
+
+
+class Recurrent(Stack):
+    """Keeps its weights in a list of its own, from which it computes."""
+
+    class Block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.rnn(x[:, None])[0][:, 0]
+
+
+class Keeps(Stack):
+    """Blocks keep parameters in containers, some beside a number that the step sets, one made in each forward."""
+
+    class Block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+            self.kept = {"gain": self.gain, "factor": 1.0}
+            self.pair = [self.up.weight, self.up.bias]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = [self.gain]
+            hidden = functional.gelu(functional.linear(self.norm(x), *self.pair))
+            return x + self.kept["factor"] * self.kept["gain"] * self.last[0] * self.down(hidden)
+
+    def loss(self, batch: Batch) -> Tensor:
+        for block in self.blocks:
+            block.kept["factor"] = 0.5 + 0.1 * self.global_step
+        return super().loss(batch)
+
+
+class KeepsHead(Stack):
+    class Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.kept[0].abs().mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.kept = [self.head.weight]
 
 
 class Clamps(Stack):
@@ -260,7 +320,14 @@ SPECTRAL = everywhere(PerMicrobatch("training changes once for each of the 4 mic
 HABITS = [
     exact("a block computes with the parameters of its layers: a norm over `self.parameters()`", Penalised),
     exact("a block's second layer is the first one's weight, transposed", Tied),
-    exact("a block passes its weight to an `autograd.Function` and to `torch.vmap`", PassedOn),
+    exact("a block passes its weight to an `autograd.Function`, `torch.func` and `torch.tensor`", PassedOn),
+    exact("a block converts its weight: `self.up.weight.type(dtype)`", Converted),
+    exact("`nn.LSTM` in a block, which keeps its weights in a list, too", Recurrent),
+    exact("a block keeps its parameters in a list, and in a dictionary beside a number that the step sets", Keeps),
+    Habit(
+        "blocks keep the head's weight in a list", KeepsHead, VECTORS,
+        everywhere(Refused("is head.weight, which belongs to pipeline rank 0")) | {"cube": EXACT},
+    ),
     Habit(
         "`functional_call` of a layer in a block", OwnWeight, VECTORS,
         on(pipelines=EXACT, cubes=Refused("is called with another weight or bias than its own")),

@@ -5,6 +5,8 @@ rank     0     1     1     0         embedding and head: rank 0
 blocks   0 1   2     3     4 5
 """
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -103,12 +105,42 @@ def test_a_block_on_rank_1_cannot_share_with_code_outside_the_stack() -> None:
         ownership(model).check(model)
 
 
+def test_a_block_on_rank_1_cannot_keep_a_parameter_of_rank_0() -> None:
+    model = Model()
+    kept = ((model.head.weight, 2, "blocks[2].given.0"),)
+    Ownership(find_stack(model), STAGES, (0, 0, 0, 0), kept).check(model)
+    with pytest.raises(
+        UnsupportedError, match=r"blocks\[2\].given.0 is embedding.weight, which belongs to pipeline rank 0"
+    ):
+        Ownership(find_stack(model), STAGES, RANKS, kept).check(model)
+
+
+def test_a_kept_parameter_is_complete_after_the_backward_of_the_lowest_stage_that_uses_it() -> None:
+    model = Model()
+    weight = model.blocks[4][0].weight
+    found = Ownership(find_stack(model), STAGES, RANKS, ((weight, 1, "blocks[1].next"),))
+    assert any(one is weight for one in found.stage_parameters(model, 0))
+    assert not any(one is weight for one in found.stage_parameters(model, 3))
+
+
+def test_a_cube_uses_no_parameter_of_another_block_and_none_of_both_sides_where_all_ranks_run_the_same() -> None:
+    model = Model()
+    outside = Ownership(find_stack(model), STAGES, RANKS, ((model.head.weight, 0, "blocks[0].given"),))
+    outside.check_cube(model, is_replicated=False)
+    with pytest.raises(UnsupportedError, match="embedding.weight is used in a block and outside.*cube_outside='share'"):
+        outside.check_cube(model, is_replicated=True)
+    other = Ownership(find_stack(model), STAGES, RANKS, ((model.blocks[1][0].weight, 0, "blocks[0].next"),))
+    with pytest.raises(UnsupportedError, match=r"blocks\[0\].next is blocks.1.0.weight of another block"):
+        other.check_cube(model, is_replicated=False)
+
+
 def test_placeholders_have_shape_dtype_ties_and_attributes_of_the_originals() -> None:
     model = Model()
     model.blocks[2][0].weight.requires_grad_(False)
     model.blocks[2][0].bias.mark = "no decay"
     before = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}
     replaced = {model.embedding.weight, *model.blocks[2].parameters()}
+    lists = [weakref.ref(model.embedding.weight), {"bias": model.blocks[2][0].bias}]
     replace_with_placeholders(
         model, {p for p in model.parameters() if p not in replaced}, buffers_of=model.blocks[2].modules()
     )
@@ -119,6 +151,7 @@ def test_placeholders_have_shape_dtype_ties_and_attributes_of_the_originals() ->
         "head.weight",
     ]  # fmt: skip
     assert model.head.weight is model.embedding.weight and model.blocks[2][0].bias.mark == "no decay"
+    assert lists[0]() is model.head.weight and lists[1]["bias"] is model.blocks[2][0].bias  # type: ignore[operator,index]
     assert model.blocks[2][1].running_mean.is_meta and not model.positions.is_meta
 
 

@@ -1,7 +1,8 @@
 """Holders of values: attributes of an object, or a list, dictionary or set; and what has changed in them.
 
 Values are compared by identity, plain ones by value, and tensors also by their version, which counts changes in place.
-Of a buffer that was changed in place only that is known: its values stay on their rank.
+Of a buffer that was changed in place only that is known: its values stay on their rank. Parameters are no state,
+wherever they are kept: optimizers change them in place, and each rank has its own.
 """
 
 from collections import deque
@@ -152,7 +153,8 @@ class Holder:
             keys = self.copy.keys() - INTERNAL if self.has_attributes else self.copy.keys()
             self.values = itemgetter(*keys) if len(keys) > 1 else lambda container: tuple(container[k] for k in keys)
         values = self.copy.values() if isinstance(self.copy, dict) else self.copy
-        self.tensors = [(value, version_of(value)) for value in values if isinstance(value, Tensor)]
+        tensors = [one for one in values if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
+        self.tensors = [(tensor, version_of(tensor)) for tensor in tensors]
 
 
 class Scanner:

@@ -6,7 +6,7 @@ scan                what has changed since the last scan:  {("model.layers.3.mlp
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType
@@ -112,11 +112,30 @@ class ModuleState:
         self.holders = {holder.name: holder for holder in search.found.values()}
 
 
+def kept_parameters(blocks: Sequence[nn.Module], name: str) -> Iterator[tuple[nn.Parameter, int, str]]:
+    """Yields the parameters that a block reaches but hasn't registered: in a list, a function, a module in a list.
+
+    With the block's index, and where it keeps them. A block that knows a module around it needn't use its parameters.
+    """
+    for index, block in enumerate(blocks):
+        search = _Search({}, Clock())
+        for path, module in block.named_modules():
+            search.add_module(f"{name}[{index}]{path and '.'}{path}", module, index)
+        for path, module in search.modules.items():
+            if all(part is not block for part in module.modules()):
+                search.parameters |= {one: f"{path}.{own}" for own, one in module.named_parameters()}
+        registered = set(block.parameters())
+        yield from ((one, index, path) for one, path in search.parameters.items() if one not in registered)
+
+
 class _Search:
     """Walks through modules and what they hold."""
 
     def __init__(self, found: dict[int, Holder], clock: Clock) -> None:
         self._clock = clock
+        self.parameters: dict[nn.Parameter, str] = {}
+        """what attributes, lists, functions and objects hold, by where; the same of modules:"""
+        self.modules: dict[str, nn.Module] = {}
         self.found = found
         """by the id of their container"""
         self.reached: set[tuple[int, int | None]] = set()
@@ -142,12 +161,15 @@ class _Search:
     def add_value(self, name: str, value: Any, block: int | None) -> None:
         """Add a value that can hold others."""
         kind = type(value)
+        if isinstance(value, nn.Parameter):
+            self.parameters.setdefault(value, name)
         if kind in PLAIN or isinstance(value, (Tensor, type)):
             return
         for reached, other in _reached_by(value).items():
             self._add_reached(f"{name}.{reached}", other, block)
         if isinstance(value, nn.Module):
             if block is not None:  # a module that a block holds, hidden in a list or an object
+                self.modules[name] = value
                 self.add_module(name, value, block)
         elif isinstance(value, (dict, list, deque, set)):
             if len(value) <= MAX_LENGTH:

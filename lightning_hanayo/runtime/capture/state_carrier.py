@@ -8,19 +8,23 @@ values: they are set before its code continues, and those of the latest micro-ba
 
 What only blocks reach stays on their rank, such as a count of their calls. What code outside the blocks reaches too,
 such as a box that all share, is the step's: each micro-batch brings its values, and other ranks forget them after it.
+A block's own parameters, in a list or dictionary that it keeps, travel by name: each rank finds its own.
 
 A step that passes the stack again leaves once more, and others continue meanwhile. Then what it has set in two parts is
 ambiguous for them, and rejected; but for modes, which are set for a while: the others see them as they were before.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.partial_values import PartialParameter, PartialValues
 from lightning_hanayo.runtime.capture.carried import BlockRun
 from lightning_hanayo.runtime.capture.holder import (
     BUFFERS,
@@ -43,7 +47,8 @@ MODES = frozenset({"training", "_disable_adapters"})
 Tree = dict[Key, tuple[Any, ...]]
 """By key: ("value", tree), ("int" or "float", tensor), ("removed",), ("unavailable", why), ("items", a dictionary).
 
-("mode", value) is of this micro-batch alone: a rank forgets it after it.
+("mode", value) is of this micro-batch alone: a rank forgets it after it. ("parameters", tree, places) is a value with
+parameters of blocks: of each its place among the tree's leaves, which is empty, the block's index and its name there.
 """
 
 
@@ -89,7 +94,13 @@ class StateCarrier:
         has_tensors: bool = True,
     ) -> None:
         self._state = state
+        self._blocks = blocks
         self._index_of = {id(block): index for index, block in enumerate(blocks)}
+        self._parameters: dict[nn.Parameter, dict[int, str]] = defaultdict(dict)
+        """of the blocks: its name in each block that has it"""
+        for index, block in enumerate(blocks):
+            for name, parameter in block.named_parameters():
+                self._parameters[parameter][index] = name
         self._own = frozenset(own)
         self._others = frozenset(range(len(blocks))) - self._own
         self._local = None if num_local is None else frozenset(range(num_local))
@@ -107,7 +118,9 @@ class StateCarrier:
         """Take note of what hooks have changed since the last batch. What can't be sent, they have set on all ranks."""
         changes = self._scan()
         self._early.clear()
-        self._others_changes |= {key for key, value in changes.items() if self._why_not(value) is None}
+        self._others_changes |= {
+            key for key, value in changes.items() if self._why_not(self._without_parameters(key, value)[0]) is None
+        }
 
     def enter(self) -> None:
         """Called before user code starts or continues: what this rank's blocks have changed since isn't its doing."""
@@ -151,8 +164,9 @@ class StateCarrier:
     @contextmanager
     def running(self, tree: Tree | None, run: BlockRun) -> Iterator[list[Tree | None]]:
         """Set the values for the blocks, and add what they change."""
-        before = self._set(_decode(tree)) if tree else {}
-        scanner = self._scanner(frozenset(self._index_of[id(block)] for block in run.blocks))
+        indices = frozenset(self._index_of[id(block)] for block in run.blocks)
+        before = self._set(self._decode(self._read_by(indices, tree))) if tree else {}
+        scanner = self._scanner(indices)
         scanner.scan()  # what others have changed isn't the blocks' doing
         shared = {holder.name: holder.copy for holder in scanner.holders if holder.is_outside}
         result = [tree]
@@ -163,7 +177,7 @@ class StateCarrier:
             result[0] = (tree or {}) | encoded
             self._follow(changes)
         old = {key: _old(shared[key[0]], key[1]) for key in changes if key[0] in shared}
-        modes = {key for key, (kind, *_) in (tree or {}).items() if kind == "mode" and key in before}
+        modes = {key for key in before if tree and tree[key][0] == "mode"}
         own = before if self._local is not None else {key: before[key] for key in self._is_shared(before) | modes}
         restored = old | own
         if restored:
@@ -172,17 +186,23 @@ class StateCarrier:
     def deliver(self, tree: Tree | None, left: Left) -> Delivered:
         """Set the step's own values, and those that blocks have set."""
         self._shared |= self._is_shared(tree or {})
-        return Delivered(left, self._set(left.values | _decode(tree or {})))
+        return Delivered(left, self._set(left.values | self._decode(tree or {})))
 
     def end(self, delivered: Delivered) -> None:
-        """Restore the latest step's values, but for those that this step has changed at its end."""
+        """Restore the latest step's values, and what this rank's blocks have set, but for what this step has changed.
+
+        Of what blocks set, the step got copies.
+        """
         found = self._scan()
         changes = _without_mutated(found)
         self._others_changes |= changes.keys()
-        if delivered.left.number < self._num_started:
+        is_latest = delivered.left.number == self._num_started
+        if not is_latest:
             self._check_order(delivered.left, found)
-            before = delivered.before.items()
-            self._set({key: value for key, value in before if key not in changes and self._is_own(key)})
+        before = {key: value for key, value in delivered.before.items() if key not in changes}
+        restored = {key: value for key, value in before.items() if self._is_own(key, of_blocks=is_latest)}
+        if restored:
+            self._set(restored)
 
     def _find_scanners(self) -> None:
         self._all = Scanner(list(self._state.holders.values()), self._state.clock)
@@ -229,15 +249,35 @@ class StateCarrier:
         holders = ((key, self._holder(key)) for key in keys)
         return sorted(key for key, holder in holders if holder is not None and holder.blocks & blocks)
 
+    def _read_by(self, blocks: frozenset[int], tree: Tree) -> Tree:
+        """The values that these blocks may read; of holders that are in them, too. Other blocks keep their own."""
+        holders = ((key, self._holder(key)) for key in tree)
+        return {key: tree[key] for key, holder in holders if holder is None or holder.blocks & blocks}
+
     def _is_shared(self, keys: Iterable[Key]) -> set[Key]:
         """Those of state that the blocks share with code outside them: it is the step's."""
         holders = ((key, self._holder(key)) for key in keys)
         return {key for key, holder in holders if holder is not None and holder.is_outside and holder.blocks}
 
-    def _is_own(self, key: Key) -> bool:
-        """Whether it is the state of code that runs on this rank."""
+    def _is_own(self, key: Key, *, of_blocks: bool = False) -> bool:
+        """Whether it is the state of code that runs on this rank, or only that of its blocks."""
         holder = self._holder(key)
-        return holder is not None and (not holder.blocks or bool(holder.blocks & self._own))
+        if holder is None or (of_blocks and holder.is_outside):
+            return False
+        return bool(holder.blocks & self._own) or not (holder.blocks or of_blocks)
+
+    def _without_parameters(self, key: Key, value: Any) -> tuple[Any, tuple[tuple[int, int, str], ...]]:
+        """The value with None for each parameter that all blocks have which reach it; its place, a block, its name."""
+        holder = self._holder(key)
+        leaves, spec = tree_flatten(value)
+        places = []
+        for place, leaf in enumerate(leaves):
+            names = self._parameters.get(leaf, {}) if isinstance(leaf, nn.Parameter) else {}
+            if names and holder is not None and names.keys() >= holder.blocks:
+                block, name = next(iter(names.items()))
+                places.append((place, block, name))
+                leaves[place] = None
+        return (tree_unflatten(leaves, spec) if places else value), tuple(places)
 
     def _encode(self, key: Key, value: Any, by: str) -> tuple[Any, ...]:
         """Numbers become tensors: values that differ each time must not change the structure of messages.
@@ -252,7 +292,10 @@ class StateCarrier:
             return "unavailable", lost[0].why
         if type(value) in (int, float) and self._has_tensors and abs(value) < 2**63:
             return type(value).__name__, torch.tensor(value, dtype=torch.int64 if type(value) is int else torch.float64)
-        why = self._why_not(value)
+        tree, places = self._without_parameters(key, value)
+        why = self._why_not(tree)
+        if why is None and places:
+            return "parameters", tree, places
         if why is None:
             return "mode" if by == "the step" and self._is_mode(key) else "value", value
         if by != "the step" and key[1] == CONTENT and isinstance(value, dict):
@@ -278,9 +321,33 @@ class StateCarrier:
             return f"a {type(value).__module__}.{type(value).__qualname__}, which can't be sent to other pipeline ranks"
         if isinstance(value, Valueless) or any(tensor.is_meta for tensor in flattener.tensors):
             return "a value that is on another pipeline rank"
+        if any(isinstance(tensor, PartialParameter | PartialValues) for tensor in flattener.tensors):
+            return "a parameter of which each rank of the cube has a part"
         if flattener.tensors and not self._has_tensors:
             return "a tensor, and in this cube the blocks work on other parts of the samples or features than the step"
         return None
+
+    def _decode(self, tree: Tree) -> dict[Key, Any]:
+        return {key: self._decode_value(key, *encoded) for key, encoded in tree.items()}
+
+    def _decode_value(self, key: Key, kind: str, value: Any = None, places: Iterable[tuple[int, int, str]] = ()) -> Any:
+        match kind:
+            case "int" | "float":
+                return value.item()
+            case "removed":
+                return REMOVED
+            case "items":
+                return {name: self._decode_value((key[0], str(name)), *item) for name, item in value.items()}
+            case "unavailable":
+                return [Unavailable(value)] if key[1] == CONTENT else Unavailable(value)
+            case "parameters":
+                leaves, spec = tree_flatten(value)
+                for place, block, name in places:
+                    path, _, own = name.rpartition(".")
+                    leaves[place] = self._blocks[block].get_submodule(path)._parameters[own]
+                return tree_unflatten(leaves, spec)
+            case _:
+                return value
 
     def _check_order(self, early: Left, late: Mapping[Key, Any]) -> None:
         """Reject what is counted or collected before and after the blocks: other micro-batches' steps run in between.
@@ -309,21 +376,3 @@ def _old(copy: Any, key: str) -> Any:
 
 def _without_mutated(changes: Mapping[Key, Any]) -> dict[Key, Any]:
     return {key: value for key, value in changes.items() if value is not MUTATED and value is not REPLACED}
-
-
-def _decode(tree: Tree) -> dict[Key, Any]:
-    return {key: _decode_value(key, *encoded) for key, encoded in tree.items()}
-
-
-def _decode_value(key: Key, kind: str, value: Any = None) -> Any:
-    match kind:
-        case "int" | "float":
-            return value.item()
-        case "removed":
-            return REMOVED
-        case "items":
-            return {name: _decode_value((key[0], str(name)), *item) for name, item in value.items()}
-        case "unavailable":
-            return [Unavailable(value)] if key[1] == CONTENT else Unavailable(value)
-        case _:
-            return value

@@ -22,7 +22,7 @@ from lightning_hanayo.checkpoint.format.region import Region
 from lightning_hanayo.checkpoint.load.model_check import Source
 from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.partition import after_run
-from lightning_hanayo.partition.ownership import Placeholder, replace_parameters
+from lightning_hanayo.partition.ownership import Placeholder, exchange
 from lightning_hanayo.strategy.callbacks.copying import let_callbacks_copy, replaced
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
 from lightning_hanayo.strategy.lightning.user_hooks import averaged_copies, averaging_callbacks, averaging_models
@@ -201,9 +201,9 @@ def _buffer_names(module: nn.Module) -> Sequence[str]:
 
 
 def _cut(copy: nn.Module, module: nn.Module, cube: Cube | None) -> None:
-    pairs = zip(copy.parameters(), module.parameters(), strict=True)
     with torch.no_grad():
-        replace_parameters(copy, {copied: _own_part(copied, own, cube) for copied, own in pairs})
+        for parameter, original in zip(copy.parameters(), module.parameters(), strict=True):
+            exchange(parameter, _own_part(parameter, original, cube))
     for copied, own in zip(copy.modules(), module.modules(), strict=True):
         missing = {name: buffer for name, buffer in own._buffers.items() if buffer is not None and buffer.is_meta}
         copied._buffers.update({name: deepcopy(buffer) for name, buffer in missing.items()})

@@ -24,6 +24,7 @@ from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.autograd.gradient_all_reduce import GradientAllReduce, sparse_weights
 from lightning_hanayo.runtime.autograd.recomputation import stop_recomputing
 from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.runtime.capture.module_state import kept_parameters
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.point_to_point import PointToPointChannel
 from lightning_hanayo.runtime.comm.process_group_transport import OnFailure, ProcessGroupTransport
@@ -111,8 +112,11 @@ def build_pipeline(
         layout = layout.with_shares(prepared.stage_shares)
         table = layout.table(layout.num_microbatches)
     loss_stage = [range(0)] if table.loss_stage else []
-    ownership = Ownership(plan.stack, (*stage_blocks, *loss_stage), table.stage_ranks)
+    kept = kept_parameters(plan.stack.blocks, plan.stack.name) if layout.num_stages > 1 else ()
+    ownership = Ownership(plan.stack, (*stage_blocks, *loss_stage), table.stage_ranks, tuple(kept))
     ownership.check(model)
+    if cube is not None:
+        ownership.check_cube(model, is_replicated=not cube.shares_samples)
     prepared.ownership = ownership  # from now on the module is cut
     transport = context.transport(table)
     rank = transport.rank

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.linear_modules import has_gradient_hooks
 from lightning_hanayo.partition import after_run
-from lightning_hanayo.partition.ownership import Ownership, Placeholder, replace_parameters
+from lightning_hanayo.partition.ownership import Ownership, Placeholder, exchange
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
@@ -144,16 +144,14 @@ class PreparedModel:
                 f"{hooked[0]} has a hook, which other ranks have lost, so that it can't be trained on another layout "
                 f"than before. Train what trainer.strategy.gather_model() returns, after setting its hooks."
             )
-        found: dict[nn.Parameter, nn.Parameter] = {}
         for name, whole in self._whole_tensors(module):
             parameter = tensors.get(name)
             if parameter is None:
                 _set_buffer(module, name, whole)
             elif isinstance(parameter, Placeholder):
-                found[parameter] = _parameter_like(parameter, whole)
+                exchange(parameter, _parameter_like(parameter, whole))
             else:
                 parameter.data, parameter.grad = whole, None
-        replace_parameters(module, found)
         if self.cube is not None:
             self.cube.plan.undo()
         vars(module).pop(_ATTRIBUTE)

@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_hanayo.runtime.capture.holder import CONTENT, MUTATED, REMOVED, Scanner
-from lightning_hanayo.runtime.capture.module_state import ModuleState
+from lightning_hanayo.runtime.capture.module_state import ModuleState, kept_parameters
 
 
 class Box:
@@ -119,6 +119,32 @@ def test_a_tensor_changed_in_place_is_a_change(model: Model) -> None:
     scanner = scanner_of(model)
     model.value.add_(1)
     assert list(scanner.scan()) == [("Model", "value")]
+
+
+def test_parameters_are_no_state_wherever_they_are_kept(model: Model) -> None:
+    block = model.layers[0]
+    weight = block.linear.weight
+    block.losses += [weight, torch.zeros(())]
+    vars(block)["hidden"] = weight
+    scanner = scanner_of(model)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    assert scanner.scan() == {}
+    block.losses[1].add_(1.0)
+    assert scanner.scan().keys() == {("layers[0].losses", CONTENT)}
+
+
+def test_parameters_that_blocks_keep_without_registering_them(model: Model) -> None:
+    first, second, third = model.layers
+    first.own = [first.linear.weight, {"norm": (first.norm.bias,)}]
+    second.function = partial(nn.functional.linear, weight=model.head.weight)
+    second.all = [model.layers]  # a module around it
+    third.hidden = [model.head, third.linear]
+    found = {(index, path): parameter for parameter, index, path in kept_parameters(list(model.layers), "layers")}
+    assert found.keys() == {
+        (1, "layers[1].function.keywords.weight"), (2, "layers[2].hidden.0.weight"), (2, "layers[2].hidden.0.bias"),
+    }  # fmt: skip
+    assert found[1, "layers[1].function.keywords.weight"] is model.head.weight
 
 
 def test_a_buffer_changed_in_place_is_told_apart_from_one_assigned(model: Model) -> None:

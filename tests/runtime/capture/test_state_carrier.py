@@ -36,11 +36,26 @@ class Block(nn.Module):
         return x
 
 
+class Keeper(Block):
+    """Keeps its weight in a dictionary beside a number, and what can't be sent in each forward."""
+
+    def __init__(self, box: Box) -> None:
+        super().__init__(box)
+        self.weight = nn.Parameter(torch.ones(2))
+        self.kept = {"weight": self.weight, "factor": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = [self.weight]
+        self.function = print
+        self.seen = float((self.kept["factor"] * self.kept["weight"]).detach()[0])
+        return super().forward(x)
+
+
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Block] = Block) -> None:
         super().__init__()
         self.box = Box()
-        self.layers = nn.ModuleList(Block(self.box) for _ in range(3))
+        self.layers = nn.ModuleList(kind(self.box) for _ in range(3))
         self.phase = 0
         self.results: list[Any] = []
 
@@ -48,8 +63,8 @@ class Model(nn.Module):
 class Rank:
     """One rank's model and carrier."""
 
-    def __init__(self, own: set[int], num_local: int | None, **options: Any) -> None:
-        self.model = Model()
+    def __init__(self, own: set[int], num_local: int | None, kind: type[Block] = Block, **options: Any) -> None:
+        self.model = Model(kind)
         self.blocks = list(self.model.layers)
         state = ModuleState(self.model, self.blocks, "layers")
         self.carrier = StateCarrier(state, self.blocks, own, num_local, **options)
@@ -123,6 +138,37 @@ def test_a_value_that_later_steps_only_read_is_theirs_too(ranks: SimpleNamespace
     third = ranks.first.leave()
     levels = [ranks.second.run(tree, 1) and ranks.second.blocks[1].aux for tree, _ in (second, third)]
     assert levels == [1.0, 1.0]
+
+
+def test_a_blocks_own_parameters_travel_by_name_and_are_no_state() -> None:
+    ranks = SimpleNamespace(first=Rank({0, 2}, 1, Keeper), second=Rank({1}, None, Keeper))
+    carrier, own = ranks.first.carrier, ranks.second.blocks[1]
+    with torch.no_grad():
+        own.weight.fill_(3.0)  # another rank's values
+        ranks.first.blocks[1].weight.mul_(2.0)  # what an optimizer does
+    carrier.begin_batch()
+    assert ranks.first.leave()[0] is None
+    carrier.enter()
+    for block in ranks.first.blocks:
+        block.kept["factor"] = 0.5
+    tree, left = ranks.first.leave()
+    tree = ranks.first.run(ranks.second.run(tree, 1), 2)
+    assert own.seen == 1.5 and own.kept["weight"] is own.weight and own.last[0] is own.weight
+    delivered = carrier.deliver(tree, left)
+    assert all(block.last[0] is block.weight for block in ranks.first.blocks[1:])
+    with pytest.raises(UnsupportedError, match="function was set by a block"):
+        ranks.first.blocks[2].function()
+    carrier.end(delivered)
+    assert ranks.first.blocks[2].function is print, "the step got copies; the block goes on with its own"
+
+
+def test_a_later_stage_leaves_what_blocks_of_an_earlier_one_have_set() -> None:
+    first, second = Rank({0}, 1, Keeper), Rank({1, 2}, None, Keeper)
+    first.carrier.begin_batch()
+    trees = [second.run(first.leave()[0], 1) for _ in range(2)]
+    for tree in trees:
+        second.run(tree, 2)
+        assert second.blocks[1].calls == 2 and second.blocks[1].function is print
 
 
 def test_what_a_step_sets_at_its_end_stays_and_travels_with_the_next(ranks: SimpleNamespace) -> None:

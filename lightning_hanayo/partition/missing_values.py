@@ -8,15 +8,20 @@
 
 So a loop that runs on all ranks is exact where each parameter depends on itself and on numbers alone: each owner does
 its own part, with real values only. Everything else needs a value that isn't here, and is an error.
+
+Random numbers are drawn here as on the owner, so that all ranks continue alike. A tensor that was filled with them has
+values here, too, until the next one is filled: `nn.init.trunc_normal_` looks at what it has drawn.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import nan
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hanayo.errors import UnsupportedError
@@ -32,15 +37,33 @@ from lightning_hanayo.partial_values import (
     of_device,
 )
 from lightning_hanayo.partition.ownership import Placeholder
+from lightning_hanayo.seeds import default_generator
 
 _TO_DEVICE = frozenset(("cpu", "cuda"))
 _NEEDS_VALUES = frozenset(
     ("item", "tolist", "numpy", "backward", "autograd.grad", "data_ptr", "const_data_ptr", "__format__", "__array__",
      "__reduce_ex__", "__dlpack__")
 )  # fmt: skip
-_RANDOM = frozenset(
-    ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "randn_like", "rand_like", "randint_like")
-)
+_NUMBERS = (0.03, 0.97)
+"""in place of missing ones; they are probabilities, too, so that functions which draw by them take them"""
+
+
+class Drawn:
+    """The tensor without values that user code has filled with random numbers last, and these numbers."""
+
+    def __init__(self) -> None:
+        self.in_hook = False
+        self.target: Any = None
+        self.numbers: Any = None
+        self.compared: set[Callable[..., Any]] = set()
+        """functions that draw equally many numbers whatever the missing values are"""
+
+    def enter(self, *, in_hook: bool) -> None:
+        """Called when user code begins or ends."""
+        self.in_hook, self.target, self.numbers = in_hook, None, None
+
+    def __reduce__(self) -> Any:
+        return Drawn, ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,8 @@ class Owner:
         f"training_step: its gradient reaches the parameter. For weight decay there is the optimizer's weight_decay; "
         f"for norms over all gradients use torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm"
     )
+    drawn: Drawn = field(default_factory=Drawn, compare=False)
+    """the same of all owners of a run"""
 
 
 class UserCode(Protocol):
@@ -160,25 +185,44 @@ def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwar
     Raises:
         UnsupportedError: `func` needs values, or writes into a tensor that has values here.
     """
-    name = name_of(func, args, kwargs)
-    if name in OF_DEVICE and name != "is_meta":  # by which this package knows what has no values
-        return of_device(func, args, kwargs, args[0]._owner.device)  # what is made there goes with the owner's values
+    name, owner = name_of(func, args, kwargs), next(_owners(args, kwargs))
+    if name in OF_DEVICE and (name != "is_meta" or owner.drawn.in_hook):  # this package's code knows it by `is_meta`
+        return of_device(func, args, kwargs, owner.device)  # what is made there goes with the owner's values
     if name in METADATA or name == "set requires_grad":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    target, drawn = in_place_target(name, args, kwargs), owner.drawn
     if name.startswith("set "):
+        drawn.target = None
         return None
     if name.startswith("_foreach_") and len(args[0]) > 1:
         return _for_each(func, args, kwargs)
-    owner, target = next(_owners(args, kwargs)), in_place_target(name, args, kwargs)
+    if drawn.target is not None and any(leaf is drawn.target for leaf in tree_leaves((args, kwargs))):
+        filled, numbers = drawn.target, drawn.numbers
+        args, kwargs = tree_map(lambda leaf: numbers if leaf is filled else leaf, (args, kwargs))
+        result = func(*args, **kwargs)
+        return filled if result is numbers else result
+    if name == "new_tensor":  # of values that are here
+        return func(torch.empty(0, dtype=args[0].dtype, device=owner.device), *args[1:], **kwargs)
     if name in _NEEDS_VALUES or (target is not None and not _lacks_values(target)):
         _refuse(name, owner)
-    if name in _RANDOM:
-        _draw(func, owner.device, args, kwargs)
-    result = _on_meta(func, name, owner, args, kwargs)
+    with _Draws() as draws:
+        result = _on_meta(func, name, owner, args, kwargs)
+    if draws.found:
+        _draw(func, name, owner, args, kwargs, target)
     if target is not None:
         return target
     return tree_map(lambda leaf: without_values(leaf, owner) if isinstance(leaf, Tensor) else leaf, result)
+
+
+class _Draws(TorchDispatchMode):
+    """Finds whether a function draws random numbers, by the operations that it consists of."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwargs: Any) -> Any:
@@ -206,15 +250,40 @@ def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwarg
         _refuse(name, owner, error)
 
 
-def _draw(func: Callable[..., Any], device: torch.device, args: Any, kwargs: Any) -> None:
-    """Draw as many random numbers as the owner does, so that all ranks continue alike."""
+def _draw(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwargs: Any, target: Any) -> None:
+    """Draw the random numbers that the owner draws, so that all ranks continue alike; keep them if they fill `target`.
 
-    def real(leaf: Any) -> Any:
-        return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+    Raises:
+        UnsupportedError: how many numbers they are depends on missing values.
+    """
+    leaves, drawn = tree_leaves((args, kwargs)), owner.drawn
+    generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)] or [default_generator(owner.device)]
+    missing = {id(leaf): _without_class(leaf) for leaf in leaves if isinstance(leaf, Tensor) and _lacks_values(leaf)}
 
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        args, kwargs = tree_map(lambda leaf: real(_without_class(leaf)), (args, kwargs))
-        func(*args, **kwargs)
+    def run(number: float) -> dict[int, Tensor]:
+        given = dict.fromkeys(missing, number)
+        if target is not None and missing[id(target)].is_floating_point():
+            given[id(target)] = nan  # what is left of it shows that the function doesn't fill the target
+        real = {key: torch.full_like(one, given[key], device=owner.device) for key, one in missing.items()}
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            with_numbers = tree_map(lambda leaf: real.get(id(leaf), _without_class(leaf)), (args, kwargs))
+            func(*with_numbers[0], **with_numbers[1])
+        return real
+
+    before = [generator.get_state() for generator in generators]
+    real = run(_NUMBERS[0])
+    if missing.keys() == {id(target)}:
+        numbers = real[id(target)]
+        if numbers.is_floating_point() and not numbers.isnan().any():
+            drawn.target, drawn.numbers = target, numbers
+    elif func not in drawn.compared:
+        after = [generator.get_state() for generator in generators]
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        run(_NUMBERS[1])
+        if not all(torch.equal(one.get_state(), state) for one, state in zip(generators, after, strict=True)):
+            _refuse(name, owner)
+        drawn.compared.add(func)
 
 
 def _for_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

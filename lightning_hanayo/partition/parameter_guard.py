@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.partial_values import Part, PartialParameter
-from lightning_hanayo.partition.missing_values import GuardedPlaceholder, Owner
+from lightning_hanayo.partition.missing_values import Drawn, GuardedPlaceholder, Owner
 from lightning_hanayo.partition.ownership import Placeholder
 
 Scope = Literal["off", "step", "hook", "alone"]
@@ -50,6 +50,7 @@ class ParameterGuard:
         """called each time before user code begins"""
         self.num_entered = 0
         """how often user code began or ended: others see that this rank moves"""
+        self._drawn = Drawn()
         self._own: list[nn.Parameter] = []
         self._guarded: dict[Scope, list[_Guarded]] = {}
         self._placeholder_class = type("GuardedPlaceholder", (GuardedPlaceholder,), {"user_code": self})
@@ -72,7 +73,7 @@ class ParameterGuard:
         missing, parts = [], []
         for name, parameter in parameters.items():
             if isinstance(parameter, Placeholder):
-                vars(parameter)["_owner"] = Owner(name, owners[name], self.device)
+                vars(parameter)["_owner"] = Owner(name, owners[name], self.device, drawn=self._drawn)
                 missing.append(_Guarded(parameter, Placeholder, self._placeholder_class))
             elif parameter in shapes or parameter in guarded_in_steps:
                 shape = shapes.get(parameter, tuple(parameter.shape))
@@ -150,6 +151,7 @@ class ParameterGuard:
                 parameter.__class__ = own_class
             for parameter, _, guarded in self._guarded.get(scope, ()):
                 parameter.__class__ = guarded
+            self._drawn.enter(in_hook=scope == "hook")
         self.scope, self.hook_name = scope, hook_name
         self.num_entered += 1
 

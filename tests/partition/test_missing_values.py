@@ -69,6 +69,11 @@ LOOPS: dict[str, Loop] = {
     "gradient noise": each(lambda p: p.grad.add_(torch.randn(p.shape, device=p.device))),
     "gradient noise of its shape": each(lambda p: p.grad.add_(torch.randn_like(p))),
     "gradient noise in place": each(lambda p: p.grad.add_(p.grad.clone().normal_(0, 0.1))),
+    "initialised with kaiming_uniform_": each(lambda p: p.dim() > 1 and nn.init.kaiming_uniform_(p)),
+    "initialised with trunc_normal_": each(lambda p: nn.init.trunc_normal_(p.data, std=1.5)),
+    "initialised with orthogonal_": each(lambda p: p.dim() > 1 and nn.init.orthogonal_(p)),
+    "masked at random": each(lambda p: p.mul_(torch.bernoulli(p.sigmoid()))),
+    "filled, and divided by its norm": each(lambda p: p.normal_().div_(p.norm())),
     "gradient zeroed": each(lambda p: setattr(p, "grad", torch.zeros_like(p))),
     "on the CPU and back": each(lambda p: p.data.copy_(p.detach().cpu().to(torch.float64) * 2)),
     "as a list": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
@@ -110,6 +115,7 @@ NEEDS_VALUES: dict[str, Callable[[Tensor], Any]] = {
     "mask": lambda value: torch.ones(2, 2)[value > 0],
     "backward": lambda value: value.sum().backward(),
     "saved": lambda value: pickle.dumps(value.detach()),
+    "number of random draws": lambda value: torch.poisson(torch.stack([value.abs()] * 50)),
     "printed number": lambda value: f"{value.max():.1f}",
 }
 
@@ -159,7 +165,7 @@ def test_a_gradient_exists_where_the_owner_has_one(model: Two) -> None:
 @pytest.mark.usefixtures("hook")
 def test_metadata_and_the_users_mistakes_are_as_always(model: Two) -> None:
     weight = model.other.weight
-    assert weight.device.type == "cpu" and weight.is_cpu and weight.is_meta and weight.numel() == 4
+    assert weight.device.type == "cpu" and weight.is_cpu and not weight.is_meta and weight.numel() == 4
     assert weight.type() == "torch.FloatTensor" and isinstance(weight.type(torch.float64), MissingValues)
     assert repr(weight) == "<parameter other.weight (2, 2), on pipeline rank 2>"
     with pytest.raises(RuntimeError, match="broadcast"):

@@ -265,7 +265,7 @@ class MeshParallelStrategy(ParallelStrategy, ABC):
     def connect_processes(self) -> None:
         """Join the process group, and create those of the topology unless an earlier run of this Trainer did."""
         self.set_world_ranks()
-        if self.topology.world_size > 1:  # a single process goes on with its random numbers, as in any Trainer
+        if self.topology.data > 1:  # as DDP; one data rank goes on with the random numbers of one process
             reset_seed()
         joined_before = dist.is_initialized()
         options: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}

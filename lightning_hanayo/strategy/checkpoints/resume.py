@@ -102,11 +102,9 @@ class SavedRun:
         found: Sequence[bool] = self.data_document(data_rank).get("have_more", ())
         return found
 
-    def random_states(self, rank: int, topology: Topology, when: str) -> dict[str, Tensor]:
-        """The states of the generators of a rank: its own on the same layout, else those of its data rank's reader."""
-        data_rank = topology.coordinates(rank)[0]
-        saved = rank if topology == self.topology else data_rank * self.topology.replica_size
-        prefix = f"{RANDOM}{saved}/{when}/"
+    def random_states(self, data_rank: int, when: str) -> dict[str, Tensor]:
+        """The states of the generators of the rank that has read the data: hooks draw the same on all its ranks."""
+        prefix = f"{RANDOM}{data_rank * self.topology.replica_size}/{when}/"
         return {name.removeprefix(prefix): self.read(name, None) for name in self.names if name.startswith(prefix)}
 
 
@@ -119,11 +117,13 @@ def resume_state(trainer: "pl.Trainer", session: "Session") -> ResumeState:
         "layout": _layout(session),
         "metrics": resumed.metrics(trainer),
     }
-    states = loader_states(trainer) if _reads_data(session.topology, rank) else []
-    now = generator_states(session.device)
+    states: list[Any] = []
+    random: dict[str, dict[str, Tensor]] = {}
     if _reads_data(session.topology, rank):
-        now |= {name: generator.get_state() for name, generator in generators_of_loaders(trainer).items()}
-    random = {"now": now, "before": random_states_before(trainer) if states else {}}
+        states = loader_states(trainer)
+        of_loaders = {name: generator.get_state() for name, generator in generators_of_loaders(trainer).items()}
+        before = random_states_before(trainer) if states else {}
+        random = {"now": generator_states(session.device) | of_loaders, "before": before}
     with session.guard.off():
         accumulates = resumed.num_accumulated(trainer) and not resumed.was_in_batch(trainer)
         gradients = list(_gradients(trainer, session).parts()) if accumulates else []
@@ -184,7 +184,8 @@ class Resume:
     def _random_states(self) -> Callable[[str], None]:
         """A function that sets the generators to their states "now" or "before". It holds no more than those."""
         saved, device, rank, topology = self._saved, self._session.device, self._session.rank, self._session.topology
-        states = {} if saved is None else {when: saved.random_states(rank, topology, when) for when in _WHEN}
+        data_rank = topology.coordinates(rank)[0]
+        states = {} if saved is None else {when: saved.random_states(data_rank, when) for when in _WHEN}
         trainer = self._trainer
 
         def set_states(when: str) -> None:

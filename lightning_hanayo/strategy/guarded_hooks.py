@@ -40,12 +40,18 @@ _ON_FIRST_RANK = frozenset((*_BATCH_HOOKS, *(f"on_{stage}_epoch_end" for stage i
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")
 """what a `BasePredictionWriter` does with predictions"""
 
+_BEFORE_BATCHES = tuple(f"on_{stage}_batch_start" for stage in _STAGES)
 _AFTER_BATCHES = (
-    *(f"on_{stage}_batch_{when}" for stage in _STAGES for when in ("start", "end")),
+    *_BEFORE_BATCHES, *(f"on_{stage}_batch_end" for stage in _STAGES), "on_before_backward", "backward",
     "on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad",
     "configure_gradient_clipping", "lr_scheduler_step",
 )  # fmt: skip
 _AFTER_EPOCHS = (*(f"on_{stage}_{when}" for stage in _STAGES for when in _TIMES if "batch" not in when), "on_fit_end")
+
+
+def run_before_batches(trainer: "pl.Trainer") -> bool:
+    """Whether a hook of the user's runs on all ranks between the reading of a batch and its steps."""
+    return user_defines(trainer, _BEFORE_BATCHES)
 
 
 def read_after_batches(trainer: "pl.Trainer") -> bool:

@@ -23,7 +23,7 @@ from lightning_hanayo.runtime.comm.object_collectives import all_gather_objects,
 from lightning_hanayo.runtime.comm.process_group_transport import ProcessGroupTransport
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.comm.transport import Transport
-from lightning_hanayo.runtime.generators import next_number
+from lightning_hanayo.runtime.generators import SharedGenerators, next_number
 from lightning_hanayo.runtime.microbatches import PieceSizes
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.runtime.values import MadeValues
@@ -111,6 +111,7 @@ class Session:
         self.pipe_relay = self._relay(groups.pipe_ranks, groups)
         is_cube = prod(topology.cube) > 1
         self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
+        self.generators = SharedGenerators(self.replica_relay, device)
         self.votes = StepVotes(self.replica_relay, rank, self.guard.off)
         self.rank = rank
         self.samples = SampleCount()
@@ -599,6 +600,7 @@ class Session:
             at_epoch_end=self._at_epoch_end,
         )
         keep_inference_mode(trainer, attributes)
+        loaders.after_new_iterators(trainer, attributes, self.generators.share)
         if self.topology.world_size > 1:
             vote_on_steps(module, attributes)
         if self.topology.replica_size > 1:
@@ -628,6 +630,8 @@ class Session:
             self.pipe_relay,
             self.device,
             self._collections,
+            self.generators,
+            before_batches=guarded_hooks.run_before_batches(trainer),
             after_batches=guarded_hooks.read_after_batches(trainer),
             after_epochs=guarded_hooks.read_after_epochs(trainer),
         )

@@ -425,7 +425,22 @@ class HanayoStrategy(MeshParallelStrategy):
         get_data_ranks = self._data_ranks if is_shortened else None
         with self._unguarded():
             get_relay = self._pipe_relay if self.topology.pipe > 1 else None
-            return wrap_loader(dataloader, self.pipe_rank, get_relay, get_cube, get_data_ranks)
+            return wrap_loader(
+                dataloader, self.pipe_rank, get_relay, get_cube, lambda: self.session.generators, get_data_ranks
+            )
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if name == "pre_setup":  # after `prepare_data`, which runs on one rank of each node
+            self.session.generators.share()
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self.session.guard.scope == "off":  # else it is the user who calls this
+            self.session.hand_over.before_batch()
+        return batch
 
     def _pipe_relay(self) -> Relay:
         return self.session.pipe_relay

@@ -5,7 +5,7 @@ set       on_train_epoch_end: ours, which calls f
 restore   on_train_epoch_end: f
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,27 @@ class TemporaryAttributes:
                 object.__delattr__(owner, name)
             else:
                 object.__setattr__(owner, name, before)
+
+
+class Substitute:
+    """Takes the place of a method on an instance. Copies of the instance have the method itself again.
+
+    `call` gets the method, and the arguments.
+    """
+
+    def __init__(self, method: Callable[..., Any], call: Callable[..., Any]) -> None:
+        self._method, self._call = method, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands for the method."""
+        return self._call(self._method, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._method,)
+
+
+def _itself(method: Any) -> Any:
+    return method
 
 
 def _instance_value(owner: Any, name: str) -> Any:

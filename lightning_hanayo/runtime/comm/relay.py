@@ -16,7 +16,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.runtime.comm.transport import Transport, Work
 
-MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass"]
+MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass", "random"]
 MEANINGS: dict[MessageKind, str] = {
     "batch": "how the next batch is cut",
     "data": "whether there is one more batch",
@@ -26,6 +26,7 @@ MEANINGS: dict[MessageKind, str] = {
     "vote": "a decision of user code",
     "values": "what steps have left for hooks",
     "pass": "the next pass through the stack",
+    "random": "the states of random generators",
 }
 
 _FRAME = 1024

@@ -31,9 +31,9 @@ from lightning_hanayo.monitor.parent import end_with_parent, heed_signals_of_par
 from lightning_hanayo.runtime.batches.plan import BatchSource
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.relay import Relay
-from lightning_hanayo.runtime.generators import generator_states
+from lightning_hanayo.runtime.generators import SharedGenerators, generator_states
 from lightning_hanayo.strategy.lightning.loops.same_length import SameLength
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.temporary_attributes import Substitute, TemporaryAttributes
 from lightning_hanayo.strategy.user_code.stand_ins import Missing
 
 _EVALUATION_ENDS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
@@ -64,6 +64,7 @@ GetRelay = Callable[[], Relay]
 """Returns the pipeline's relay. Loaders may be asked for, and for their length, before the relay exists."""
 GetGroup = Callable[[], dist.ProcessGroup]
 """Returns the ranks of the cube, or the data ranks."""
+GetGenerators = Callable[[], SharedGenerators]
 
 
 class _LoaderWrapper:
@@ -71,7 +72,7 @@ class _LoaderWrapper:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_get_relay", "_get_cube", "_same_length") or name.startswith("__"):
+        if name in ("loader", "_get_relay", "_get_cube", "_get_generators", "_same_length") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.loader, name)  # state_dict, sampler, set_epoch: whatever Lightning asks a loader for
 
@@ -131,7 +132,10 @@ class EqualLoader(_LoaderWrapper):
         return self._same_length.length
 
     def __iter__(self) -> Iterator[Any]:
-        self.leaves_out, batches = False, iter(self.loader)
+        return self._read(iter(self.loader))
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self.leaves_out = False
         if self._same_length.is_certain and self._length is not None:
             self.leaves_out = self._length < len(self.loader)
             yield from islice(batches, self._length)
@@ -152,19 +156,26 @@ class AnnouncingLoader(_LoaderWrapper):
         self._get_relay = get_relay
 
     def __iter__(self) -> Iterator[Any]:
+        return self._announce(iter(self.loader))
+
+    def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
         relay = self._get_relay()
-        for batch in self.loader:
+        for batch in batches:
             relay.broadcast("data", True)
             yield batch
         relay.broadcast("data", False)
 
 
 class CubeLoader(_LoaderWrapper):
-    """The user's loader on a cube of ranks: the first of them reads it, and broadcasts each batch to the others."""
+    """The user's loader on a cube of ranks: the first of them reads it, and broadcasts each batch to the others.
 
-    def __init__(self, loader: Any, get_cube: GetGroup) -> None:
+    They get its random generators, too, from which the hooks draw that transfer the batch.
+    """
+
+    def __init__(self, loader: Any, get_cube: GetGroup, get_generators: GetGenerators) -> None:
         super().__init__(loader)
         self._get_cube = get_cube
+        self._get_generators = get_generators
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -174,13 +185,19 @@ class CubeLoader(_LoaderWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         # No local variable holds the group: it would outlive a failure.
-        if self._get_cube().rank() == 0:
-            for batch in self.loader:
-                yield broadcast_object((batch,), self._get_cube())[0]
-            broadcast_object((), self._get_cube())
-        else:
-            while batch := broadcast_object((), self._get_cube()):
-                yield batch[0]
+        return self._send(iter(self.loader)) if self._get_cube().rank() == 0 else self._receive()
+
+    def _send(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            broadcast_object((batch, self._get_generators().packed()), self._get_cube())
+            yield batch
+        broadcast_object((), self._get_cube())
+
+    def _receive(self) -> Iterator[Any]:
+        while message := broadcast_object((), self._get_cube()):
+            batch, states = message
+            self._get_generators().take(states)
+            yield batch
 
 
 class ResumableLoader(_LoaderWrapper):
@@ -206,17 +223,20 @@ class ResumableLoader(_LoaderWrapper):
     def __iter__(self) -> Iterator[Any]:
         """Continue; a state at the end of the data is that of the epoch before."""
         was_loaded, self._is_loaded = self._is_loaded, False
-        random_state, is_empty = torch.get_rng_state(), True
-        for batch in self._read():
+        random_state = torch.get_rng_state()
+        return self._continue(iter(self.loader), random_state if was_loaded else None)
+
+    def _continue(self, batches: Iterator[Any], random_state: Tensor | None) -> Iterator[Any]:
+        is_empty = True
+        for batch in self._read(batches):
             is_empty = False
             yield batch
-        if is_empty and was_loaded:
+        if is_empty and random_state is not None:
             torch.set_rng_state(random_state)
-            yield from self._read()
+            yield from self._read(iter(self.loader))
 
-    def _read(self) -> Iterator[Any]:
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         is_read_ahead = sized_len(self.loader) is None
-        batches = iter(self.loader)
         while True:
             if is_read_ahead:
                 self.state_before, self.random_before = self.loader.state_dict(), generator_states(torch.device("cpu"))
@@ -249,6 +269,7 @@ def wrap_loader(
     pipe_rank: int,
     get_relay: GetRelay | None,
     get_cube: GetGroup | None = None,
+    get_generators: GetGenerators | None = None,
     get_data_ranks: GetGroup | None = None,
 ) -> Any:
     """What a rank iterates over instead of the user's `loader`.
@@ -257,7 +278,7 @@ def wrap_loader(
         loader: the user's.
         pipe_rank: this process's place on the pipeline axis.
         get_relay: the pipeline's; None if it has one rank.
-        get_cube: None without a cube.
+        get_cube: None without a cube, as `get_generators`.
         get_data_ranks: those that train with as many batches as this one; None: this rank reads all of its own.
     """
     is_certain, same_length = _has_certain_length(loader), None
@@ -267,7 +288,7 @@ def wrap_loader(
     if pipe_rank > 0 and get_relay is not None:
         return PlaceholderLoader(loader, get_relay, same_length, is_certain=is_certain)
     own = ResumableLoader(loader) if _has_state(loader) else loader
-    shared = own if get_cube is None else CubeLoader(own, get_cube)
+    shared = own if get_cube is None or get_generators is None else CubeLoader(own, get_cube, get_generators)
     if same_length is not None and not (is_certain and same_length.length == len(loader)):
         shared = EqualLoader(shared, same_length)
     return shared if is_certain or get_relay is None else AnnouncingLoader(shared, get_relay)
@@ -311,6 +332,21 @@ def check_sampler(loader: Any, *, num_data: int, num_ranks: int) -> None:
             f"batches: the rest would be skipped. Leave it out, since Lightning sets one, or make it with "
             f"DistributedSampler(dataset, **self.trainer.distributed_sampler_kwargs)."
         )
+
+
+def after_new_iterators(trainer: "pl.Trainer", attributes: TemporaryAttributes, call: Callable[[], None]) -> None:
+    """Call a function whenever a loop of the Trainer has begun to read its loader, before the hooks that come next."""
+    fit_loop: Any = trainer.fit_loop
+    evaluations = (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop, name in ((fit_loop, "setup_data"), *((loop, "reset") for loop in evaluations)):
+
+        def then_call(method: Callable[[], None], loop: Any = loop) -> None:
+            fetcher = loop._data_fetcher
+            method()
+            if loop._data_fetcher is not fetcher:
+                call()
+
+        attributes.set(loop, name, Substitute(getattr(loop, name), then_call))
 
 
 def source_of(trainer: "pl.Trainer") -> BatchSource:

@@ -1,4 +1,4 @@
-"""Gives the pipeline ranks above 0 what only the steps on pipeline rank 0 have: for the hooks that run on all ranks.
+"""Gives the pipeline ranks above 0 what only pipeline rank 0 has of data and steps: for the hooks of all ranks.
 
 rank 0   steps: self.outputs = [a, b, c]   --values-->   rank 1   self.outputs = [a, b, c]
 all      on_train_epoch_end: self.log("mean", torch.stack(self.outputs).mean()); self.outputs.clear()
@@ -10,6 +10,7 @@ import torch
 
 from lightning_hanayo.runtime.comm.object_collectives import to_text
 from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.runtime.generators import SharedGenerators
 from lightning_hanayo.strategy.user_code.collected import Collections
 from lightning_hanayo.strategy.user_code.merge_collected import name_of
 from lightning_hanayo.strategy.user_code.stand_ins import BATCH_BUDGET, EPOCH_BUDGET, Packer, from_packed
@@ -22,7 +23,9 @@ class HandOver:
         relay: over the ranks of the pipeline.
         device: where received tensors go.
         collections: what steps collect.
-        after_batches: whether hooks that run after each batch may read it.
+        generators: of random numbers, from which data sets and steps may draw.
+        before_batches: whether hooks run between the reading of each batch and its steps.
+        after_batches: whether hooks that run after each batch may read what its steps have left.
         after_epochs: whether those at the end of an epoch may.
     """
 
@@ -31,13 +34,17 @@ class HandOver:
         relay: Relay,
         device: torch.device,
         collections: Collections,
+        generators: SharedGenerators,
         *,
+        before_batches: bool,
         after_batches: bool,
         after_epochs: bool,
     ) -> None:
         self._relay = relay
         self._device = device
         self._collections = collections
+        self._generators = generators
+        self._before_batches = before_batches
         self.after_batches = after_batches
         self._after_epochs = after_epochs
 
@@ -48,15 +55,24 @@ class HandOver:
 
     def at_epoch_end(self) -> None:
         """Hand over what steps, and hooks that run on pipeline rank 0 alone, have left. Called by all ranks."""
+        self._generators.share()
         if self._after_epochs:
             self._exchange(EPOCH_BUDGET, {})
+
+    def before_batch(self) -> None:
+        """Called by all ranks once a batch is read and transferred."""
+        if self._before_batches:
+            self._generators.share()
 
     def after_batch(self, **values: Any) -> dict[str, Any]:
         """Hand over what the steps of a batch have left, and these values of pipeline rank 0.
 
         Returns the values, or what stands for them; what this rank has if nothing reads them.
         """
-        return self._exchange(BATCH_BUDGET, values) if self.after_batches else values
+        if not self.after_batches:
+            return values
+        self._generators.share()
+        return self._exchange(BATCH_BUDGET, values)
 
     def _exchange(self, budget: int, values: dict[str, Any]) -> dict[str, Any]:
         if self._relay.transport.num_ranks == 1:

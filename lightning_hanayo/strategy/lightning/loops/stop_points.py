@@ -19,7 +19,7 @@ from lightning_hanayo.runtime.generators import generator_states, set_generators
 from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks
 from lightning_hanayo.strategy.lightning.loops.loader_states import generators_of_loaders
 from lightning_hanayo.strategy.stopping.stop_together import Decision, Place, StopTogether
-from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
+from lightning_hanayo.strategy.temporary_attributes import Substitute, TemporaryAttributes
 
 _MANY = 1 << 32
 """more batches than one evaluation has"""
@@ -154,22 +154,8 @@ class StopPoints:
 
     @staticmethod
     def _before(attributes: TemporaryAttributes, loop: Any, name: str, ask: Callable[[], None]) -> None:
-        attributes.set(loop, name, _Asking(getattr(loop, name), ask))
+        def ask_first(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            ask()
+            return method(*args, **kwargs)
 
-
-class _Asking:
-    """Takes the place of a loop's method. Copies of the loop have their own again."""
-
-    def __init__(self, method: Callable[..., Any], ask: Callable[[], None]) -> None:
-        self._method, self._ask = method, ask
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._ask()
-        return self._method(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _itself, (self._method,)
-
-
-def _itself(method: Any) -> Any:
-    return method
+        attributes.set(loop, name, Substitute(getattr(loop, name), ask_first))

@@ -42,27 +42,21 @@ class Samples(Dataset[Batch]):
 
 
 class Drawing(models.MLP):
-    """Draws where the loaders have been read, and where they haven't; chooses a block to freeze."""
+    """Draws in hooks between the batches, too, and where only one rank of all, or of a pipeline, runs user code."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
 
-    def note(self, *_: Any) -> None:
+    def note(self, *_: Any, **__: Any) -> None:
         self.seen.append(numbers())
 
     setup = on_fit_start = on_train_start = on_train_batch_start = on_before_optimizer_step = note
     on_train_batch_end = on_validation_start = on_validation_batch_start = on_validation_end = note
-    on_train_epoch_end = on_train_end = note
+    on_train_epoch_start = on_train_epoch_end = on_train_end = note
 
     def prepare_data(self) -> None:
         numbers()
-
-    def on_train_epoch_start(self) -> None:
-        frozen = random.randrange(NUM_BLOCKS)
-        self.seen.append([frozen])
-        for index, block in enumerate(self.blocks):
-            block.requires_grad_(index != frozen)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         return batch | {"x": batch["x"] + 0.1 * torch.randn_like(batch["x"])}
@@ -74,29 +68,27 @@ class Drawing(models.MLP):
         self.loss(batch)
 
 
-class BetweenEpochs(models.MLP):
-    """No hook runs between the batches: other ranks get no random states there."""
+class ChangesWeights(models.MLP):
+    """Freezes a random block in each epoch, and gives others new values and noise. No hook runs between the batches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
 
     def on_train_epoch_start(self) -> None:
-        self.seen.append(numbers())
-
-
-class Reinitialised(BetweenEpochs):
-    """Layers get new values, and all weights some noise."""
-
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
-        linear = [one for one in self.blocks.modules() if isinstance(one, nn.Linear)]
-        for index, layer in enumerate(linear):
-            layer.reset_parameters()
-            (nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.kaiming_normal_)[index % 3](layer.weight.data)
+        self.seen.append(frozen := random.randrange(NUM_BLOCKS))
+        for index, block in enumerate(self.blocks):
+            block.requires_grad_(index != frozen)
+            for part in (block.up, block.down):
+                part.reset_parameters()
+            (nn.init.trunc_normal_, nn.init.orthogonal_)[index % 2](block.up.weight.data)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        self.seen.append(numbers())
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.loss(batch)
 
 
 def numbers() -> list[float]:
@@ -117,7 +109,7 @@ def fit(
     numbers()  # a module that is built draws, too
     try:
         training = DataLoader(Samples(16), batch_size=8, shuffle=True)
-        trainer.fit(module, training, DataLoader(Samples(8), batch_size=4, shuffle=True), ckpt_path=resume)
+        trainer.fit(module, training, DataLoader(Samples(8), batch_size=4), ckpt_path=resume)
     finally:
         for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
             os.environ.pop(name, None)
@@ -129,7 +121,7 @@ PIPELINE, CUBE = Layout(2, 1, 1), Layout(1, 1, 1, cube=(1, 2, 1))
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(Drawing, PIPELINE), (Drawing, CUBE), (BetweenEpochs, PIPELINE), (Reinitialised, PIPELINE)],
+    [(Drawing, PIPELINE), (Drawing, CUBE), (ChangesWeights, PIPELINE)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_hooks_draw_the_numbers_of_one_process(pool: Pool, model: Any, layout: Layout) -> None:
@@ -151,7 +143,7 @@ def test_each_data_rank_draws_as_without_a_pipeline(pool: Pool) -> None:
 def test_a_resumed_run_draws_what_an_uninterrupted_one_does(pool: Pool, tmp_path: Path) -> None:
     run = partial(pool.run, 2, fit, Drawing, PIPELINE)
     (seen, _), _ = run(tmp_path)
-    ranks = [seen for seen, _ in run(None, tmp_path / "epoch=1.ckpt")]
+    ranks = [seen for seen, _ in run(tmp_path, tmp_path / "epoch=1.ckpt")]
     assert ranks[0] == ranks[1]
     own = ranks[0][3:]  # `setup`, `on_fit_start` and `on_train_start` come before the states are restored
     assert own == seen[-len(own) :]

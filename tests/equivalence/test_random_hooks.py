@@ -6,6 +6,7 @@ rank 1                         on_train_epoch_start: draws 2    freezes block 2
 
 import os
 import random
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def fit(
     model: Any, layout: Layout, folder: Path | None = None, resume: Path | None = None
 ) -> tuple[list[Any], Outcome]:
     """What the hooks have drawn on this rank, and the outcome."""
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")  # where the resumed run saves, too
     callback = OutcomeCallback()
     saving = [] if folder is None else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)]
     trainer = make_trainer(

@@ -146,6 +146,21 @@ class Noisy(models.MLP):
                 parameter.grad.add_(noise, alpha=1e-3)
 
 
+class FreezesAtRandom(models.MLP):
+    """Other ranks than the first read no batches: the loader draws on that one alone."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        frozen = int(torch.randint(len(self.blocks), ()))
+        for index, block in enumerate(self.blocks):
+            block.requires_grad_(index != frozen)
+
+
+class Reinitialised(models.MLP):
+    def on_train_start(self) -> None:
+        for block in self.blocks:
+            block.up.reset_parameters()
+
+
 class Decayed(models.MLP):
     """Weight decay by hand, on the gradients."""
 
@@ -317,6 +332,8 @@ HABITS = [
     _habit("weights clamped after `optimizer.step`", Clamped, everywhere(EXACT)),
     _habit("gradients centralised in `on_before_optimizer_step`", Centralised, PER_PARAMETER),
     _habit("noise added to gradients", Noisy, PER_PARAMETER),
+    _habit("a random block frozen in `on_train_batch_start`", FreezesAtRandom, everywhere(EXACT), always_exact=True),
+    _habit("`reset_parameters()` of layers in `on_train_start`", Reinitialised, PER_PARAMETER),
     _habit("weight decay by hand: `p.grad.add_(p, alpha=0.1)`", Decayed, everywhere(EXACT)),
     _habit("the norm of all weights logged in a hook", NormLogged, on(pipelines=MISSING, cubes=PART)),
     _habit("the norm of the head's weight logged in a hook", HeadNormLogged, PER_PARAMETER),

@@ -323,7 +323,7 @@ HABITS = [
     exact("a block passes its weight to an `autograd.Function`, `torch.func` and `torch.tensor`", PassedOn),
     exact("a block converts its weight: `self.up.weight.type(dtype)`", Converted),
     exact("`nn.LSTM` in a block, which keeps its weights in a list, too", Recurrent),
-    exact("a block keeps its parameters in a list, and in a dictionary beside a number that the step sets", Keeps),
+    exact("a block keeps its parameters in a list, and in a dictionary with a number that the step sets", Keeps),
     Habit(
         "blocks keep the head's weight in a list", KeepsHead, VECTORS,
         everywhere(Refused("is head.weight, which belongs to pipeline rank 0")) | {"cube": EXACT},

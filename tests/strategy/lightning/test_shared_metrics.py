@@ -35,7 +35,7 @@ def count(kind: str) -> tuple[int, list[float]]:
 
     def counted(self: Relay, kind: Any, value: Any = None) -> Any:
         nonlocal shared
-        shared += kind != "pass"  # of these an epoch has two
+        shared += kind not in ("pass", "random")  # an epoch has two passes; random states are shared for other hooks
         return share(self, kind, value)
 
     reader = Reader()

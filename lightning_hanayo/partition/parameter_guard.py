@@ -48,6 +48,10 @@ class ParameterGuard:
         """called each time when code of a step has run"""
         self.before_user_code: Callable[[], None] = _ignore
         """called each time before user code begins"""
+        self.after_registering: Callable[[], None] = _ignore
+        """called at the end of a hook that runs on all ranks, if it has registered parameters or modules"""
+        self.num_registered = 0
+        """how often any module was given a parameter or a child"""
         self.num_entered = 0
         """how often user code began or ended: others see that this rank moves"""
         self._drawn = Drawn()
@@ -103,6 +107,19 @@ class ParameterGuard:
             yield
         finally:
             self._enter(*before)
+
+    @contextmanager
+    def hook(self, scope: Scope, name: str) -> Iterator[None]:
+        """While a hook runs."""
+        num_registered = self.num_registered
+        with self.during(scope, name):
+            yield
+        if scope == "hook" and self.num_registered != num_registered:
+            self.after_registering()
+
+    def note_registration(self, *_: Any) -> None:
+        """Called by torch when a module is given a parameter or a child."""
+        self.num_registered += 1
 
     @contextmanager
     def step(self) -> Iterator[None]:

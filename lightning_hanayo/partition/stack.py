@@ -36,6 +36,17 @@ class Stack:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    def check_in(self, model: nn.Module) -> None:
+        """Refuse a model that hasn't the same blocks under the same names."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for block, name in zip(self.blocks, self.block_names, strict=True):
+            if modules.get(name) is not block:
+                raise UnsupportedError(
+                    f"the {type(block).__name__} that was {name} when training began was removed, replaced or renamed. "
+                    f"The blocks of {self.name} are assigned to ranks: change the modules inside them, append blocks, "
+                    f"or change the blocks before fit."
+                )
+
     @property
     def uncompiled(self) -> "Stack":
         """The stack of the modules that `torch.compile` has made these blocks of."""

@@ -90,7 +90,7 @@ class _GuardedHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = tuple(arg.content if isinstance(arg, PlaceholderBatch) else arg for arg in args)
-        with self._guard.during(self._scope, self.__name__):
+        with self._guard.hook(self._scope, self.__name__):
             result = self.__wrapped__(*args, **kwargs)
         self._at_end()
         return result

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 
 from lightning_hanayo.errors import UnsupportedError, available
@@ -122,6 +123,9 @@ class Session:
         self._options = options
         self._open_groups: ProcessGroups | None = groups
         self._data_rank, self._pipe_rank, *_ = topology.coordinates(rank)
+        self._prepared = PreparedModel()
+        self.names: dict[Tensor, str] = {}
+        """of the module's parameters, and of those that it had and optimizers may still have"""
         self._pipeline: Pipeline | None = None
         self._norms: GradientNorms | None = None
         self._nonfinite: NonFiniteCheck | None = None
@@ -145,6 +149,12 @@ class Session:
         self._step_values: StepValues | None = None
         self._memory: RunMemory | None = None
         self._gathers_at_once = False
+        self._num_optimized = -1
+        """how many parameters the optimizers had when they were last checked"""
+        self._registrations = [
+            torch_module.register_module_parameter_registration_hook(self.guard.note_registration),
+            torch_module.register_module_module_registration_hook(self.guard.note_registration),
+        ]
         self._is_open = True
         self._hangs: HangWatch | None = None
         self.averages = Averages(options)
@@ -243,7 +253,7 @@ class Session:
         The module is whole, and the same on all ranks, unless an earlier run has cut or converted it. Each rank reads
         its part of the `values`.
         """
-        prepared = self._prepare(module)
+        prepared = self._prepared = self._prepare(module)
         if not was_read(module):
             check_same_folders(self._options.init_folders.values(), verify=self._options.verify_checkpoints)
         plan = plan_for(trainer, module, prepared, self._options, self.topology)  # raises alike on all ranks
@@ -266,9 +276,8 @@ class Session:
         streams = self._random_streams(trainer, plan.layout, seed)
         example = user_hooks.example_run(module, self.device) if self._options.balance == "time" else None
         context = self._rank_context(trainer, seed, streams, () if values is None else values.names)
-        self._pipeline = build_pipeline(module, plan, prepared, context, example)
-        if self._options.measure_memory:
-            self._memory = RunMemory(self._pipeline, self.device)
+        self._build(module, plan, context, example)
+        self.names = prepared.names = {parameter: name for name, parameter in module.named_parameters()}
         if values is not None:
             values.put_in(module, prepared.cube)
         self._loss_weight = for_model(self._options.loss_weight, module, self._options.batch_dim)
@@ -289,6 +298,59 @@ class Session:
         self._nonfinite = look = self._check_of_gradients(trainer, module)
         plugin, attributes = trainer.precision_plugin, self.attributes
         precision.call_before_steps(plugin, attributes, look.before_step, on_unscaled=look.after_unscaling)
+        self.guard.after_registering = partial(self.follow, trainer, module)
+
+    def _build(self, module: "pl.LightningModule", plan: ModelPlan, context: RankContext, example: Any = None) -> None:
+        self._pipeline = build_pipeline(module, plan, self._prepared, context, example)
+        if self._options.measure_memory:
+            self._memory = RunMemory(self._pipeline, self.device)
+
+    @property
+    def _prepares_parameters(self) -> bool:
+        """Whether parameters are treated in a way that new ones aren't."""
+        options = self._options
+        return options.shard_optimizer or options.offload_optimizer or options.master_weights is not None
+
+    def follow(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        """Build the pipeline anew if a hook has given the module other parameters. Called by all ranks of the world."""
+        before = self.pipeline
+        if self._prepares_parameters or not self._prepared.is_outdated(module):
+            return
+        with self.guard.off():
+            self.replica_relay.broadcast("parameters")
+            if not self._prepared.adopt(module, self.device, self._pipe_rank):
+                return
+            before.close()
+            restore_forwards(before)
+            context = self._rank_context(trainer, self.seed, before.random_streams, ())
+            self._build(module, ModelPlan(before.ownership.stack, before.layout, None), context)
+            self.pipeline.engine.trace = before.engine.trace
+            self.collections.watch(module, modules_outside(module, before.ownership.stack))
+            self.norms.watch([one for one in self.names if isinstance(one, nn.Parameter)])
+            self.nonfinite.parameters = self._own_parameters()
+            self._replica_check = self._check_of_replicas(module)
+
+    def check_optimizers(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
+        """Refuse parameters of optimizers that the run doesn't know. Called by all ranks before each training batch.
+
+        Looks through them in an epoch's first batch, and when there are more or fewer.
+        """
+        groups = [group["params"] for one in trainer.optimizers for group in one.param_groups]
+        number, is_free = sum(map(len, groups)), self.topology.world_size == 1 and self._options.master_weights is None
+        if is_free or (number == self._num_optimized and progress.batch_idx(trainer) > 0):
+            return
+        self._num_optimized = number
+        unknown = next((one for group in groups for one in group if one not in self.names), None)
+        if unknown is not None:
+            names = {parameter: name for name, parameter in module.named_parameters()}
+            name = names.get(unknown, "which isn't one of the LightningModule's")
+            raise UnsupportedError(
+                f"an optimizer has a parameter of the shape {list(unknown.shape)}, {name}, which this run can't train: "
+                f"it was not made where all ranks know of it, it is a copy of a parameter of another rank, or with "
+                f"shard_optimizer, master_weights or offload_optimizer it was made too late. Make it a parameter of "
+                f"the module in __init__ or setup; or without these options in a hook that runs on all ranks, such as "
+                f"on_fit_start, where full_parameter returns the values of others."
+            )
 
     def _prepare(self, module: "pl.LightningModule") -> PreparedModel:
         """Let the module be used again; if this is a run on another layout, make it whole on all ranks first."""
@@ -297,7 +359,7 @@ class Session:
         self._released = after_run.release(module)
         if prepared.cube is not None:
             prepared.cube.open()
-        if prepared.fits(self.topology, self._options):
+        if prepared.fits(module, self.topology, self._options):
             return prepared
         prepared.restore_whole(module)
         self._released = []
@@ -499,6 +561,8 @@ class Session:
 
     def _stop_whole_model(self) -> None:
         raw_collectives.stop(self._raw)
+        for handle in self._registrations:
+            handle.remove()
         if self.token_losses is not None:
             self.token_losses.stop()
         if self._norms is not None:
@@ -610,7 +674,7 @@ class Session:
         if self._pipe_rank > 0:
             loaders.skip_hooks_without_data(module, attributes)
         if self.topology.data > 1:
-            before_validations(trainer, attributes, self.pipeline.step_state.update_over_data)
+            before_validations(trainer, attributes, lambda: self.pipeline.step_state.update_over_data())
         if self.pipeline.layout.num_stages > 1:
             pytorch_profiler.follow_steps(trainer, self.pipeline.ownership.stack, attributes)
         throughput.count_batches_once(trainer, self.topology)
@@ -641,17 +705,20 @@ class Session:
         self.hand_over.at_epoch_end()
 
     def _check_of_gradients(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> NonFiniteCheck:
-        own = set(self.pipeline.parameters)
         return NonFiniteCheck(
             self._options.nonfinite,
             RankNames(self.rank, self.topology.place, self._block_names),
             self.values,
-            {name: parameter for name, parameter in module.named_parameters() if parameter in own},
+            self._own_parameters(),
             self.norms,
             self._groups,
             num_steps=lambda: trainer.global_step,
             is_search=partial(optimizers.searches_rate, trainer),
         )
+
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank trains, by name."""
+        return {self.names[parameter]: parameter for parameter in self.pipeline.parameters if parameter in self.names}
 
     @property
     def _block_names(self) -> BlockNames:

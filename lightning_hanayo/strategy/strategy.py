@@ -232,7 +232,7 @@ class HanayoStrategy(MeshParallelStrategy):
         self._resume: Resume | None = None
         self._checkpoints: Checkpoints | None = None
         self._restarts: Restarts | None = None
-        self._names_at_start: dict[Tensor, str] = {}
+        self._names_in_fit: Mapping[Tensor, str] = {}
         self._accumulates = False
         self._kept: KeptValues | None = None
 
@@ -250,7 +250,7 @@ class HanayoStrategy(MeshParallelStrategy):
             "_resume",
             "_restarts",
         )
-        return state | dict.fromkeys(of_run) | {"_names_at_start": {}}
+        return state | dict.fromkeys(of_run) | {"_names_in_fit": {}}
 
     @property
     def session(self) -> Session:
@@ -270,7 +270,7 @@ class HanayoStrategy(MeshParallelStrategy):
     @property
     def _names(self) -> dict[Tensor, str]:
         """The names of parameters, also of those that the optimizers have: another run may have cut the module anew."""
-        return self._names_at_start | _names_of(self.module)
+        return {**self._names_in_fit, **self.session.names}
 
     @property
     def _prepared_module(self) -> PreparedModel:
@@ -291,7 +291,7 @@ class HanayoStrategy(MeshParallelStrategy):
         if defines_configure_model(self.module):
             for folder in options.init_folders.values():
                 open_weights(folder)
-        elif prepared.fits(self.topology, self.options):
+        elif prepared.fits(self.module, self.topology, self.options):
             with self._unguarded():
                 plan_for(trainer, self.module, prepared, options, self.topology)
 
@@ -387,14 +387,14 @@ class HanayoStrategy(MeshParallelStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             self.setup_optimizers(trainer)
-            unguard_states(self.optimizers)
+            unguard_states(self.optimizers, None if self.session.cube is None else self.session.cube.shard)
             refuse_partial_states(self.optimizers)
             check_optimizers(self.optimizers, self.topology, is_sharded=self.session.shards is not None)
         self.setup_precision_plugin()
         if fits:
             move_optimizers(self.optimizers, self._states_device)
             self.session.prepare_steps(self.module, list(map(unwrapped, self.optimizers)), self._kept)
-            self._names_at_start = _names_of(self.module)
+            self._names_in_fit = self.session.names
             check_saving(trainer, self.module, self.checkpoints)
             self.session.measure_memory(self.module)
         self._kept = None
@@ -469,6 +469,7 @@ class HanayoStrategy(MeshParallelStrategy):
         step, trainer = self.module.training_step, self.module.trainer
         measured = self.session.measured_batch(self.module, self.optimizers)
         with self._unguarded(), self.precision_plugin.train_step_context(), measured:
+            self.session.check_optimizers(trainer, self.module)
             self.checkpoints.poll()
 
             def user_step(part: Any) -> Any:
@@ -732,7 +733,8 @@ class HanayoStrategy(MeshParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._unguarded(), self._master_values():  # torch casts states to the parameters' dtype
-            load_optimizers(self.module, self.optimizers, checkpoint, self.session.state_sharding, self.options)
+            sharding = self.session.state_sharding
+            load_optimizers(self.module, self.optimizers, checkpoint, self._names, sharding, self.options)
         move_optimizers(self.optimizers, self._states_device)
         self._resume = Resume(self.module.trainer, self.session, saved_run(checkpoint))
 
@@ -829,7 +831,3 @@ class HanayoStrategy(MeshParallelStrategy):
 def _to_host(value: Any) -> Any:
     """The tensor in host memory; a placeholder, or what stands for a buffer of another rank, as it is."""
     return value.cpu() if isinstance(value, Tensor) and not value.is_meta else value
-
-
-def _names_of(module: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in module.named_parameters()}

@@ -16,7 +16,7 @@ from lightning_hanayo.errors import HanayoError
 from lightning_hanayo.monitor.hangs.waiting import Waiting
 from lightning_hanayo.runtime.comm.transport import Transport, Work
 
-MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass", "random"]
+MessageKind = Literal["batch", "data", "metrics", "loss", "norm", "vote", "values", "pass", "random", "parameters"]
 MEANINGS: dict[MessageKind, str] = {
     "batch": "how the next batch is cut",
     "data": "whether there is one more batch",
@@ -27,6 +27,7 @@ MEANINGS: dict[MessageKind, str] = {
     "values": "what steps have left for hooks",
     "pass": "the next pass through the stack",
     "random": "the states of random generators",
+    "parameters": "that a hook has given the module other parameters",
 }
 
 _FRAME = 1024

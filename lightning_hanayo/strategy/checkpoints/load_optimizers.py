@@ -23,10 +23,11 @@ def load_optimizers(
     module: "pl.LightningModule",
     optimizers: Sequence[Optimizer],
     checkpoint: Mapping[str, Any],
+    names: Mapping[Tensor, str],
     sharding: Cube | OptimizerShards | None,
     options: Options,
 ) -> None:
-    """Load all optimizers' states. Called by all ranks of the world.
+    """Load all optimizers' states, by the `names` of their parameters. Called by all ranks of the world.
 
     Raises:
         CheckpointError: on all ranks, before any state changes: they are another optimizer's, of other parameters, or
@@ -38,7 +39,6 @@ def load_optimizers(
             f"{source} has the states of {len(states)} optimizers, this {type(module).__name__} has {len(optimizers)}. "
             f"Configure the same ones, or load its weights alone, with init_from or in configure_model."
         )
-    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
     checked = [
         OptimizerState(

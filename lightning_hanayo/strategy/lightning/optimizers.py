@@ -1,6 +1,6 @@
 """Optimizers as Lightning wraps and moves them, where some parameters are placeholders."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,11 +82,17 @@ def move_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> No
         optimizer.state.update(placeholders)
 
 
-def unguard_states(optimizers: Sequence[Optimizer]) -> None:
-    """Make the states plain tensors that some (Adagrad) have made of guarded parameters when constructed."""
+def unguard_states(optimizers: Sequence[Optimizer], shard: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+    """Make the states plain tensors that some (Adagrad) have made of guarded parameters when constructed.
+
+    `shard` gives this rank's part of a state that was made of a whole parameter; None: none are parts.
+    """
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            state.update({name: _plain(value) for name, value in state.items()})
+        for parameter, state in optimizer.state.items():
+            plain = {name: _plain(value) for name, value in state.items()}
+            if shard is not None:
+                plain = {n: shard(v, parameter) if isinstance(v, Tensor) else v for n, v in plain.items()}
+            state.update(plain)
 
 
 def _plain(value: Any) -> Any:

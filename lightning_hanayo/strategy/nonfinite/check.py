@@ -91,7 +91,7 @@ class NonFiniteCheck:
         self.mode = mode
         self._names = names
         self._values = values
-        self._parameters = dict(parameters)
+        self.parameters = dict(parameters)
         self._norms = norms
         self._open_groups: ProcessGroups | None = groups
         self._num_steps = num_steps
@@ -139,9 +139,9 @@ class NonFiniteCheck:
             self._late = _Late(self._num_steps(), HostFlag(flag), noted, look)
         elif self._is_found(optimizer, total):
             names = self._look(optimizer).nonfinite()
-            exact = [name for name in names if not _is_finite(self._parameters[name].grad)]
+            exact = [name for name in names if not _is_finite(self.parameters[name].grad)]
             first = set(self._norms.nonfinite_of_totals()) if exact else ()
-            findings = self._gather(noted, exact, [name for name in exact if self._parameters[name] in first])
+            findings = self._gather(noted, exact, [name for name in exact if self.parameters[name] in first])
             if any(one.gradients for one in findings):
                 self._report(findings, self._num_steps())
                 raise _Skipped
@@ -200,7 +200,7 @@ class NonFiniteCheck:
     def _look(self, optimizer: Optimizer) -> GradientLook:
         """Gradients of parameters that the optimizer doesn't have harm nothing; nobody sets them to zero."""
         steps = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        return GradientLook.at({name: p for name, p in self._parameters.items() if p in steps}, self._norms.device)
+        return GradientLook.at({name: p for name, p in self.parameters.items() if p in steps}, self._norms.device)
 
     def _agreed(self, flag: Tensor) -> Tensor:
         """The flag of any rank, on all of them."""

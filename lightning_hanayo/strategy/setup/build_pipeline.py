@@ -355,8 +355,10 @@ def _keep_own(model: nn.Module, ownership: Ownership, rank: int) -> list[nn.Para
     missing = [name for name, parameter in parameters if parameter in kept and isinstance(parameter, Placeholder)]
     if missing:
         raise UnsupportedError(
-            f"{missing[0]} has no values here: the model was trained before with another layout, and its values are "
-            f"on that layout's ranks. Build it anew, and load a checkpoint."
+            f"{missing[0]} has no values on pipeline rank {rank}, where it belongs now: the model was trained before "
+            f"with another layout, or a hook has moved or copied it from modules of another pipeline rank. Build the "
+            f"model anew and load a checkpoint, or give a new parameter the values that "
+            f"self.trainer.strategy.full_parameter(parameter) returns."
         )
     return [parameter for parameter in model.parameters() if parameter in kept]
 

@@ -49,7 +49,7 @@ class Cube:
             else ReplicatedSplitter(options.batch_rule, self.mesh, self.boundary)
         )
         self.queues: dict[int, WeightGradientQueue] = {}
-        self.outside = OutsideParameters([], self.mesh, {})
+        self.outside = OutsideParameters(self.mesh)
         self._contexts: dict[int, StageContext] = {}
         self._shards: dict[Tensor, Shard] = {}
         self._whole_in_steps: set[Tensor] = set()
@@ -60,17 +60,16 @@ class Cube:
         parameters: Sequence[nn.Parameter],
         outside: Sequence[nn.Module],
     ) -> None:
-        """Shard this rank's stages over the cube, the first time. Called by all of its ranks.
+        """Shard of this rank's stages what isn't sharded yet. Called by all ranks of the cube.
 
         Args:
             blocks: of each stage, by its number.
             parameters: all that this rank holds.
             outside: the modules that aren't in the stack.
         """
-        if self._contexts:
-            return
         for stage, own in blocks.items():
-            self._convert(stage, own)
+            if stage not in self._contexts:
+                self._convert(stage, own)
         self._shard_outside([p for p in parameters if p not in self._shards], outside)
 
     def close(self) -> None:
@@ -195,9 +194,8 @@ class Cube:
         equal: set[Tensor] = set()
         if not self.shares_samples:
             equal.update(parameter for module in modules for parameter in module.parameters(recurse=False))
-        self.outside = OutsideParameters(parameters, self.mesh, dict.fromkeys(equal, 1 / self.mesh.num_ranks))
-        self.outside.shard()
+        self.outside.shard(parameters, dict.fromkeys(equal, 1 / self.mesh.num_ranks))
         for parameter in parameters:
             scalar = Shard((), "" if parameter in equal else "xyz")
             self._shards[parameter] = self.outside.shards.get(parameter, scalar)
-        self._whole_in_steps = set(parameters) if self.shares_samples else equal
+        self._whole_in_steps.update(parameters if self.shares_samples else equal)

@@ -9,7 +9,7 @@ restore_whole   ... and every rank puts it into the module: before a run with an
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NoReturn, TypeVar
 
@@ -19,13 +19,16 @@ from torch import Tensor, nn
 
 from lightning_hanayo.errors import UnsupportedError, available
 from lightning_hanayo.linear_modules import has_gradient_hooks
+from lightning_hanayo.packed_values import stored_tensors
+from lightning_hanayo.partial_values import PartialParameter
 from lightning_hanayo.partition import after_run
 from lightning_hanayo.partition.ownership import Ownership, Placeholder, exchange
 from lightning_hanayo.runtime.autograd import linear_patch
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
+from lightning_hanayo.strategy.groups.on_all_ranks import on_all_ranks
 from lightning_hanayo.strategy.options import Options
-from lightning_hanayo.strategy.process_groups import ProcessGroups
+from lightning_hanayo.strategy.process_groups import ProcessGroups, broadcast_values
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.temporary_attributes import TemporaryAttributes
 from lightning_hanayo.topology import Topology
@@ -53,6 +56,8 @@ class PreparedModel:
     """of the ranks that hold the module together; None also after a failure"""
     is_lost: bool = False
     """whether a run has failed, so that ranks may be at different steps, and can't be reached any more"""
+    names: dict[Tensor, str] = field(default_factory=dict)
+    """of the parameters that the module has, and of those that it had"""
 
     @staticmethod
     def of(module: nn.Module) -> "PreparedModel":
@@ -77,11 +82,67 @@ class PreparedModel:
         if not self.is_lost:
             vars(module).pop(_ATTRIBUTE, None)
 
-    def fits(self, topology: Topology, options: Options) -> bool:
+    def fits(self, module: nn.Module, topology: Topology, options: Options) -> bool:
         """Whether a run on this layout can take the module as it is."""
         if self.made_for is None:
             return True
+        if self.ownership is not None and self.is_outdated(module):
+            return False
         return self.made_for == (topology, options) and (self.cube is None or self._has_connections)
+
+    def is_outdated(self, module: nn.Module) -> bool:
+        """Whether the module has other parameters, or under other names, than when it was cut."""
+        return any(self.names.get(parameter) != name for name, parameter in module.named_parameters())
+
+    def adopt(self, module: nn.Module, device: torch.device, pipe_rank: int) -> bool:
+        """Take in the parameters that a hook has given the module, with rank 0's values; return whether there are some.
+
+        Called by all ranks of the world. A copy is left out where it belongs to a rank that has a part or nothing of
+        what was copied.
+
+        Raises:
+            UnsupportedError: on all ranks: they have made different ones, or one where a block computes with parts.
+        """
+        ownership, now = available(self.ownership, "the module is cut"), dict(module.named_parameters())
+        blocks = tuple(f"{name}." for name in ownership.stack.block_names)
+
+        def described() -> dict[tuple[str, tuple[int, ...], str], tuple[bool, bool]]:
+            """Of each parameter that is new or renamed, whether it is whole here, and whether it needn't be."""
+            if self.made_for is not None:  # otherwise each rank holds the whole model
+                ownership.stack.check_in(module)
+            is_registered = self.cube is not None and self.cube.plan.is_registered
+            owners, changed = ownership.rank_by_name(module), {}
+            for name, one in now.items():
+                if self.names.get(one) != name:
+                    is_whole = not one.is_meta and not isinstance(one, PartialParameter)
+                    needs_none = one in self.names or owners[name] != pipe_rank
+                    changed[name, tuple(one.shape), str(one.dtype)] = is_whole, needs_none
+                    if is_registered and not needs_none and name.startswith(blocks):
+                        raise UnsupportedError(
+                            f"{name} was made in a block whose layers are 3-D parallel, where it would compute with "
+                            f"parts of the features. Make it before training begins: in setup or configure_model."
+                        )
+            return changed
+
+        first, *others = on_all_ranks(described)
+        for rank, other in enumerate(others, 1):
+            if different := sorted(first.keys() ^ other.keys()):
+                raise UnsupportedError(
+                    f"a hook has given the module {different[0][0]} {list(different[0][1])} on one of the ranks 0 and "
+                    f"{rank} alone, or before that a step has. Make parameters in hooks that run on all ranks, such as "
+                    f"on_train_epoch_start, in the same order."
+                )
+        adopted = {key[0]: now[key[0]] for key in first if all(any(rank[key]) for rank in (first, *others))}
+        if others:
+            whole = [now[key[0]] for key in first if all(rank[key][0] for rank in (first, *others))]
+            new = (parameter for parameter in whole if parameter not in self.names)
+            broadcast_values((stored for parameter in new for stored in stored_tensors(parameter)), device)
+        for old, name in self.names.items():
+            while name in adopted and adopted[name] is not old:  # optimizers may still have it
+                name += " (replaced)"
+            self.names[old] = name
+        self.names.update({parameter: name for name, parameter in adopted.items()})
+        return bool(adopted)
 
     def check(self, module: nn.Module) -> None:
         """Check that no run of the module has failed.
@@ -144,6 +205,12 @@ class PreparedModel:
                 f"{hooked[0]} has a hook, which other ranks have lost, so that it can't be trained on another layout "
                 f"than before. Train what trainer.strategy.gather_model() returns, after setting its hooks."
             )
+        new = [name for name, parameter in tensors.items() if parameter not in self.names]
+        if copied := [name for name in new if isinstance(tensors[name], Placeholder | PartialParameter)]:
+            raise UnsupportedError(
+                f"{copied[0]} was copied from a parameter of which this rank has a part or nothing. Delete it before "
+                f"the next run, or make it again from what trainer.strategy.gather_model() returns."
+            )
         for name, whole in self._whole_tensors(module):
             parameter = tensors.get(name)
             if parameter is None:
@@ -163,6 +230,7 @@ class PreparedModel:
             yield from ((name, _to_cpu(tensor)) for name, tensor in tensors.items())
             return
         owners = self.ownership.rank_by_name(module)
+        owners.update({name: 0 for name, one in module.named_parameters() if one not in self.names})
         if not self._has_connections:
             self._refuse(module)
         shapes = {} if self.cube is None else self.cube.whole_shapes

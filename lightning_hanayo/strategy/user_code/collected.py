@@ -78,22 +78,26 @@ class Collections:
 
     def __init__(self, module: "pl.LightningModule", outside: Iterable[nn.Module]) -> None:
         self._internal = INTERNAL | vars(pl.LightningModule()).keys() | {"training"}
-        ids = {id(part) for part in outside if _is_users(part) and not is_metric(part)}  # a metric's hash changes
-        named = module.named_modules(prefix="self")
-        self._outside = [(name, part) for name, part in named if id(part) in ids]
+        self.watch(module, outside)
         self._lists: dict[Path, tuple[list[Any], int, Any]] = {}
         self._values: dict[Path, tuple[Any, int]] = {}
         self._starts: dict[Path, int] | None = None
         """how long lists were at the start of the batch; None: none has begun"""
         self._reset: set[Path] = set()
         self._left: dict[int, Left] = {}
-        self._owners: dict[str, Any] | None = None
-        """the objects that are watched; None: to be found"""
         self._microbatch: int | None = None
         self._changed: set[Path] = set()
         """attributes that steps have changed since other pipeline ranks got them"""
         self._sent: dict[Path, tuple[int, Any]] = {}
         """of each list that other ranks got: how long it was, and its last item"""
+
+    def watch(self, module: "pl.LightningModule", outside: Iterable[nn.Module]) -> None:
+        """Watch these modules from now on. Arguments as for the constructor."""
+        ids = {id(part) for part in outside if _is_users(part) and not is_metric(part)}  # a metric's hash changes
+        named = module.named_modules(prefix="self")
+        self._outside = [(name, part) for name, part in named if id(part) in ids]
+        self._owners: dict[str, Any] | None = None
+        """the objects that are watched; None: to be found"""
 
     def begin_batch(self) -> None:
         """Take note of what there is, so that the changes of steps are known."""

@@ -65,11 +65,8 @@ class GradientNorms:
         device: torch.device,
         unguarded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._parameters = list(parameters)
-        self._indices: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self._parameters)}
+        self.watch(parameters)
         self._groups = groups
-        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
-        """on the device, by the indices of parameters: the same, and on how many ranks of a cube each shard is"""
         self._num_replicas = num_replicas
         self._own_part = own_part if own_part is not None else lambda _, value: value
         self._relay = relay
@@ -78,9 +75,16 @@ class GradientNorms:
         self.in_batch = False
         self.total_of_all: Tensor | None = None
         """the last norm, since `forget_total`, if it was over all gradients: finite if all of them are"""
+        self._was_of_all = False
+
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take norms of these parameters from now on."""
+        self._parameters = list(parameters)
+        self._indices: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self._parameters)}
+        self._places: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
+        """on the device, by the indices of parameters: the same, and on how many ranks of a cube each shard is"""
         self._first_norms: dict[int, Tensor] = {}
         """of each parameter in a norm, since `forget_total`"""
-        self._was_of_all = False
 
     def includes(self, parameter: Tensor) -> bool:
         """Whether it is one of the module's, on whichever rank."""

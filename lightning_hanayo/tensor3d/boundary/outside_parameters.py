@@ -17,6 +17,7 @@ A bucket is one large parameter, which needs no copy unless its rows don't divid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -37,27 +38,30 @@ def outside_shard(parameter: Tensor) -> Shard:
 
 
 class OutsideParameters:
-    """Those of all stages of one rank.
+    """Those of all stages of one rank in the cube `mesh`."""
 
-    Args:
-        parameters: in the same order on all ranks of the cube. Scalars can't be sharded, and are left out.
-        mesh: the cube.
-        factors: a parameter's weight in the sum of gradients: 1/ranks where all ranks compute the same gradient.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh, factors: Mapping[Tensor, float]) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._axis = mesh.axis("xyz")
-        self._factors = factors
-        self.parameters = [p for p in parameters if p.dim()]
-        self.shards: dict[Tensor, Shard] = {parameter: outside_shard(parameter) for parameter in self.parameters}
+        self._factors: dict[Tensor, float] = {}
+        self.parameters: list[nn.Parameter] = []
+        self.shards: dict[Tensor, Shard] = {}
         self._old_gradients: dict[nn.Parameter, Tensor | None] = {}
         self._local: dict[nn.Parameter, Tensor] = {}
 
-    def shard(self) -> None:
-        """Called once, at the start: keep this rank's shards."""
-        for parameter in self.parameters:
-            parameter.data = self.shards[parameter].of(parameter.data, self._mesh)
+    def shard(self, parameters: Iterable[nn.Parameter], factors: Mapping[Tensor, float] = MappingProxyType({})) -> None:
+        """Add parameters that are whole, and keep this rank's shards of them. Called by all ranks of the cube.
+
+        Args:
+            parameters: in the same order on all ranks. Scalars can't be sharded, and are left out.
+            factors: a parameter's weight in the sum of gradients: 1/ranks where all ranks compute the same gradient.
+        """
+        added = [parameter for parameter in parameters if parameter.dim()]
+        self.parameters += added
+        self._factors.update(factors)
+        for parameter in added:
+            shard = self.shards[parameter] = outside_shard(parameter)
+            parameter.data = shard.of(parameter.data, self._mesh)
 
     def all_gather(self) -> None:
         """Before a batch: whole values, and no gradients. Earlier batches' gradients are kept for `reduce_scatter`."""

@@ -32,9 +32,11 @@ class ModuleChanges:
             self._before[module] = kind, {n: v for n, v in old.items() if vars(module).get(n, _MISSING) is not v}
 
     def undo(self, copies: Mapping[nn.Module, nn.Module] | None = None) -> None:
-        """Restore the modules; if given, their `copies` instead."""
+        """Restore the modules; if given, their `copies` instead, of those that the model still has."""
         for module, (kind, attributes) in self._before.items():
-            restored = module if copies is None else copies[module]
+            restored = module if copies is None else copies.get(module)
+            if restored is None:
+                continue
             restored.__class__ = kind
             for name, value in attributes.items():
                 if value is _MISSING:

@@ -46,8 +46,8 @@ def outside() -> Iterator[OutsideParameters]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     parameters = [nn.Parameter(torch.randn(1000, WIDTH)) for _ in range(4)]
     parameters += [nn.Parameter(torch.randn(WIDTH)) for _ in range(40)]
-    made = OutsideParameters(parameters, Mesh.create((1, 2, 2)), {})
-    made.shard()
+    made = OutsideParameters(Mesh.create((1, 2, 2)))
+    made.shard(parameters)
     with patch.object(outside_parameters, "BUCKET_BYTES", BUCKET):
         yield made
 
@@ -77,14 +77,14 @@ def test_after_a_batch_whole_gradients_go_one_by_one(outside: OutsideParameters)
 
 def test_gradients_whose_rows_do_not_divide_are_copied_one_at_a_time(outside: OutsideParameters) -> None:
     parameters = [nn.Parameter(torch.randn(rows, WIDTH)) for rows in (1003, 1001, 1002, 999)]
-    odd, seen = OutsideParameters(parameters, outside._mesh, {}), []
+    odd, seen = OutsideParameters(outside._mesh), []
     scatter = type(odd._axis).reduce_scatter
 
     def watched(axis: Any, parts: Tensor) -> Any:
         seen.append(live.num_bytes)
         return scatter(axis, parts)
 
-    odd.shard()
+    odd.shard(parameters)
     with Peak() as live, patch.object(type(odd._axis), "reduce_scatter", watched):
         odd.all_gather()
         for parameter in odd.parameters:

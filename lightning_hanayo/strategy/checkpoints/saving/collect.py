@@ -60,7 +60,8 @@ def rank_part(
     checkpoint = checkpoint if resume is None else {**checkpoint, KEY: run_entry(resume)}
     listed = [(one, names_of(parameters_of(one), model.names)) for one in map(unwrapped, model.optimizers)]
     tied = tied_names(module, checkpoint[MODEL])
-    tensors = RankTensors(module, model.pipeline.ownership.rank_by_name(module), place)
+    parameters = {name: p for p, name in model.names.items()} | dict(module.named_parameters(remove_duplicate=False))
+    tensors = RankTensors(parameters, model.pipeline.ownership.rank_by_name(module), place)
 
     def collect() -> OwnValues:
         tensors.add_module(checkpoint[MODEL], tied)

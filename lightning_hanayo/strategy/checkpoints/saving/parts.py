@@ -79,15 +79,15 @@ class RankTensors:
     """Collects what one rank writes.
 
     Args:
-        module: cut into stages; parameters are not guarded.
+        parameters: of the module, which is cut into stages, and of its optimizers, by name; not guarded.
         owners: the pipeline rank of each entry of its state dict.
         place: of this rank.
     """
 
-    def __init__(self, module: nn.Module, owners: Mapping[str, int], place: Place) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], owners: Mapping[str, int], place: Place) -> None:
         self.values = OwnValues()
         self.parts: list[TensorPart] = []
-        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        self._parameters = parameters
         self._owners = owners
         self._place = place
         self._added: dict[str, Tensor] = {}

@@ -10,7 +10,7 @@ A sum or a product over a part looks like one over the whole, and would be wrong
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,12 @@ _COPIES = frozenset(("data", "grad", "detach", "clone", "cpu", "contiguous", "ze
 """what gives each element the same, or its own value"""
 
 
+_INSTEAD = (
+    f"Use {FULL_PARAMETER}, which returns the whole on all ranks; in training_step its gradient reaches the parameter. "
+    f"For norms over all gradients use torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm"
+)
+
+
 @dataclass(frozen=True)
 class Part:
     """Which parameter something is a part of: its qualified `name`, and the whole's `shape`."""
@@ -53,6 +59,9 @@ class Part:
     shape: tuple[int, ...]
     is_of_data_rank: bool = False
     """whether it is the part of what the data rank's optimizer updates, and otherwise what a cube's rank holds"""
+    of: str = field(default="", compare=False)
+    """what stands before the name if it isn't the parameter itself, such as "the optimizer's exp_avg of " """
+    way_out: str = field(default=_INSTEAD, compare=False)
 
 
 class PartialValues(Tensor):
@@ -244,7 +253,7 @@ def _description(part: Any) -> str:
     shape = own_shape(part)
     if part._part is None:
         return f"a part {shape} of a 3-D layer's weight"
-    return f"a part {shape} of {part._part.name} {part._part.shape}"
+    return f"a part {shape} of {part._part.of}{part._part.name} {part._part.shape}"
 
 
 def _message(name: str, part: Any) -> str:
@@ -254,8 +263,6 @@ def _message(name: str, part: Any) -> str:
             f"wrong. Call the layer itself, or leave it out of the cube."
         )
     return (
-        f"{name} was called with {part._part.name}, of which this rank holds a part of shape {own_shape(part)} of "
-        f"the whole {part._part.shape}: the result would be wrong. Use {FULL_PARAMETER}, which returns the whole on "
-        f"all ranks; in training_step its gradient reaches the parameter. For norms over all gradients use "
-        f"torch.nn.utils.clip_grad_norm_, get_total_norm, or Lightning's grad_norm."
+        f"{name} was called with {part._part.of}{part._part.name}, of which this rank holds a part of shape "
+        f"{own_shape(part)} of the whole {part._part.shape}: the result would be wrong. {part._part.way_out}."
     )

@@ -136,7 +136,7 @@ class GuardedPlaceholder(Placeholder):
         """
         name, kwargs = name_of(func, args, kwargs), kwargs or {}
         if (name not in METADATA or name == "requires_grad_") and not cls.user_code.runs_on_all_ranks:
-            _refuse(name, next(_owners(args, kwargs)), alone=True)
+            refuse(name, next(_owners(args, kwargs)), alone=True)
         if name == "grad":
             placeholder = args[0]
             exists = placeholder.requires_grad and cls.user_code.has_gradients()
@@ -166,7 +166,7 @@ class GuardedPlaceholder(Placeholder):
             UnsupportedError: `torch.save` is writing a file.
         """
         if is_saving():
-            _refuse("torch.save", self._owner)
+            refuse("torch.save", self._owner)
         with torch._C.DisableTorchFunctionSubclass():
             return Placeholder.__reduce_ex__(self, protocol)
 
@@ -205,7 +205,7 @@ def compute_without_values(func: Callable[..., Any], args: tuple[Any, ...], kwar
     if name == "new_tensor":  # of values that are here
         return func(torch.empty(0, dtype=args[0].dtype, device=owner.device), *args[1:], **kwargs)
     if name in _NEEDS_VALUES or (target is not None and not _lacks_values(target)):
-        _refuse(name, owner)
+        refuse(name, owner)
     with _Draws() as draws:
         result = _on_meta(func, name, owner, args, kwargs)
     if draws.found:
@@ -247,7 +247,7 @@ def _on_meta(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwarg
         has_part = any(isinstance(leaf, PartialParameter | PartialValues) for leaf in tree_leaves((args, kwargs)))
         if not isinstance(error, NotImplementedError) and "meta" not in str(error) and not has_part:
             raise  # the user's mistake, such as shapes that don't fit
-        _refuse(name, owner, error)
+        refuse(name, owner, error)
 
 
 def _draw(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwargs: Any, target: Any) -> None:
@@ -282,7 +282,7 @@ def _draw(func: Callable[..., Any], name: str, owner: Owner, args: Any, kwargs: 
             generator.set_state(state)
         run(_NUMBERS[1])
         if not all(torch.equal(one.get_state(), state) for one, state in zip(generators, after, strict=True)):
-            _refuse(name, owner)
+            refuse(name, owner)
         drawn.compared.add(func)
 
 
@@ -308,7 +308,8 @@ def _owners(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Owner]:
     return (leaf._owner for leaf in leaves if isinstance(leaf, MissingValues | GuardedPlaceholder))
 
 
-def _refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bool = False) -> NoReturn:
+def refuse(name: str, owner: Owner, cause: Exception | None = None, *, alone: bool = False) -> NoReturn:
+    """Raise the error of user code that needs values here, or runs where the owner can't do the same."""
     where = "this code runs on pipeline rank 0 alone" if alone else "its values are needed here"
     way_out = owner.way_out
     if alone and (module := _module_elsewhere()) is not None:

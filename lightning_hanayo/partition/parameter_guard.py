@@ -48,6 +48,8 @@ class ParameterGuard:
         """called each time when code of a step has run"""
         self.before_user_code: Callable[[], None] = _ignore
         """called each time before user code begins"""
+        self.after_user_code: Callable[[], None] = _ignore
+        """called each time when user code has ended"""
         self.after_registering: Callable[[], None] = _ignore
         """called at the end of a hook that runs on all ranks, if it has registered parameters or modules"""
         self.num_registered = 0
@@ -169,6 +171,8 @@ class ParameterGuard:
             for parameter, _, guarded in self._guarded.get(scope, ()):
                 parameter.__class__ = guarded
             self._drawn.enter(in_hook=scope == "hook")
+            if scope == "off":
+                self.after_user_code()
         self.scope, self.hook_name = scope, hook_name
         self.num_entered += 1
 

@@ -59,6 +59,7 @@ from lightning_hanayo.strategy.memory.report import MemoryReport
 from lightning_hanayo.strategy.memory.run_memory import RunMemory, not_measured
 from lightning_hanayo.strategy.nonfinite.check import NonFiniteCheck, RankNames
 from lightning_hanayo.strategy.nonfinite.origin import BlockNames
+from lightning_hanayo.strategy.optimizer.guarded_states import GuardedStates
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.optimizer.step_values import StepValues
 from lightning_hanayo.strategy.options import Options
@@ -108,7 +109,8 @@ class Session:
         self.failures = failures
         self.attributes = TemporaryAttributes()
         self.guard = ParameterGuard(device)
-        self.guard.before_user_code = self.finish_gather
+        self.guard.before_user_code = self._before_user_code
+        self.guard.after_user_code = self._after_user_code
         self.pipe_relay = self._relay(groups.pipe_ranks, groups)
         is_cube = prod(topology.cube) > 1
         self.replica_relay = self._relay(groups.replica_ranks, groups) if is_cube else self.pipe_relay
@@ -149,6 +151,7 @@ class Session:
         self._step_values: StepValues | None = None
         self._memory: RunMemory | None = None
         self._gathers_at_once = False
+        self._states: list[GuardedStates] = []
         self._num_optimized = -1
         """how many parameters the optimizers had when they were last checked"""
         self._registrations = [
@@ -330,11 +333,28 @@ class Session:
             self.nonfinite.parameters = self._own_parameters()
             self._replica_check = self._check_of_replicas(module)
 
+    def _before_user_code(self) -> None:
+        self.finish_gather()
+        for states in self._states:
+            states.enter()
+
+    def _after_user_code(self) -> None:
+        for states in self._states:
+            states.leave()
+
+    def guard_states(self, of: Sequence[Any]) -> None:
+        """Let user code find the states of these optimizers guarded from now on. Called while none runs."""
+        plain: list[Any] = [one for one in map(optimizers.unwrapped, of) if isinstance(vars(one).get("state"), dict)]
+        is_cut = self.shards is not None or self.topology.replica_size > 1
+        if is_cut and plain != [states.optimizer for states in self._states]:
+            self._states = [GuardedStates(one, self.guard, self.names, self.state_sharding) for one in plain]
+
     def check_optimizers(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
         """Refuse parameters of optimizers that the run doesn't know. Called by all ranks before each training batch.
 
         Looks through them in an epoch's first batch, and when there are more or fewer.
         """
+        self.guard_states(trainer.optimizers)
         groups = [group["params"] for one in trainer.optimizers for group in one.param_groups]
         number, is_free = sum(map(len, groups)), self.topology.world_size == 1 and self._options.master_weights is None
         if is_free or (number == self._num_optimized and progress.batch_idx(trainer) > 0):

@@ -394,6 +394,7 @@ class HanayoStrategy(MeshParallelStrategy):
         if fits:
             move_optimizers(self.optimizers, self._states_device)
             self.session.prepare_steps(self.module, list(map(unwrapped, self.optimizers)), self._kept)
+            self.session.guard_states(self.optimizers)
             self._names_in_fit = self.session.names
             check_saving(trainer, self.module, self.checkpoints)
             self.session.measure_memory(self.module)

@@ -23,12 +23,13 @@ def train(device: str, layout: Layout, strategy: dict[str, Any], options: dict[s
         trainer = trainer_on(device, layout, strategy=make_strategy(layout, **strategy), max_steps=3, **options)
         module = models.build(models.MLP, torch.bfloat16 if options.get("precision") == "bf16-true" else torch.float32)
         places: set[str] = set()
-        module.on_train_batch_end = lambda *_: places.update(
-            value.device.type
-            for state in trainer.optimizers[0].state.values()
-            for value in state.values()
-            if value.dim()
-        )
+
+        def note_places(*_: Any) -> None:
+            with trainer.strategy.session.guard.off():
+                states = trainer.optimizers[0].state.values()
+                places.update(value.device.type for state in states for value in state.values() if value.dim())
+
+        module.on_train_batch_end = note_places
         batches = [
             {
                 "x": b["x"][data_rank(layout) :: layout.data].to(module.dtype),

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from lightning_hanayo.checkpoint.full.state_dict import numbered_state_dict
 from lightning_hanayo.checkpoint.load.module_state import Sharding
 from lightning_hanayo.errors import UnsupportedError
-from lightning_hanayo.partial_values import Part, PartialParameter, partial_alias
+from lightning_hanayo.partial_values import Part, PartialParameter
 from lightning_hanayo.partition.missing_values import Owner, without_values
+from lightning_hanayo.strategy.optimizer.guarded_states import as_parts
 from lightning_hanayo.strategy.optimizer.shards import OptimizerShards
 from lightning_hanayo.strategy.setup.cube import Cube
 
@@ -85,15 +86,11 @@ def optimizer_state(
     if not parameters:  # Lightning's, for `configure_optimizers` that returns None
         return state
     listed = names_of(parameters, names)
-    shapes: Mapping[Tensor, tuple[int, ...]] = {} if sharding is None else sharding.whole_shapes
     own = {}
     for index, values in state["state"].items():
         parameter = parameters[index]
         if not parameter.is_meta:  # some, such as Adagrad, make states of placeholders in their constructor
-            part = None
-            if parameter in shapes:
-                part = Part(listed[index], shapes[parameter], _is_of_data_rank(sharding, parameter))
-            own[index] = {key: _state(value, _local_shape(sharding, parameter), part) for key, value in values.items()}
+            own[index] = as_parts(values, parameter, listed[index], sharding)
     return {**state, "state": own}
 
 
@@ -116,15 +113,5 @@ def names_of(parameters: Sequence[nn.Parameter], names: Mapping[Tensor, str]) ->
     return [names[parameter] for parameter in parameters]
 
 
-def _state(value: Any, shape: tuple[int, ...], part: Part | None) -> Any:
-    is_part = part is not None and isinstance(value, Tensor) and value.shape == shape
-    return partial_alias(value, part) if is_part else value
-
-
 def _is_of_data_rank(sharding: Any, parameter: Tensor) -> bool:
     return isinstance(sharding, OptimizerShards) and parameter in sharding
-
-
-def _local_shape(sharding: Any, parameter: Tensor) -> tuple[int, ...]:
-    """The shape of what this rank's states have of a parameter, which is whole or a cube's part itself."""
-    return tuple(parameter.shape) if not isinstance(sharding, OptimizerShards) else sharding.local_shape(parameter)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
+
+from lightning_hanayo.runtime.autograd import graph_boundary
 
 from lightning_hanayo.errors import PeerFailed
 
@@ -42,6 +44,9 @@ class Batch:
         num_samples: how many samples each has for this rank's user code; empty where that isn't known.
         pass_number: which pass through the stack of the micro-batches' steps runs now.
         has_loss: whether backwards begin with the loss; not those of earlier passes of the same step.
+        samples: of micro-batch 0 on this rank; 0 if it isn't known.
+        examine_step: called after backwards of micro-batch 0 that user code has made, with what they begin with, or ()
+            for what the first block gets; None: no longer.
         results: filled by the last stage: what the step returned for each micro-batch, or its loss (self-contained).
     """
 
@@ -60,7 +65,16 @@ class Batch:
     num_samples: Sequence[int] = ()
     pass_number: int = 0
     has_loss: bool = True
+    samples: int = 0
+    examine_step: Callable[[Sequence[Tensor]], None] | None = None
     results: dict[int, Any] = field(default_factory=dict)
+
+    def examination_of(
+        self, microbatch: int, roots: Sequence[Tensor | GradientEdge]
+    ) -> Callable[[Sequence[Tensor]], None] | None:
+        """What is called after this micro-batch's backward from the `roots`, whose graph is kept for it; or None."""
+        is_due = self.examine_step is not None and microbatch == 0
+        return self.examine_step if is_due and graph_boundary.can_repeat(roots) else None
 
     def weighted(self, microbatch: int, loss: Tensor) -> Tensor:
         """The loss whose backward gives the micro-batch's gradients."""

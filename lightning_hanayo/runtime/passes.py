@@ -22,6 +22,7 @@ from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.first_batch import FirstBatch
 from lightning_hanayo.runtime.program import Program
 from lightning_hanayo.schedule import Schedule, forward_only, last_backward_only, reduction_order, without_forwards
 
@@ -40,6 +41,7 @@ class Passes:
         user_step: None above pipeline rank 0.
         all_gather: gathers an object from the ranks of this rank's cube.
         end_pass: called with its number after each of several passes of a training step.
+        first_batch: examines the first training batch; None: no longer, or never.
     """
 
     engine: Engine
@@ -48,6 +50,7 @@ class Passes:
     user_step: UserStep | None
     all_gather: Callable[[Any], list[Any]]
     end_pass: Callable[[int], None]
+    first_batch: FirstBatch | None = None
     _known: tuple[bool, ...] = field(default=(), init=False)
     """for each pass of a training step whether it has gradients; empty before the first batch"""
     _programs: dict[tuple[Any, ...], Program] = field(default_factory=dict, init=False)
@@ -60,12 +63,19 @@ class Passes:
         """
         table, everything = self.table(num_microbatches), range(num_microbatches)
         self.engine.begin_batch()
+        first_batch, self.first_batch = self.first_batch, None
         done: Sequence[int] = ()
-        if table.num_stages == 1:
-            self._known = (True,)  # the single stage runs the whole step, with all its passes
-        elif is_first or not self._known:
-            self._know(self._run_ahead(batch, table), num_microbatches)
-            done = (0,)
+        with nullcontext() if first_batch is None else first_batch.recording():
+            if table.num_stages == 1:
+                self._known = (True,)  # the single stage runs the whole step, with all its passes
+                if first_batch is not None:
+                    done = (0,)
+                    self._forward(batch, table, done, has_gradients=True)
+            elif is_first or not self._known:
+                self._know(self._run_ahead(batch, table), num_microbatches)
+                done = (0,)
+        if first_batch is not None:
+            batch = first_batch.examine(batch)
         *others, last = self._known
         rest = [m for m in everything if m not in done]
         if last and not any(others):

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hanayo.partition.ownership import Ownership
@@ -14,6 +15,7 @@ from lightning_hanayo.runtime.batches.plan import BatchSource
 from lightning_hanayo.runtime.capture.user_step import UserStep
 from lightning_hanayo.runtime.comm.relay import Relay
 from lightning_hanayo.runtime.engine import Engine
+from lightning_hanayo.runtime.first_batch import FirstBatch
 from lightning_hanayo.runtime.passes import Passes
 from lightning_hanayo.runtime.random_streams import RandomStreams
 from lightning_hanayo.schedule import reduction_order
@@ -127,12 +129,23 @@ class Pipeline:
     """None above pipeline rank 0"""
     random_streams: RandomStreams | None = None
     """None: random numbers come from torch's own generators, unchanged"""
+    late_weight: float = 1.0
+    """what complete gradients are multiplied by: the part of the weights that losses don't have"""
     _passes: Passes = field(init=False)
 
     def __post_init__(self) -> None:
         self._passes = Passes(
             self.engine, self.relay, self.layout.table, self.user_step, self.gather_in_cube, self.step_state.end_pass
         )
+
+    @property
+    def first_batch(self) -> FirstBatch | None:
+        """Examines the first training batch; None once that has begun."""
+        return self._passes.first_batch
+
+    @first_batch.setter
+    def first_batch(self, first_batch: FirstBatch) -> None:
+        self._passes.first_batch = first_batch
 
     @property
     def runs_whole_batches(self) -> bool:
@@ -156,13 +169,15 @@ class Pipeline:
         `key` names the batch; its random numbers depend on it. `trains` says whether to run backwards, `reduce` whether
         to sum gradients over data ranks, `is_first` whether it is the first of an epoch.
         """
-        self.relay.broadcast("batch", [num_microbatches, batch.signature, key])
+        self.relay.broadcast("batch", [num_microbatches, batch.signature, key, batch.samples])
         self._run(batch, num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
 
     def follow(self, *, trains: bool, reduce: bool, is_first: bool) -> None:
         """On the other pipeline ranks: run the batch that pipeline rank 0 announces. Arguments as for `lead`."""
-        num_microbatches, signature, key = self.relay.broadcast("batch")
-        batch = Batch(signature, self.reduces_in_batch(reduce), num_microbatches=num_microbatches)
+        num_microbatches, signature, key, samples = self.relay.broadcast("batch")
+        batch = Batch(
+            signature, self.reduces_in_batch(reduce), num_microbatches=num_microbatches, samples=samples
+        )
         self._run(batch, num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
 
     def reduces_in_batch(self, reduce: bool) -> bool:
@@ -174,6 +189,7 @@ class Pipeline:
         own = self.ownership.stages_of(self.rank)
         order = reduction_order(self.layout.table(self.layout.num_microbatches))
         self.gradients.reduce([stage for stage in order if stage in own])
+        self._weigh_gradients()
 
     def close(self) -> None:
         """End the threads, once the other ranks have received what this one sent."""
@@ -211,3 +227,10 @@ class Pipeline:
             else:
                 self._passes.evaluate(batch, num_microbatches)
         self.gradients.end_batch(reduce=reduce)
+        if reduce:
+            self._weigh_gradients()
+
+    def _weigh_gradients(self) -> None:
+        own = [one.grad for one in self.parameters if one.grad is not None and one.requires_grad]
+        if self.late_weight != 1.0 and own:
+            torch._foreach_mul_(own, self.late_weight)

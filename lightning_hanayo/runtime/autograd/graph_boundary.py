@@ -151,6 +151,16 @@ def reachable(roots: Iterable[Tensor | GradientEdge], stop: Iterable[Node] = ())
     return nodes, leaves
 
 
+def can_repeat(roots: Iterable[Tensor | GradientEdge]) -> bool:
+    """Whether the backward may run again with `retain_graph`: code that torch has compiled refuses it."""
+    return not any(function.__module__.startswith("torch._functorch.") for function in functions(reachable(roots)[0]))
+
+
+def functions(nodes: Iterable[Any]) -> list[type]:
+    """The classes of the `autograd.Function`s among the nodes."""
+    return [type(node)._forward_cls for node in nodes if issubclass(type(node), BackwardCFunction)]
+
+
 def current_sequence_number() -> int:
     """The calling thread's next autograd sequence number: earlier nodes have smaller ones. 0 without grad mode."""
     node = _PROBE.view(0).grad_fn

@@ -107,6 +107,10 @@ class Carriers:
                 for carrier, tree in zip(self._carriers, trees, strict=True)
             ]
 
+    def quiet(self, block: nn.Module) -> AbstractContextManager[Any]:
+        """Inside it, once more, the block may run without a step: what it logs and records is dropped."""
+        return self.running([None] * len(self._carriers), BlockRun([block], is_last=False))
+
     def deliver(self, trees: Sequence[Any], left: Sequence[Any]) -> tuple[Any, ...]:
         """Make the values known to the step."""
         return tuple(carrier.deliver(tree, own) for carrier, tree, own in zip(self._carriers, trees, left, strict=True))

@@ -54,10 +54,14 @@ class FirstStage(Stage):
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
         outputs: list[GradientEdge] = self._under_way[microbatch].pop()
-        gradients, keeps = unpack_gradients(received), self._has_earlier_pass(microbatch)
+        gradients = unpack_gradients(received)
+        examine = batch.examination_of(microbatch, outputs)
+        keeps = self._has_earlier_pass(microbatch) or examine is not None
         self.tied.first_stage_backward(
             microbatch, lambda: graph_boundary.run_backward(outputs, gradients, retain_graph=keeps)
         )
+        if examine is not None:
+            examine(())
 
     def used_parameters(self, microbatch: int) -> set[Tensor]:
         """The parameters that the code before the stack, and the first blocks, use."""
@@ -130,11 +134,13 @@ class LastStage(Stage):
             nodes, leaves = graph_boundary.reachable([loss], stop=outputs)
             uses_early_nodes = any(node._sequence_nr() < sequence_number for node in nodes)  # a skip past the stack
             weighted = batch.weighted(microbatch, loss)
+            examine = batch.examination_of(microbatch, [weighted])
+            keeps = uses_early_nodes or examine is not None
             tied = self._tied_parameters(leaves, microbatch)
             with graph_boundary.without_autocast():
-                self.first.tied.loss_backward(
-                    microbatch, tied, lambda: weighted.backward(retain_graph=uses_early_nodes)
-                )
+                self.first.tied.loss_backward(microbatch, tied, lambda: weighted.backward(retain_graph=keeps))
+            if examine is not None:
+                examine([weighted])
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
 
     def _tied_parameters(self, leaves: set[Tensor], microbatch: int) -> frozenset[Tensor]:
@@ -165,8 +171,12 @@ class SingleStage(Stage):
         loss = find_loss(batch.results[microbatch])  # None: skipped, or refused by the Trainer
         if batch.has_loss and loss is not None and batch.loss_weights[microbatch]:  # 0: not even a NaN counts
             batch.on_loss(microbatch, loss, ())
-            with graph_boundary.without_autocast():
-                torch.autograd.backward(batch.weighted(microbatch, loss))  # Lightning calls the loss's method
+            weighted = batch.weighted(microbatch, loss)
+            examine = batch.examination_of(microbatch, [weighted])
+            with graph_boundary.without_autocast():  # Lightning calls the loss's method
+                torch.autograd.backward(weighted, retain_graph=examine is not None)
+            if examine is not None:
+                examine([weighted])
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
 
 

@@ -62,8 +62,11 @@ class TensorParallelFirstStage(FirstStage):
         cut, outputs, sequence_length = under_way
         self.hooks.before_backward(sequence_length)
         graph_boundary.run_backward(outputs, unpack_gradients(received))
-        keeps = self._has_earlier_pass(microbatch)
+        examine = batch.examination_of(microbatch, cut.tensors)
+        keeps = self._has_earlier_pass(microbatch) or examine is not None
         self.tied.first_stage_backward(microbatch, lambda: cut.backward(retain_graph=keeps))
+        if examine is not None:
+            examine(cut.tensors)
 
     @override
     def used_parameters(self, microbatch: int) -> set[Tensor]:

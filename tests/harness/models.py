@@ -67,6 +67,20 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
+class Auxiliary(torch.autograd.Function):
+    """Returns a value as it is, and adds the gradient of a loss in its backward, as layers of experts do."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.ones_like(loss)
+
+
 class MLP(Trained):
     """embedding -> eight blocks -> head. No parameter is shared, so gradients are summed in one order only."""
 

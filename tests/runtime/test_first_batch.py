@@ -1,0 +1,207 @@
+"""Blocks and steps whose gradients or samples don't add up over micro-batches are known from micro-batch 0 alone.
+
+x * 2                 a mean over samples injected      g / g.norm()      x - x.mean(0)
+right as it is        gradients are averaged            an error          a warning
+"""
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_hanayo.errors import UnsupportedError
+from lightning_hanayo.runtime.batch import Batch
+from lightning_hanayo.runtime.capture import forward_patch
+from lightning_hanayo.runtime.first_batch import FirstBatch
+from tests.harness.models import Auxiliary
+
+WIDTH = 4
+LATE = 1 / 4
+
+
+class Block(nn.Module):
+    """Calls a function of the hidden state, and of the block."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.change(self.linear(x).tanh())
+
+
+def hooked(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(hook)
+        return x
+
+    return change
+
+
+def injected(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: Auxiliary.apply(x, loss(x))
+
+
+def balance(x: Tensor) -> Tensor:
+    p = x.softmax(-1).flatten(0, -2)
+    return ((p > 1 / WIDTH).double().mean(0) * p.mean(0)).sum()
+
+
+def inputs(samples: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(samples, 3, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def examine(block: nn.Module, samples: int = 4, **options: Any) -> tuple[Batch, FirstBatch]:
+    """Run a block as for micro-batch 0 of 4, and the examination."""
+    forward_patch.patch_blocks([block])
+    first = FirstBatch(blocks={"blocks.0": block}, device=torch.device("cpu"), num_microbatches=4,
+                       average=lambda: LATE, **options)  # fmt: skip
+    with first.recording():
+        block(inputs(samples))
+    return first.examine(Batch(samples=samples, loss_weights=[0.25] * 4)), first
+
+
+RIGHT = {
+    "nothing": lambda x: x,
+    "dropout": lambda x: functional.dropout(x, 0.5),
+    "a sum injected": injected(lambda x: x.square().sum()),
+    "a sum by a hook": hooked(lambda g: g + 0.1),
+    "clamped": hooked(lambda g: g.clamp(-0.1, 0.1)),
+    "normalized for each sample": hooked(lambda g: g / (g.norm(dim=(1, 2), keepdim=True) + 1e-9)),
+}
+
+
+@pytest.mark.parametrize("samples", [4, 3, 1])
+@pytest.mark.parametrize("change", RIGHT.values(), ids=RIGHT)
+def test_weights_in_the_loss_stay_where_they_are_right(change: Any, samples: int) -> None:
+    batch, _ = examine(Block(change), samples)
+    assert batch.loss_weights == [0.25] * 4
+
+
+@pytest.mark.parametrize("samples", [4, 1])
+def test_gradients_are_averaged_for_an_injected_mean(samples: int) -> None:
+    batch, _ = examine(Block(injected(lambda x: x.square().mean())), samples)
+    assert batch.loss_weights == [0.25 / LATE] * 4
+
+
+@pytest.mark.parametrize("samples", [4, 1])
+def test_an_injected_loss_of_all_samples_is_warned_of(samples: int) -> None:
+    with pytest.warns(UserWarning, match=r"^Block \(blocks.0, Auxiliary\): an auxiliary loss .* 4 micro-batches"):
+        batch, _ = examine(Block(injected(balance)), samples)
+    assert batch.loss_weights == [0.25 / LATE] * 4
+
+
+COUPLED = {
+    "normalized": hooked(lambda g: g / g.norm()),
+    "clipped by norm": hooked(lambda g: g / (g.norm() + 1e-9).clamp(min=1.0)),
+    "centred": hooked(lambda g: g - g.mean(0)),
+}
+
+
+@pytest.mark.parametrize("samples", [4, 1])
+@pytest.mark.parametrize("change", COUPLED.values(), ids=COUPLED)
+def test_gradients_that_mix_samples_are_rejected(change: Any, samples: int) -> None:
+    with pytest.raises(UnsupportedError, match=r"^Block \(blocks.0\): the gradients aren't proportional"):
+        examine(Block(change), samples)
+
+
+def test_in_a_cube_a_gradient_of_its_own_is_rejected() -> None:
+    with pytest.raises(UnsupportedError, match="num_microbatches=1 and cube=1"):
+        examine(Block(injected(lambda x: x.mean())), is_cube=True)
+
+
+@pytest.mark.parametrize("samples", [4, 1])
+def test_samples_that_depend_on_each_other_are_warned_of(samples: int) -> None:
+    with pytest.warns(UserWarning, match=r"^Block \(blocks.0\): the outputs of some samples .* 4 micro-batches"):
+        examine(Block(lambda x: functional.dropout(x - 0.01 * x.mean(0), 0.1)), samples)
+
+
+def test_samples_may_be_in_any_dimension() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        examine(Block(lambda x: x - x.mean(0)), samples=3)  # inputs are (3, 3, width): along the second one
+
+
+def backward(change: Callable[[Tensor], Tensor], samples: int = 4) -> Tensor:
+    made = change(inputs(samples).tanh() * 2)
+    loss: Tensor = made.flatten(1).square().mean(1).mean()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("samples", [4, 1])
+@pytest.mark.parametrize("name", ["nothing", "clamped"])
+def test_a_step_of_single_samples_is_right(name: str, samples: int) -> None:
+    _, first = examine(Block(RIGHT["nothing"]), samples)
+    first.examine_step([backward(RIGHT[name], samples)])
+
+
+@pytest.mark.parametrize("samples", [4, 1])
+def test_a_step_that_mixes_samples_is_rejected(samples: int) -> None:
+    _, first = examine(Block(RIGHT["nothing"]), samples)
+    with pytest.raises(UnsupportedError, match="^the step's code outside the stack: the gradients aren't"):
+        first.examine_step([backward(COUPLED["normalized"], samples)])
+
+
+def test_a_step_that_injects_a_loss_is_rejected_by_the_name_of_its_function() -> None:
+    _, first = examine(Block(RIGHT["nothing"]))
+    with pytest.raises(UnsupportedError, match="^the step's code outside the stack, Auxiliary: .* add"):
+        first.examine_step([backward(injected(lambda x: x.mean()))])
+
+
+def test_no_weights_are_right_for_a_mean_in_blocks_and_a_clamp_in_the_step() -> None:
+    _, first = examine(Block(injected(lambda x: x.mean())))
+    with pytest.raises(UnsupportedError, match="No weights of micro-batches are right for both"):
+        first.examine_step([backward(RIGHT["clamped"])])
+
+
+class Marking(Block):
+    """Leaves traces of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls, self.values = 0, [1.0]
+        self.kept = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        self.kept.add_(1)
+        self.values.append(random.random())
+        return super().forward(x) + torch.rand(())
+
+
+def test_it_leaves_no_trace() -> None:
+    block = Marking()
+    block.linear.weight.grad = gradient = torch.ones_like(block.linear.weight)
+    torch.manual_seed(0)
+    random.seed(0)
+    examine(block)
+    after_one_call = torch.get_rng_state(), random.getstate()
+    assert (block.calls, float(block.count), float(block.kept[0]), len(block.values)) == (1, 1.0, 1.0, 2)
+    assert block.count._version == 1 and block.linear.weight.grad is gradient and bool((gradient == 1).all())
+    assert block.linear.bias.grad is None
+    torch.manual_seed(0)
+    random.seed(0)
+    torch.rand(())
+    random.random()
+    assert torch.equal(torch.get_rng_state(), after_one_call[0]) and random.getstate() == after_one_call[1]
+
+
+def test_each_kind_of_block_is_examined_and_others_are_not() -> None:
+    blocks = {str(i): Block(RIGHT["nothing"]) for i in range(3)} | {"mixing": Marking()}
+    forward_patch.patch_blocks(list(blocks.values()))
+    first = FirstBatch(blocks=blocks, device=torch.device("cpu"), num_microbatches=4, average=lambda: LATE)
+    with first.recording():
+        for block in blocks.values():
+            block(inputs(4))
+    assert list(first._calls) == [blocks["0"], blocks["mixing"]]

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
-
-from lightning_hanayo.runtime.autograd import graph_boundary
+from torch.autograd.graph import Node
 
 from lightning_hanayo.errors import PeerFailed
 
@@ -68,13 +66,6 @@ class Batch:
     samples: int = 0
     examine_step: Callable[[Sequence[Tensor]], None] | None = None
     results: dict[int, Any] = field(default_factory=dict)
-
-    def examination_of(
-        self, microbatch: int, roots: Sequence[Tensor | GradientEdge]
-    ) -> Callable[[Sequence[Tensor]], None] | None:
-        """What is called after this micro-batch's backward from the `roots`, whose graph is kept for it; or None."""
-        is_due = self.examine_step is not None and microbatch == 0
-        return self.examine_step if is_due and graph_boundary.can_repeat(roots) else None
 
     def weighted(self, microbatch: int, loss: Tensor) -> Tensor:
         """The loss whose backward gives the micro-batch's gradients."""

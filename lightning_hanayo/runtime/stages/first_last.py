@@ -4,7 +4,7 @@ P > 1     rank 0   0F0 0F1 .... 3F0 3B0 ...      0F: the step, up to the stack  
 P = 1     rank 0   0F0 0B0 0F1 0B1 ...           0F: the whole step               0B: the loss's backward
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class FirstStage(Stage):
         assert received is not None
         outputs: list[GradientEdge] = self._under_way[microbatch].pop()
         gradients = unpack_gradients(received)
-        examine = batch.examination_of(microbatch, outputs)
+        examine = examination_of(batch, microbatch, outputs)
         keeps = self._has_earlier_pass(microbatch) or examine is not None
         self.tied.first_stage_backward(
             microbatch, lambda: graph_boundary.run_backward(outputs, gradients, retain_graph=keeps)
@@ -134,7 +134,7 @@ class LastStage(Stage):
             nodes, leaves = graph_boundary.reachable([loss], stop=outputs)
             uses_early_nodes = any(node._sequence_nr() < sequence_number for node in nodes)  # a skip past the stack
             weighted = batch.weighted(microbatch, loss)
-            examine = batch.examination_of(microbatch, [weighted])
+            examine = examination_of(batch, microbatch, [weighted])
             keeps = uses_early_nodes or examine is not None
             tied = self._tied_parameters(leaves, microbatch)
             with graph_boundary.without_autocast():
@@ -172,12 +172,20 @@ class SingleStage(Stage):
         if batch.has_loss and loss is not None and batch.loss_weights[microbatch]:  # 0: not even a NaN counts
             batch.on_loss(microbatch, loss, ())
             weighted = batch.weighted(microbatch, loss)
-            examine = batch.examination_of(microbatch, [weighted])
+            examine = examination_of(batch, microbatch, [weighted])
             with graph_boundary.without_autocast():  # Lightning calls the loss's method
                 torch.autograd.backward(weighted, retain_graph=examine is not None)
             if examine is not None:
                 examine([weighted])
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
+
+
+def examination_of(
+    batch: Batch, microbatch: int, roots: Sequence[Tensor | GradientEdge]
+) -> Callable[[Sequence[Tensor]], None] | None:
+    """What is called after this micro-batch's backward from the `roots`, whose graph is kept for it; or None."""
+    is_due = batch.examine_step is not None and microbatch == 0
+    return batch.examine_step if is_due and graph_boundary.can_repeat(roots) else None
 
 
 def find_loss(result: Any) -> Tensor | None:

@@ -42,9 +42,6 @@ class Batch:
         num_samples: how many samples each has for this rank's user code; empty where that isn't known.
         pass_number: which pass through the stack of the micro-batches' steps runs now.
         has_loss: whether backwards begin with the loss; not those of earlier passes of the same step.
-        samples: of micro-batch 0 on this rank; 0 if it isn't known.
-        examine_step: called after backwards of micro-batch 0 that user code has made, with what they begin with, or ()
-            for what the first block gets; None: no longer.
         results: filled by the last stage: what the step returned for each micro-batch, or its loss (self-contained).
     """
 
@@ -63,8 +60,6 @@ class Batch:
     num_samples: Sequence[int] = ()
     pass_number: int = 0
     has_loss: bool = True
-    samples: int = 0
-    examine_step: Callable[[Sequence[Tensor]], None] | None = None
     results: dict[int, Any] = field(default_factory=dict)
 
     def weighted(self, microbatch: int, loss: Tensor) -> Tensor:

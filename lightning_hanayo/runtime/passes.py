@@ -41,7 +41,6 @@ class Passes:
         user_step: None above pipeline rank 0.
         all_gather: gathers an object from the ranks of this rank's cube.
         end_pass: called with its number after each of several passes of a training step.
-        first_batch: examines the first training batch; None: no longer, or never.
     """
 
     engine: Engine
@@ -51,6 +50,9 @@ class Passes:
     all_gather: Callable[[Any], list[Any]]
     end_pass: Callable[[int], None]
     first_batch: FirstBatch | None = None
+    """examines the first training batch; None: no longer, or never"""
+    late_weight: float = 1.0
+    """what complete gradients are to be multiplied by: the part of the weights that losses don't have"""
     _known: tuple[bool, ...] = field(default=(), init=False)
     """for each pass of a training step whether it has gradients; empty before the first batch"""
     _programs: dict[tuple[Any, ...], Program] = field(default_factory=dict, init=False)
@@ -64,18 +66,19 @@ class Passes:
         table, everything = self.table(num_microbatches), range(num_microbatches)
         self.engine.begin_batch()
         first_batch, self.first_batch = self.first_batch, None
-        done: Sequence[int] = ()
+        is_single = table.num_stages == 1
+        if is_single:
+            self._known = (True,)  # it runs the whole step, with all its passes
+        done: Sequence[int] = () if first_batch is None and self._known and (is_single or not is_first) else (0,)
         with nullcontext() if first_batch is None else first_batch.recording():
-            if table.num_stages == 1:
-                self._known = (True,)  # the single stage runs the whole step, with all its passes
-                if first_batch is not None:
-                    done = (0,)
-                    self._forward(batch, table, done, has_gradients=True)
-            elif is_first or not self._known:
+            if done and is_single:
+                self._forward(batch, table, done, has_gradients=True)
+            elif done:
                 self._know(self._run_ahead(batch, table), num_microbatches)
-                done = (0,)
         if first_batch is not None:
-            batch = first_batch.examine(batch)
+            self._examine(first_batch, batch)
+        if self.late_weight != 1.0:
+            batch = replace(batch, loss_weights=[weight / self.late_weight for weight in batch.loss_weights])
         *others, last = self._known
         rest = [m for m in everything if m not in done]
         if last and not any(others):
@@ -115,6 +118,14 @@ class Passes:
             if table.num_microbatches > 1:
                 self.end_pass(len(found) - 1)
         return tuple(found)
+
+    def _examine(self, first_batch: FirstBatch, batch: Batch) -> None:
+        """Prove that micro-batches add up. The ranks of a cube must have equally many samples, to run as often."""
+        samples = self.relay.broadcast("batch", batch.num_samples[0] if batch.num_samples else 0)
+        on_ranks = self.all_gather(samples)
+        first_batch.examine(batch, samples if len(set(on_ranks)) == 1 else 0)
+        if first_batch.averages:
+            self.late_weight = first_batch.late_weight
 
     def _announced(self, ask: Callable[[UserStep], Any]) -> Any:
         """What comes next, on all ranks of the pipeline. Asked on rank 0, where the ranks of a cube must agree.

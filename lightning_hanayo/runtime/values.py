@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite, isnan, nan
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class MadeValues:
     is_watched: bool = False
     on_nan: Callable[["Place", str], object] = lambda *_: None
     """called with the place of a NaN while anomalies are detected, and with what is known of it; it may raise"""
+    calls: dict[int, Any] = field(default_factory=dict)
+    """by block: takes the arguments of the first call of those that are in it"""
     _places: list[Place] = field(default_factory=list)
     _sums: list[Tensor] = field(default_factory=list)
     """of each place; those of earlier batches in one tensor"""
@@ -162,6 +164,8 @@ class BlockValues:
         """Called after the block has run. `nan_line`: which made a NaN of values without one; "" if it isn't known."""
         if self.index == 0:
             self.made.note_block(BEFORE_STACK, args)
+        if self.index in self.made.calls:
+            self.made.calls[self.index] = self.made.calls[self.index] or args
         self.made.note_block(self.index, output, nan_line)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -129,8 +129,6 @@ class Pipeline:
     """None above pipeline rank 0"""
     random_streams: RandomStreams | None = None
     """None: random numbers come from torch's own generators, unchanged"""
-    late_weight: float = 1.0
-    """what complete gradients are multiplied by: the part of the weights that losses don't have"""
     _passes: Passes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,13 +136,8 @@ class Pipeline:
             self.engine, self.relay, self.layout.table, self.user_step, self.gather_in_cube, self.step_state.end_pass
         )
 
-    @property
-    def first_batch(self) -> FirstBatch | None:
-        """Examines the first training batch; None once that has begun."""
-        return self._passes.first_batch
-
-    @first_batch.setter
-    def first_batch(self, first_batch: FirstBatch) -> None:
+    def begin_training(self, first_batch: FirstBatch) -> None:
+        """Examine the next training batch, which is the first one."""
         self._passes.first_batch = first_batch
 
     @property
@@ -169,15 +162,13 @@ class Pipeline:
         `key` names the batch; its random numbers depend on it. `trains` says whether to run backwards, `reduce` whether
         to sum gradients over data ranks, `is_first` whether it is the first of an epoch.
         """
-        self.relay.broadcast("batch", [num_microbatches, batch.signature, key, batch.samples])
+        self.relay.broadcast("batch", [num_microbatches, batch.signature, key])
         self._run(batch, num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
 
     def follow(self, *, trains: bool, reduce: bool, is_first: bool) -> None:
         """On the other pipeline ranks: run the batch that pipeline rank 0 announces. Arguments as for `lead`."""
-        num_microbatches, signature, key, samples = self.relay.broadcast("batch")
-        batch = Batch(
-            signature, self.reduces_in_batch(reduce), num_microbatches=num_microbatches, samples=samples
-        )
+        num_microbatches, signature, key = self.relay.broadcast("batch")
+        batch = Batch(signature, self.reduces_in_batch(reduce), num_microbatches=num_microbatches)
         self._run(batch, num_microbatches, key, trains=trains, reduce=reduce, is_first=is_first)
 
     def reduces_in_batch(self, reduce: bool) -> bool:
@@ -231,6 +222,6 @@ class Pipeline:
             self._weigh_gradients()
 
     def _weigh_gradients(self) -> None:
-        own = [one.grad for one in self.parameters if one.grad is not None and one.requires_grad]
-        if self.late_weight != 1.0 and own:
-            torch._foreach_mul_(own, self.late_weight)
+        if self._passes.late_weight != 1.0:
+            own = [one.grad for one in self.parameters if one.grad is not None and one.requires_grad]
+            torch._foreach_mul_(own, self._passes.late_weight)

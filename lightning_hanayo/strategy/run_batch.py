@@ -94,6 +94,9 @@ def average_gradients(session: Session) -> None:
     """After a backward of manual optimization: give all data ranks the mean of their gradients. Called by all."""
     if session.topology.data > 1:
         session.pipeline.reduce_gradients()
+        trained = [parameter for parameter in session.pipeline.parameters if parameter.requires_grad]
+        for gradient in (parameter.grad for parameter in trained if parameter.grad is not None):
+            gradient.div_(session.topology.data)
 
 
 def evaluate(session: Session, trainer: "pl.Trainer", batch: Any, step: UserStep) -> Any:
@@ -134,7 +137,6 @@ def _run(
         with pipeline.engine.memory.user_code():
             return step(inputs)
 
-    share = progress.share_of_step(trainer) / pipeline.late_weight
     kind = f"trains={trains} reduce={reduce} grad={torch.is_grad_enabled()}"
     running = Batch(
         microbatches.signature(batch, split.sizes.parts, kind),
@@ -145,13 +147,11 @@ def _run(
         on_whole_step=on_whole_step,
         in_step=in_step,
         on_loss=microbatch_steps.note_loss,
-        loss_weights=[weights.in_gradient[piece] * share for piece in split.own],
+        loss_weights=[weights.in_gradient[piece] * progress.share_of_step(trainer) for piece in split.own],
         loss_scale=loss_scale,
         num_microbatches=split.num_microbatches,
         num_samples=split.num_samples,
         has_loss=has_loss,
-        samples=split.sizes.parts[0][split.own[0]] if split.sizes.are_known and session.cuts_samples else 0,
-        examine_step=None if pipeline.first_batch is None or not trains else pipeline.first_batch.examine_step,
     )
     with microbatch_steps.running(running), session.norms.batch():
         key = progress.batch_key(trainer)

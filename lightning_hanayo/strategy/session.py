@@ -73,7 +73,7 @@ from lightning_hanayo.strategy.setup.build_pipeline import (
     restore_forwards,
     whole_values,
 )
-from lightning_hanayo.strategy.setup.checks import warn_of_batch_statistics, warn_of_unequal_sizes
+from lightning_hanayo.strategy.setup.checks import warn_of_batch_statistics
 from lightning_hanayo.strategy.setup.compiled_code import run_uncompiled
 from lightning_hanayo.strategy.setup.cube import Cube
 from lightning_hanayo.strategy.setup.plan import ModelPlan, plan_for, report_plan
@@ -138,8 +138,6 @@ class Session:
         self.token_losses: TokenLosses | None = None
         """of a cube whose ranks have the same samples"""
         self._has_trained = False
-        self._averages = False
-        """whether gradients of micro-batches are averaged, and all were of one size so far"""
         self._number: int | None = None
         """what torch's generator would have drawn when the run began, if its random numbers depend on that"""
         self._loss_weight = options.loss_weight
@@ -223,8 +221,6 @@ class Session:
             warn_of_batch_statistics(module, split.num_microbatches)
             if self.cube is not None and self.cube.shares_samples:
                 suggest_tokens(module, split.pieces, self.cube.mesh.num_ranks)
-        elif self._averages:
-            self._averages = not warn_of_unequal_sizes(split.sizes.parts[0], self.pipeline.layout.num_microbatches)
 
     def warn_of_parts(self, names: Iterable[str], num_microbatches: int) -> None:
         """Say, once for each, which lists and attributes hold values of micro-batches, if a hook may read them."""
@@ -292,7 +288,8 @@ class Session:
         self._loss_weight = for_model(self._options.loss_weight, module, self._options.batch_dim)
         self._loss_watch = self._watch_losses(module)
         self._open_user_code(trainer, module)
-        self._weigh_gradients(trainer, module)
+        if trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization:
+            self._examine_first_batch()
         self._adapt(trainer, module)
         self._norms = self._make_norms(module)
         if self.topology.replica_size > 1 or self._scatters_gradients:
@@ -706,36 +703,29 @@ class Session:
             pytorch_profiler.follow_steps(trainer, self.pipeline.ownership.stack, attributes)
         throughput.count_batches_once(trainer, self.topology)
 
-    def _weigh_gradients(self, trainer: "pl.Trainer", module: "pl.LightningModule") -> None:
-        """Weigh whole batches as DDP does. Where batches are cut, the first one tells whether losses may be weighed."""
-        pipeline, count = self.pipeline, self.pipeline.layout.num_microbatches
-        if self.cube is None and (count == 1 or not module.automatic_optimization):
-            pipeline.late_weight = 1.0 / self.topology.data
-        elif trainer.state.fn == TrainerFn.FITTING:
-            stack, rank = pipeline.ownership.stack, pipeline.rank
-            own = [i for stage in pipeline.ownership.stages_of(rank) for i in pipeline.ownership.stages[stage]]
-            pipeline.first_batch = FirstBatch(
-                blocks={stack.block_names[i]: stack.blocks[i] for i in own},
+    def _examine_first_batch(self) -> None:
+        """Let the first batch show that its micro-batches, and those of other data ranks, add up to it."""
+        pipeline, count, rank = self.pipeline, self.pipeline.layout.num_microbatches, self.pipeline.rank
+        stack, num_weights = pipeline.ownership.stack, count * self.topology.data
+        if num_weights == 1 and self.cube is None:
+            return
+        own = [index for stage in pipeline.ownership.stages_of(rank) for index in pipeline.ownership.stages[stage]]
+        pipeline.begin_training(
+            FirstBatch(
+                blocks={index: stack.blocks[index] for index in own},
+                names=stack.block_names,
+                values=self.values,
                 device=self.device,
                 num_microbatches=count,
-                average=self._average_gradients,
+                late_weight=1 / num_weights,
                 is_single=pipeline.layout.num_stages == 1,
                 is_cube=self.cube is not None,
+                knows_samples=self.cube is None or self.cube.keeps_layout,
                 carriers=next(iter(pipeline.engine.stages.values())).carriers,
-                all_gather=pipeline.gather_in_cube,
                 share=lambda found: on_all_ranks(lambda: found),
                 warns=self.rank == 0,
             )
-
-    def _average_gradients(self) -> float:
-        self._averages = True
-        self.pipeline.late_weight = 1.0 / (self.pipeline.layout.num_microbatches * self.topology.data)
-        return self.pipeline.late_weight
-
-    @property
-    def cuts_samples(self) -> bool:
-        """Whether blocks work on whole samples, as the step does."""
-        return self.cube is None or self.cube.keeps_layout
+        )
 
     def _watch_losses(self, module: "pl.LightningModule") -> LossWatch:
         return LossWatch(

@@ -151,14 +151,21 @@ def reachable(roots: Iterable[Tensor | GradientEdge], stop: Iterable[Node] = ())
     return nodes, leaves
 
 
-def can_repeat(roots: Iterable[Tensor | GradientEdge]) -> bool:
-    """Whether the backward may run again with `retain_graph`: code that torch has compiled refuses it."""
-    return not any(function.__module__.startswith("torch._functorch.") for function in functions(reachable(roots)[0]))
+def foreign_functions(roots: Iterable[Tensor]) -> list[Any]:
+    """The nodes in the graph of `roots` whose `autograd.Function` is neither torch's nor of this package."""
+    nodes: list[Any] = [node for node in reachable(roots)[0] if issubclass(type(node), BackwardCFunction)]
+    own = ("torch", "lightning_hanayo")
+    return [node for node in nodes if node._forward_cls.__module__.partition(".")[0] not in own]
 
 
-def functions(nodes: Iterable[Any]) -> list[type]:
-    """The classes of the `autograd.Function`s among the nodes."""
-    return [type(node)._forward_cls for node in nodes if issubclass(type(node), BackwardCFunction)]
+def may_change_gradients(roots: Sequence[Tensor]) -> bool:
+    """Whether the backward of `roots` runs code of others: functions, or hooks on leaves."""
+    return bool(foreign_functions(roots)) or any(leaf._backward_hooks for leaf in reachable(roots)[1])
+
+
+def current_node() -> Any:
+    """The node whose backward runs now, in a hook on it."""
+    return torch._C._current_autograd_node()
 
 
 def current_sequence_number() -> int:

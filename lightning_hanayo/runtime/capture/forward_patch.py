@@ -4,8 +4,8 @@ A block called outside a step runs as always. Names, parameters, class and repr 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -138,7 +138,7 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def run_original(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the block's own forward, compiled if `block.compile()` was called."""
     compiled = vars(block).get(_COMPILED)
-    values: BlockValues | _NotedCall | None = vars(block).get(_VALUES)
+    values: BlockValues | None = vars(block).get(_VALUES)
     finds_nan = values is not None and compiled is None and torch.is_anomaly_enabled()
     with FirstNaN(user_line) if finds_nan else nullcontext() as nan, block_range(block):
         made = _original(block, *args, **kwargs) if compiled is None else compiled.run(*args, **kwargs)
@@ -151,38 +151,6 @@ def run_uncompiled(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a patched block's own code, without a tracer, random streams, or notes of its values."""
     inner = block._modules.get("_orig_mod")  # of torch.compile(block)
     return _original(block, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-
-
-@contextmanager
-def recording(blocks: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
-    """While open, the dictionary takes the arguments of each patched block's first call with gradients."""
-    calls: dict[nn.Module, Any] = {}
-    before = {block: vars(block)[_VALUES] for block in blocks if _VALUES in vars(block)}
-    for block, values in before.items():
-        object.__setattr__(block, _VALUES, _NotedCall(values, block, calls))
-    try:
-        yield calls
-    finally:
-        for block, values in before.items():
-            object.__setattr__(block, _VALUES, values)
-
-
-@dataclass(frozen=True)
-class _NotedCall:
-    """Takes the place of a block's `BlockValues`, which knows what the block was called with."""
-
-    values: BlockValues | None
-    block: nn.Module
-    calls: dict[nn.Module, Any]
-
-    def note(self, args: object, output: object, nan_line: str) -> None:
-        if torch.is_grad_enabled():
-            self.calls.setdefault(self.block, args)
-        if self.values is not None:
-            self.values.note(args, output, nan_line)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 def randomness_of(block: nn.Module) -> BlockRandomness | None:

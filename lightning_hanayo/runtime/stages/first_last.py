@@ -4,7 +4,7 @@ P > 1     rank 0   0F0 0F1 .... 3F0 3B0 ...      0F: the step, up to the stack  
 P = 1     rank 0   0F0 0B0 0F1 0B1 ...           0F: the whole step               0B: the loss's backward
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,14 +54,10 @@ class FirstStage(Stage):
     def backward(self, batch: Batch, microbatch: int, received: Message | None) -> None:
         assert received is not None
         outputs: list[GradientEdge] = self._under_way[microbatch].pop()
-        gradients = unpack_gradients(received)
-        examine = examination_of(batch, microbatch, outputs)
-        keeps = self._has_earlier_pass(microbatch) or examine is not None
+        gradients, keeps = unpack_gradients(received), self._has_earlier_pass(microbatch)
         self.tied.first_stage_backward(
             microbatch, lambda: graph_boundary.run_backward(outputs, gradients, retain_graph=keeps)
         )
-        if examine is not None:
-            examine(())
 
     def used_parameters(self, microbatch: int) -> set[Tensor]:
         """The parameters that the code before the stack, and the first blocks, use."""
@@ -134,13 +130,11 @@ class LastStage(Stage):
             nodes, leaves = graph_boundary.reachable([loss], stop=outputs)
             uses_early_nodes = any(node._sequence_nr() < sequence_number for node in nodes)  # a skip past the stack
             weighted = batch.weighted(microbatch, loss)
-            examine = examination_of(batch, microbatch, [weighted])
-            keeps = uses_early_nodes or examine is not None
             tied = self._tied_parameters(leaves, microbatch)
             with graph_boundary.without_autocast():
-                self.first.tied.loss_backward(microbatch, tied, lambda: weighted.backward(retain_graph=keeps))
-            if examine is not None:
-                examine([weighted])
+                self.first.tied.loss_backward(
+                    microbatch, tied, lambda: weighted.backward(retain_graph=uses_early_nodes)
+                )
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
 
     def _tied_parameters(self, leaves: set[Tensor], microbatch: int) -> frozenset[Tensor]:
@@ -171,21 +165,9 @@ class SingleStage(Stage):
         loss = find_loss(batch.results[microbatch])  # None: skipped, or refused by the Trainer
         if batch.has_loss and loss is not None and batch.loss_weights[microbatch]:  # 0: not even a NaN counts
             batch.on_loss(microbatch, loss, ())
-            weighted = batch.weighted(microbatch, loss)
-            examine = examination_of(batch, microbatch, [weighted])
-            with graph_boundary.without_autocast():  # Lightning calls the loss's method
-                torch.autograd.backward(weighted, retain_graph=examine is not None)
-            if examine is not None:
-                examine([weighted])
+            with graph_boundary.without_autocast():
+                torch.autograd.backward(batch.weighted(microbatch, loss))  # Lightning calls the loss's method
         batch.results[microbatch] = detach_tree(batch.results[microbatch])
-
-
-def examination_of(
-    batch: Batch, microbatch: int, roots: Sequence[Tensor | GradientEdge]
-) -> Callable[[Sequence[Tensor]], None] | None:
-    """What is called after this micro-batch's backward from the `roots`, whose graph is kept for it; or None."""
-    is_due = batch.examine_step is not None and microbatch == 0
-    return batch.examine_step if is_due and graph_boundary.can_repeat(roots) else None
 
 
 def find_loss(result: Any) -> Tensor | None:

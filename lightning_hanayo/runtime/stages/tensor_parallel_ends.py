@@ -24,7 +24,7 @@ from lightning_hanayo.runtime.capture.carried import merged
 from lightning_hanayo.runtime.capture.stage_input import StageInput
 from lightning_hanayo.runtime.comm.message import Message, gradient_message, unpack_gradients
 from lightning_hanayo.runtime.comm.pytree import tensor_indices
-from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage, examination_of
+from lightning_hanayo.runtime.stages.first_last import FirstStage, LastStage
 from lightning_hanayo.runtime.stages.sharded_calls import ShardedCalls
 from lightning_hanayo.runtime.stages.tensor_parallel_protocols import BoundaryReshard
 
@@ -62,11 +62,8 @@ class TensorParallelFirstStage(FirstStage):
         cut, outputs, sequence_length = under_way
         self.hooks.before_backward(sequence_length)
         graph_boundary.run_backward(outputs, unpack_gradients(received))
-        examine = examination_of(batch, microbatch, cut.tensors)
-        keeps = self._has_earlier_pass(microbatch) or examine is not None
+        keeps = self._has_earlier_pass(microbatch)
         self.tied.first_stage_backward(microbatch, lambda: cut.backward(retain_graph=keeps))
-        if examine is not None:
-            examine(cut.tensors)
 
     @override
     def used_parameters(self, microbatch: int) -> set[Tensor]:

@@ -124,18 +124,6 @@ def warn_of_batch_statistics(model: nn.Module, num_microbatches: int) -> None:
         )
 
 
-def warn_of_unequal_sizes(sizes: Sequence[int], num_microbatches: int) -> bool:
-    """Warn where gradients are averaged over micro-batches that aren't all of one size. Whether it has."""
-    if len(sizes) == num_microbatches and len(set(sizes)) == 1:
-        return False
-    rank_zero_warn(
-        f"a batch was cut into micro-batches of {listed(map(str, sizes), 8)} samples. Gradients of auxiliary losses "
-        f"that a backward adds count 1/{num_microbatches} for each of them. Choose a batch size that is a multiple of "
-        f"{num_microbatches}, and leave out a smaller last batch (DataLoader(drop_last=True))."
-    )
-    return True
-
-
 @contextmanager
 def explaining_single_samples(model: nn.Module, sizes: Sequence[int] = ()) -> Iterator[None]:
     """Inside it, BatchNorm's complaint about a single value per channel becomes one that names module and way out.

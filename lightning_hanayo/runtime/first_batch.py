@@ -2,17 +2,14 @@
 
 One block of each kind runs again on what micro-batch 0 gave it:
 
-    what changes                        what must come of it             otherwise
-    the samples of one half             the other half's outputs stay    a warning: samples depend on each other
-    no gradient comes in                none goes out                    it injects that of an auxiliary loss
-    twice the gradient comes in         twice as much goes out           right if halves add up, else an error
+    the samples of one half change    the other half's outputs stay    or there is a warning
+    no gradient comes in              none goes out                    or it injects that of an auxiliary loss
+    twice the gradient comes in       twice as much goes out           or halves must add up
 
-An `autograd.Function` may inject the gradient of an auxiliary loss, whatever a micro-batch weighs. The gradient for twice
-as many samples tells of what loss it is: of a mean, if it is as large; then gradients of micro-batches are averaged at
-the end of the batch. Of a sum, if it is twice as large, which is right as it is. Else it is averaged with a warning.
-
-The step's other code can't run on other samples. There an injected loss is an error, and hooks on tensors are called
-with twice as many samples.
+An injected gradient is the same whatever a micro-batch weighs. The one of twice as many samples tells of what loss it
+is: of a mean, if it is as large: then gradients are averaged over micro-batches, at the end of a batch. Of a sum, if it
+is twice as large: that is right as it is. The step's other code can't run on other samples; there it is an error. And
+hooks on tensors are called with twice as many samples.
 """
 
 import warnings
@@ -38,45 +35,36 @@ from lightning_hanayo.runtime.generators import generator_states, set_generators
 from lightning_hanayo.runtime.stages.first_last import find_loss
 from lightning_hanayo.runtime.values import MadeValues
 
-Findings = Mapping[str, Sequence[str]]
-"""What a rank has found: which blocks have dependent samples, or inject a mean, a sum, another loss ("coupled"), an
-unknown one, or change gradients that aren't proportional, sample by sample ("clamps") or together ("mixes")."""
+Findings = dict[str, list[str]]
+"""What a rank has found: which blocks have "dependent" samples, or inject the gradient of a "mean", a "sum", "another"
+loss or an "unknown" one, or change gradients in other ways, each sample's ("clamp") or all together ("mix")."""
 Hook = Callable[[Tensor], Any]
+_INJECTS = "adds a gradient of its own, such as that of an auxiliary loss, which would count once for each micro-batch"
+_MIXES = "computes with the gradients of all samples of a micro-batch, such as g / g.norm()"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class FirstBatch:
-    """The proof, on one rank of a pipeline. All ranks call the same methods.
-
-    Args:
-        blocks: those that this rank runs, by their indices in the stack.
-        names: of all blocks.
-        values: notes what blocks are called with.
-        device: this rank's.
-        num_microbatches: of a batch.
-        late_weight: of each micro-batch's gradients, should they be averaged.
-        is_single: whether the step runs in one piece.
-        is_cube: whether several ranks run each block.
-        knows_samples: whether blocks have as many samples as the step.
-        carriers: of what blocks store, record and log.
-        share: gathers the findings of all ranks of the world.
-        warns: whether this rank gives the warnings.
-    """
+    """The proof, on one rank of a pipeline. All ranks call the same methods."""
 
     blocks: Mapping[int, nn.Module]
-    names: Sequence[str]
+    """those that this rank runs, by their indices in the stack"""
     values: MadeValues
     device: torch.device
     num_microbatches: int
-    late_weight: float
+    num_data: int = 1
+    """data ranks"""
     is_single: bool = False
+    """whether the step runs in one piece"""
     is_cube: bool = False
-    knows_samples: bool = True
+    keeps_samples: bool = True
+    """whether blocks have as many samples as the step"""
     carriers: Carriers = NO_CARRIERS
     share: Callable[[Findings], list[Findings]] = lambda own: [own]
+    """gathers the findings of all ranks of the world"""
     warns: bool = True
-    averages: bool = field(default=False, init=False)
-    """whether gradients are averaged: then losses aren't weighed"""
+    late_weight: float = field(default=1.0, init=False)
+    """what the sum of gradients is to be multiplied by, and losses no more"""
     _samples: int = field(default=0, init=False)
     _has_hooks: bool = field(default=False, init=False)
 
@@ -85,15 +73,16 @@ class FirstBatch:
         """To be open while micro-batch 0 runs forward: keeps what blocks are called with, and sees hooks on tensors."""
         first: dict[Any, int] = {}
         for index, block in self.blocks.items():
-            first.setdefault(_class_of(block), index)
+            parts = tuple((name, type(part)) for name, part in block.named_modules())
+            first.setdefault((parts, tuple(one.requires_grad for one in block.parameters())), index)
         self.values.calls = dict.fromkeys(first.values())
-        register: Any = Tensor.register_hook
-        checking: Any = lambda tensor, hook: register(tensor, self._checked(hook))  # noqa: E731
-        Tensor.register_hook = checking
+        patched: Any = Tensor
+        register = patched.register_hook
+        patched.register_hook = lambda tensor, hook: register(tensor, self._checked(hook))
         try:
             yield
         finally:
-            Tensor.register_hook = register
+            patched.register_hook = register
 
     def examine(self, batch: Batch, samples: int) -> None:
         """Run blocks again, between the forward of micro-batch 0 and the first backward. `samples`: 0 if not known.
@@ -103,87 +92,85 @@ class FirstBatch:
         """
         self._samples, calls, self.values.calls = samples, self.values.calls, {}
         loss = find_loss(batch.results.get(0))
-        roots = [] if loss is None else [loss]
-        if not self.is_single:  # the code before the stack; in a cube it is cut off
-            roots += [one for one in tree_leaves(calls.get(0)) if isinstance(one, Tensor) and one.requires_grad]
-        found: dict[str, list[str]] = {}
-        if self.is_single and not self.is_cube and self.num_microbatches == 1:
-            if self._has_hooks or graph_boundary.may_change_gradients(roots):
-                found["mean"] = ["the step"]  # data ranks average its gradients, whatever they are
-        else:
-            functions = self._examine_blocks(batch, calls, found)
-            for node in graph_boundary.foreign_functions(roots) if batch.step is not None else ():
-                if type(node) not in functions:
+        before = [] if self.is_single or batch.step is None else tree_leaves(calls.get(0))
+        roots = [one for one in (loss, *before) if isinstance(one, Tensor) and one.requires_grad]
+        functions, found = graph_boundary.foreign_functions(roots), Findings()
+        if self.is_single and not self.is_cube:  # as DDP does, which averages whatever gradients ranks have
+            leaves = graph_boundary.reachable(roots)[1]
+            if functions or self._has_hooks or any(leaf._backward_hooks for leaf in leaves):
+                found["changes"] = []
+        if self.num_microbatches * self.num_data > 1 and not (self.is_single and self.num_microbatches == 1):
+            if batch.step is not None:
+                batch.on_user_code(None)
+            in_blocks = self._examine_blocks(calls, found)
+            for node in functions:
+                if type(node) not in in_blocks:
                     node.register_hook(self._check_function)
         self._conclude(self.share(found))
 
-    def _examine_blocks(self, batch: Batch, calls: dict[int, Any], found: dict[str, list[str]]) -> set[type]:
-        """Run one block of each kind; returns the kinds of their autograd functions."""
-        functions: set[type] = set()
-        if batch.step is not None:
-            batch.on_user_code(None)
+    def _examine_blocks(self, calls: dict[int, Any], found: Findings) -> set[type]:
+        """Run one block of each kind; returns the kinds of nodes with functions of others."""
+        in_blocks: set[type] = set()
         for index in [index for index, call in calls.items() if call is not None]:
-            block = self.blocks[index]
+            block, samples = self.blocks[index], self._samples if self.keeps_samples else 0
             with self.carriers.quiet(block), _undone(block, self.device), suppress(Exception):  # it can't run again
-                samples = self._samples if self.knows_samples else 0
                 run = _BlockRun(block, calls.pop(index), samples, self.device, is_cube=self.is_cube)
-                kinds = ["dependent" * run.is_dependent()]
                 own = {type(node) for node in graph_boundary.foreign_functions(run.graph()[0])}
-                functions |= own
-                if own or self._has_hooks:
-                    kinds.append(run.kind_of_gradients())
+                in_blocks |= own
+                kinds = [run.kind_of_gradients() if own else "", "dependent" * run.is_dependent()]
                 for kind in filter(None, kinds):
-                    found.setdefault(kind, []).append(f"{type(block).__name__} ({self.names[index]})")
-        return functions
+                    found.setdefault(kind, []).append(f"{type(block).__name__} (block {index})")
+        return in_blocks
 
     def _conclude(self, findings: Sequence[Findings]) -> None:
         """Decide on all ranks alike where micro-batches are weighed: in their losses, or in the sum of gradients."""
-        found: dict[str, list[str]] = {}
+        found = Findings()
         for kind, names in [item for one in findings for item in one.items()]:
             found.setdefault(kind, []).extend(names)
-        for name in found.get("unknown", ()):
-            raise self._error(name, _INJECTS)
-        for name in found.get("mixes", ()):
-            raise self._error(name, _MIXES)
-        averaged = found.get("mean", []) + found.get("coupled", [])
-        weighed = found.get("sum", []) + found.get("clamps", [])
+        for kind, does in ("unknown", _INJECTS), ("mix", _MIXES):
+            for name in found.get(kind, ()):
+                raise self._error(name, does)
+        averaged = found.get("mean", []) + found.get("another", [])
+        weighed = found.get("sum", []) + found.get("clamp", [])
         if averaged and weighed:
-            raise self._error(
-                averaged[0],
-                f"adds the gradient of a mean over samples, and {weighed[0]} that of a sum, or changes that of each "
-                f"sample. No weights of micro-batches are right for both",
+            raise self._error(averaged[0], f"adds the gradient of a mean over samples, unlike {weighed[0]}")
+        if averaged:
+            self.late_weight = 1 / (self.num_microbatches * self.num_data)
+        elif "changes" in found:
+            self.late_weight = 1 / self.num_data
+        self._warn(
+            found.get("another"),
+            "the gradient of an auxiliary loss that isn't a mean over samples is averaged over all",
+        )
+        self._warn(found.get("dependent"), "outputs of some samples change with other samples: those of one")
+
+    def _warn(self, names: Sequence[str] | None, what: str) -> None:
+        if names and self.warns and self.num_microbatches > 1:
+            warnings.warn(
+                f"{listed(dict.fromkeys(names))}: {what} of the {self.num_microbatches} micro-batches of a batch. The "
+                f"training depends on num_microbatches, as with accumulate_grad_batches.",
+                stacklevel=2,
             )
-        self.averages = bool(averaged)
-        texts = {
-            "coupled": "the backward adds the gradient of an auxiliary loss that is no mean over samples, as most that "
-            "balance loads aren't. It is averaged over",
-            "dependent": "the outputs of some samples change with other samples. These are the samples of one of",
-        }
-        for kind in texts if self.warns and self.num_microbatches > 1 else ():
-            if kind in found:
-                warnings.warn(
-                    f"{listed(dict.fromkeys(found[kind]))}: {texts[kind]} the {self.num_microbatches} micro-batches of "
-                    f"a batch: the training depends on num_microbatches, as with accumulate_grad_batches.",
-                    stacklevel=2,
-                )
 
     def _error(self, name: str, does: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{name}: its backward {does}. Add auxiliary losses to the one that the step returns (a block may store "
+            f"{name}: the backward {does}. Add auxiliary losses to the one that the step returns (a block may store "
             f"it: self.aux = ...); change parameter.grad in on_before_optimizer_step, or the gradient of each sample "
             f"alone; or set num_microbatches=1{' and cube=1' * self.is_cube}."
         )
 
-    def _check_function(self, _: object, gradients: Sequence[Tensor | None]) -> None:
+    def _check_function(self, made: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> Any:
         """Called by autograd after the backward of a function in the step: runs it again, on zeros."""
-        node: Any = graph_boundary.current_node()
+        node: Any = torch._C._current_autograd_node()
+        kept = tuple(None if one is None else one.clone() for one in made)  # it may return what it changes in place
         try:
-            made = node.apply(*[None if one is None else torch.zeros_like(one) for one in gradients])
-            size = _size([one for one in tree_leaves(made) if isinstance(one, Tensor)])
+            own = node.apply(*[None if one is None else torch.zeros_like(one) for one in gradients])
+            size = _size([one for one in tree_leaves(own) if isinstance(one, Tensor)])
         except Exception:  # it can't run again
-            return
+            return kept
         if 0 < size < inf:
             raise self._error(f"{node._forward_cls.__name__} in the step's code outside the stack", _INJECTS)
+        return kept
 
     def _checked(self, hook: Hook) -> Hook:
         """The hook on a tensor. If it changes the gradient, it is checked once, after that."""
@@ -203,23 +190,18 @@ class FirstBatch:
     def _is_right(self, hook: Hook, gradient: Tensor) -> bool:
         """Whether the hook does the same in micro-batches as in the batch; true if it isn't known."""
         states = generator_states(self.device)
+        dim = next((dim for dim, size in enumerate(gradient.shape[:-1]) if size == self._samples), 0)
         try:
-            once = hook(gradient.clone())
-            if not _is_near([once], [hook(gradient.clone())]):
+            once, again, twice = hook(gradient.clone()), hook(gradient.clone()), hook(2 * gradient)
+            if not _is_near([once], [again]):
                 return True  # it draws random numbers, or counts
-            if self.averages:
-                return _is_near([hook(2 * gradient)], [once], [once])
-            dims = [dim for dim, size in enumerate(gradient.shape[:-1]) if size == self._samples] or [0]
-            joined = [(dim, hook(torch.cat([gradient, 3 * gradient], dim))) for dim in dims]
-            return any(_is_near([made.narrow(dim, 0, once.shape[dim])], [once]) for dim, made in joined)
+            if self.late_weight * self.num_data < 1:
+                return _is_near([twice], [once], [once])
+            return _is_near([once], [hook(torch.cat([gradient, 3 * gradient], dim)).narrow(dim, 0, once.shape[dim])])
         except Exception:  # it is made for one shape
             return True
         finally:
             set_generators(states, self.device)
-
-
-_INJECTS = "adds a gradient of its own, such as that of an auxiliary loss, which would count once for each micro-batch"
-_MIXES = "computes with the gradients of all samples of a micro-batch, such as g / g.norm()"
 
 
 class _BlockRun:
@@ -238,7 +220,7 @@ class _BlockRun:
         if is_cube:
             self._dims = self._dims[:1] if samples > 1 else []  # so that all ranks run equally often
         elif samples == 1 and self._dims:  # a single one can't be cut in halves
-            self._values, self._dims, self._samples = self._joined(self._changed()), self._dims[:1], 2
+            self._values, self._dims, self._samples = self._joined(self._changed(self._dims[0])), self._dims[:1], 2
 
     def is_dependent(self) -> bool:
         """Whether outputs of one half of the samples change with the other half. BatchNorm is warned of anyway."""
@@ -247,48 +229,47 @@ class _BlockRun:
         with torch.no_grad():
             whole = self._run(self._values)
             for dim in self._dims:
-                if all([self._stays(whole, dim, half) for half in (0, 1)]):
-                    self._dims = [dim]
+                stays = [self._stays(whole, dim, half) for half in (0, 1)]  # both: the ranks of a cube communicate
+                if all(stays):
                     return False
         return bool(self._dims)
 
     def kind_of_gradients(self) -> str:
-        """Why they aren't proportional to those that come in: as in `Findings`; empty if they are, or not known."""
+        """Why they aren't proportional to those that come in, as in `Findings`; empty if they are, or not known."""
         zero, once, twice = (self._backward(factor) for factor in (0.0, 1.0, 2.0))
-        if not all(isfinite(_size(gradients)) for gradients in (zero, once, twice)):
-            return ""
-        if _size(zero):
+        if 0 < _size(zero) < inf:
             return "unknown" if self._is_cube or not self._dims else self._kind_of_injected(zero)
-        if _is_near(twice, once, once) or not self._dims:
+        if not isfinite(_size(twice)) or _is_near(twice, once, once) or not self._dims:
             return ""
-        return "clamps" if _is_near(once, self._backward(1.0, 0), self._backward(1.0, 1)) else "mixes"
+        return "clamp" if _is_near(once, self._backward(1.0, 0), self._backward(1.0, 1)) else "mix"
 
     def _kind_of_injected(self, own: Sequence[Tensor]) -> str:
         """Of what loss these gradients are: compares them with those of other samples, and of both together."""
-        dim, others = self._dims[0], self._changed()
+        others = self._changed(self._dims[0])
         try:
             of_others, of_both = self._backward(0.0, values=others), self._backward(0.0, values=self._joined(others))
         except Exception:  # it can't run on as many samples
             return "unknown"
         triples = zip(own, of_others, of_both, strict=True)
-        added = [a + b if a.shape == both.shape else torch.cat([a, b], dim) for a, b, both in triples]
-        return "sum" if _is_near(added, of_both) else "mean" if _is_near(added, of_both, of_both) else "coupled"
+        added = [a + b if a.shape == both.shape else torch.cat([a, b], self._dims[0]) for a, b, both in triples]
+        return "sum" if _is_near(added, of_both) else "mean" if _is_near(added, of_both, of_both) else "another"
 
     def _stays(self, whole: Sequence[Tensor], dim: int, half: int) -> bool:
-        """Whether the outputs of one half stay where the other half changes."""
+        """Whether the outputs of one half stay where the other half changes, but for rounding."""
         made, rows = self._run(self._changed(dim, 1 - half)), _rows(self._samples, half)
+        dtypes = [a.dtype for a in whole]
+        if torch.is_autocast_enabled(self._device.type):
+            dtypes.append(torch.get_autocast_dtype(self._device.type))
+        tolerance = max([1e-6, *(torch.finfo(dtype).eps for dtype in dtypes)])
         pairs = [(a, b) for a, b in zip(whole, made, strict=True) if self._has_rows(a, dim)]
-        tolerance = max([1e-6, *(_rounding(a, self._device) for a, _ in pairs)])
         return not any(_gap([a.narrow(dim, *rows)], [b.narrow(dim, *rows)]) > tolerance for a, b in pairs)
 
-    def _backward(
-        self, factor: float, half: int | None = None, *, values: Sequence[Any] | None = None
-    ) -> list[Tensor]:
+    def _backward(self, factor: float, half: int = -1, values: Sequence[Any] | None = None) -> list[Tensor]:
         """The gradients of the block's inputs and parameters, by a graph of their own: of all samples, or of a half."""
         outputs, leaves = self.graph(values)
         seeds = [_ramp(output) * factor for output in outputs]
-        for seed in [] if half is None else seeds:
-            if self._has_rows(seed, self._dims[0]):
+        if half >= 0:
+            for seed in [seed for seed in seeds if self._has_rows(seed, self._dims[0])]:
                 seed.narrow(self._dims[0], *_rows(self._samples, 1 - half)).zero_()
         with graph_boundary.without_autocast():
             made = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
@@ -306,14 +287,13 @@ class _BlockRun:
     def _run(self, values: Sequence[Any]) -> list[Tensor]:
         """The tensors of numbers in what the block returns."""
         set_generators(self._states, self._device)
-        copies = [value.clone() if isinstance(value, Tensor) else value for value in values]
-        args, kwargs = tree_unflatten(copies, self._spec)
+        args, kwargs = tree_unflatten([one.clone() if isinstance(one, Tensor) else one for one in values], self._spec)
         made = tree_leaves(forward_patch.run_uncompiled(self._block, *args, **kwargs))
         return [one for one in made if isinstance(one, Tensor) and one.is_floating_point()]
 
-    def _changed(self, dim: int | None = None, half: int | None = None) -> list[Any]:
+    def _changed(self, dim: int, half: int | None = None) -> list[Any]:
         """What it is called with, with other samples in one half, or in both."""
-        changed, dim = list(self._values), self._dims[0] if dim is None else dim
+        changed = list(self._values)
         for i in [i for i in self._streams if self._has_rows(changed[i], dim)]:
             changed[i] = changed[i].clone()
             rows = changed[i].narrow(dim, *_rows(self._samples, half))
@@ -343,8 +323,7 @@ def _rows(samples: int, half: int | None) -> tuple[int, int]:
 
 def _size(tensors: Sequence[Tensor]) -> float:
     """The norm of all of them; 0 for none."""
-    dense = [one.coalesce().values() if one.is_sparse else one for one in tensors]
-    norms = [torch.linalg.vector_norm(one.double()) for one in dense]
+    norms = [torch.linalg.vector_norm((one.coalesce().values() if one.is_sparse else one).double()) for one in tensors]
     return float(torch.stack(norms).norm()) if norms else 0.0
 
 
@@ -358,30 +337,17 @@ def _gap(total: Sequence[Tensor], *parts: Sequence[Tensor]) -> float:
 
 def _is_near(total: Sequence[Tensor], *parts: Sequence[Tensor]) -> bool:
     """Whether the parts add up, but for rounding: 5e-3 in fp32, 0.2 in bf16. NaN tells nothing."""
-    epsilon = max(torch.finfo(one.dtype).eps for one in total)
-    return not _gap(total, *parts) > epsilon ** (1 / 3)
-
-
-def _rounding(tensor: Tensor, device: torch.device) -> float:
-    """The relative error of the least exact numbers in a computation that ends with these."""
-    own, is_cast = torch.finfo(tensor.dtype).eps, torch.is_autocast_enabled(device.type)
-    return max(own, torch.finfo(torch.get_autocast_dtype(device.type)).eps) if is_cast else own
-
-
-def _class_of(block: nn.Module) -> Any:
-    """The same for blocks that are built alike, and trained alike."""
-    modules = tuple((name, type(part)) for name, part in block.named_modules())
-    return modules, tuple(parameter.requires_grad for parameter in block.parameters())
+    return not _gap(total, *parts) > max(torch.finfo(one.dtype).eps for one in total) ** (1 / 3)
 
 
 @contextmanager
 def _undone(block: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside it the block may run; afterwards its attributes and buffers, and random generators, are as before."""
-    states = generator_states(device)
-    state = ModuleState(block, [block], "block")
+    states, state = generator_states(device), ModuleState(block, [block], "block")
     scanner = Scanner(list(state.holders.values()), state.clock)
-    for holder in scanner.holders:
-        holder.copy_tensors()
+    for attributes in [holder.container for holder in scanner.holders if isinstance(holder.container, dict)]:
+        tensors = {key: one for key, one in attributes.items() if isinstance(one, Tensor)}
+        attributes.update({key: one.clone() for key, one in tensors.items() if not isinstance(one, nn.Parameter)})
     try:
         yield
     finally:

@@ -76,7 +76,10 @@ class Passes:
             elif done:
                 self._know(self._run_ahead(batch, table), num_microbatches)
         if first_batch is not None:
-            self._examine(first_batch, batch)
+            samples = self.relay.broadcast("batch", batch.num_samples[0] if batch.num_samples else 0)
+            is_equal = len(set(self.all_gather(samples))) == 1  # the ranks of a cube run blocks equally often
+            first_batch.examine(batch, samples if is_equal else 0)
+            self.late_weight = first_batch.late_weight
         if self.late_weight != 1.0:
             batch = replace(batch, loss_weights=[weight / self.late_weight for weight in batch.loss_weights])
         *others, last = self._known
@@ -118,14 +121,6 @@ class Passes:
             if table.num_microbatches > 1:
                 self.end_pass(len(found) - 1)
         return tuple(found)
-
-    def _examine(self, first_batch: FirstBatch, batch: Batch) -> None:
-        """Prove that micro-batches add up. The ranks of a cube must have equally many samples, to run as often."""
-        samples = self.relay.broadcast("batch", batch.num_samples[0] if batch.num_samples else 0)
-        on_ranks = self.all_gather(samples)
-        first_batch.examine(batch, samples if len(set(on_ranks)) == 1 else 0)
-        if first_batch.averages:
-            self.late_weight = first_batch.late_weight
 
     def _announced(self, ask: Callable[[UserStep], Any]) -> Any:
         """What comes next, on all ranks of the pipeline. Asked on rank 0, where the ranks of a cube must agree.

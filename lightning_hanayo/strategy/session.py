@@ -705,22 +705,21 @@ class Session:
 
     def _examine_first_batch(self) -> None:
         """Let the first batch show that its micro-batches, and those of other data ranks, add up to it."""
-        pipeline, count, rank = self.pipeline, self.pipeline.layout.num_microbatches, self.pipeline.rank
-        stack, num_weights = pipeline.ownership.stack, count * self.topology.data
-        if num_weights == 1 and self.cube is None:
+        pipeline, count = self.pipeline, self.pipeline.layout.num_microbatches
+        ownership = pipeline.ownership
+        if count * self.topology.data == 1 and self.cube is None:
             return
-        own = [index for stage in pipeline.ownership.stages_of(rank) for index in pipeline.ownership.stages[stage]]
+        own = [index for stage in ownership.stages_of(pipeline.rank) for index in ownership.stages[stage]]
         pipeline.begin_training(
             FirstBatch(
-                blocks={index: stack.blocks[index] for index in own},
-                names=stack.block_names,
+                blocks={index: ownership.stack.blocks[index] for index in own},
                 values=self.values,
                 device=self.device,
                 num_microbatches=count,
-                late_weight=1 / num_weights,
+                num_data=self.topology.data,
                 is_single=pipeline.layout.num_stages == 1,
                 is_cube=self.cube is not None,
-                knows_samples=self.cube is None or self.cube.keeps_layout,
+                keeps_samples=self.cube is None or self.cube.keeps_layout,
                 carriers=next(iter(pipeline.engine.stages.values())).carriers,
                 share=lambda found: on_all_ranks(lambda: found),
                 warns=self.rank == 0,

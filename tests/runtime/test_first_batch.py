@@ -18,14 +18,14 @@ from lightning_hanayo.errors import UnsupportedError
 from lightning_hanayo.runtime.batch import Batch
 from lightning_hanayo.runtime.capture import forward_patch
 from lightning_hanayo.runtime.first_batch import FirstBatch
+from lightning_hanayo.runtime.values import MadeValues
 from tests.harness.models import Auxiliary
 
 WIDTH = 4
-LATE = 1 / 4
 
 
 class Block(nn.Module):
-    """Calls a function of the hidden state, and of the block."""
+    """Calls a function of the hidden state."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -34,6 +34,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.change(self.linear(x).tanh())
+
+
+class Normalize(torch.autograd.Function):
+    """Divides the gradient of a batch by its norm."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
 
 
 def hooked(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -59,22 +71,29 @@ def inputs(samples: int) -> Tensor:
     return torch.randn(samples, 3, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-def examine(block: nn.Module, samples: int = 4, **options: Any) -> tuple[Batch, FirstBatch]:
-    """Run a block as for micro-batch 0 of 4, and the examination."""
-    forward_patch.patch_blocks([block])
-    first = FirstBatch(blocks={"blocks.0": block}, device=torch.device("cpu"), num_microbatches=4,
-                       average=lambda: LATE, **options)  # fmt: skip
+def prepared(*blocks: nn.Module, **options: Any) -> FirstBatch:
+    values = MadeValues()
+    forward_patch.patch_blocks(blocks, values=values)
+    device = torch.device("cpu")
+    return FirstBatch(blocks=dict(enumerate(blocks)), values=values, device=device, num_microbatches=4, **options)
+
+
+def examine(block: nn.Module, samples: int = 4, **options: Any) -> FirstBatch:
+    """Run a block as for micro-batch 0 of 4, the examination, and the backward."""
+    first = prepared(block, **options)
     with first.recording():
-        block(inputs(samples))
-    return first.examine(Batch(samples=samples, loss_weights=[0.25] * 4)), first
+        made = block(inputs(samples))
+    first.examine(Batch(), samples)
+    made.square().mean().backward()
+    return first
 
 
 RIGHT = {
     "nothing": lambda x: x,
     "dropout": lambda x: functional.dropout(x, 0.5),
     "a sum injected": injected(lambda x: x.square().sum()),
-    "a sum by a hook": hooked(lambda g: g + 0.1),
     "clamped": hooked(lambda g: g.clamp(-0.1, 0.1)),
+    "noise": hooked(lambda g: g + torch.randn_like(g)),
     "normalized for each sample": hooked(lambda g: g / (g.norm(dim=(1, 2), keepdim=True) + 1e-9)),
 }
 
@@ -82,34 +101,32 @@ RIGHT = {
 @pytest.mark.parametrize("samples", [4, 3, 1])
 @pytest.mark.parametrize("change", RIGHT.values(), ids=RIGHT)
 def test_weights_in_the_loss_stay_where_they_are_right(change: Any, samples: int) -> None:
-    batch, _ = examine(Block(change), samples)
-    assert batch.loss_weights == [0.25] * 4
+    assert examine(Block(change), samples).late_weight == 1
 
 
 @pytest.mark.parametrize("samples", [4, 1])
 def test_gradients_are_averaged_for_an_injected_mean(samples: int) -> None:
-    batch, _ = examine(Block(injected(lambda x: x.square().mean())), samples)
-    assert batch.loss_weights == [0.25 / LATE] * 4
+    assert examine(Block(injected(lambda x: x.square().mean())), samples, num_data=2).late_weight == 1 / 8
 
 
 @pytest.mark.parametrize("samples", [4, 1])
 def test_an_injected_loss_of_all_samples_is_warned_of(samples: int) -> None:
-    with pytest.warns(UserWarning, match=r"^Block \(blocks.0, Auxiliary\): an auxiliary loss .* 4 micro-batches"):
-        batch, _ = examine(Block(injected(balance)), samples)
-    assert batch.loss_weights == [0.25 / LATE] * 4
+    with pytest.warns(UserWarning, match=r"^Block \(block 0\): the gradient of an auxiliary loss .* 4 micro-batches"):
+        assert examine(Block(injected(balance)), samples).late_weight == 1 / 4
 
 
-COUPLED = {
+MIXING = {
     "normalized": hooked(lambda g: g / g.norm()),
     "clipped by norm": hooked(lambda g: g / (g.norm() + 1e-9).clamp(min=1.0)),
     "centred": hooked(lambda g: g - g.mean(0)),
+    "normalized by a function": Normalize.apply,
 }
 
 
 @pytest.mark.parametrize("samples", [4, 1])
-@pytest.mark.parametrize("change", COUPLED.values(), ids=COUPLED)
+@pytest.mark.parametrize("change", MIXING.values(), ids=MIXING)
 def test_gradients_that_mix_samples_are_rejected(change: Any, samples: int) -> None:
-    with pytest.raises(UnsupportedError, match=r"^Block \(blocks.0\): the gradients aren't proportional"):
+    with pytest.raises(UnsupportedError, match="computes with the gradients of all samples"):
         examine(Block(change), samples)
 
 
@@ -120,7 +137,7 @@ def test_in_a_cube_a_gradient_of_its_own_is_rejected() -> None:
 
 @pytest.mark.parametrize("samples", [4, 1])
 def test_samples_that_depend_on_each_other_are_warned_of(samples: int) -> None:
-    with pytest.warns(UserWarning, match=r"^Block \(blocks.0\): the outputs of some samples .* 4 micro-batches"):
+    with pytest.warns(UserWarning, match=r"^Block \(block 0\): outputs of some samples .* 4 micro-batches"):
         examine(Block(lambda x: functional.dropout(x - 0.01 * x.mean(0), 0.1)), samples)
 
 
@@ -130,37 +147,55 @@ def test_samples_may_be_in_any_dimension() -> None:
         examine(Block(lambda x: x - x.mean(0)), samples=3)  # inputs are (3, 3, width): along the second one
 
 
-def backward(change: Callable[[Tensor], Tensor], samples: int = 4) -> Tensor:
-    made = change(inputs(samples).tanh() * 2)
-    loss: Tensor = made.flatten(1).square().mean(1).mean()
-    loss.backward(retain_graph=True)
-    return loss
+def step(change: Callable[[Tensor], Tensor], block: nn.Module, samples: int = 4) -> FirstBatch:
+    """Run a step with one block, and other code after it."""
+    first = prepared(block)
+    with first.recording():
+        loss = change(block(inputs(samples)).detach().requires_grad_().tanh() * 2).square().mean()
+    first.examine(Batch(step=lambda m: loss, results={0: loss}), samples)
+    loss.backward()
+    return first
 
 
 @pytest.mark.parametrize("samples", [4, 1])
 @pytest.mark.parametrize("name", ["nothing", "clamped"])
 def test_a_step_of_single_samples_is_right(name: str, samples: int) -> None:
-    _, first = examine(Block(RIGHT["nothing"]), samples)
-    first.examine_step([backward(RIGHT[name], samples)])
+    step(RIGHT[name], Block(RIGHT["nothing"]), samples)
 
 
 @pytest.mark.parametrize("samples", [4, 1])
 def test_a_step_that_mixes_samples_is_rejected(samples: int) -> None:
-    _, first = examine(Block(RIGHT["nothing"]), samples)
-    with pytest.raises(UnsupportedError, match="^the step's code outside the stack: the gradients aren't"):
-        first.examine_step([backward(COUPLED["normalized"], samples)])
+    with pytest.raises(UnsupportedError, match="computes with the gradients of all samples"):
+        step(MIXING["normalized"], Block(RIGHT["nothing"]), samples)
 
 
 def test_a_step_that_injects_a_loss_is_rejected_by_the_name_of_its_function() -> None:
-    _, first = examine(Block(RIGHT["nothing"]))
-    with pytest.raises(UnsupportedError, match="^the step's code outside the stack, Auxiliary: .* add"):
-        first.examine_step([backward(injected(lambda x: x.mean()))])
+    with pytest.raises(UnsupportedError, match="^Auxiliary in the step's code outside the stack: .* adds"):
+        step(injected(lambda x: x.mean()), Block(RIGHT["nothing"]))
 
 
 def test_no_weights_are_right_for_a_mean_in_blocks_and_a_clamp_in_the_step() -> None:
-    _, first = examine(Block(injected(lambda x: x.mean())))
-    with pytest.raises(UnsupportedError, match="No weights of micro-batches are right for both"):
-        first.examine_step([backward(RIGHT["clamped"])])
+    with pytest.raises(UnsupportedError, match="the hook"):
+        step(RIGHT["clamped"], Block(injected(lambda x: x.mean())))
+
+
+def test_a_function_that_scales_a_saved_gradient_in_place_has_run_before_it_is_tried() -> None:
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            ctx.gradient = torch.ones_like(value)
+            return value.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return ctx.gradient.mul_(gradient)
+
+    first, x = prepared(Block(RIGHT["nothing"])), inputs(4)
+    with first.recording():
+        loss = Fused.apply(x * 1)
+    first.examine(Batch(step=lambda m: loss, results={0: loss}), 4)
+    loss.backward()
+    assert x.grad is not None and bool((x.grad == 1).all())
 
 
 class Marking(Block):
@@ -185,11 +220,14 @@ def test_it_leaves_no_trace() -> None:
     block.linear.weight.grad = gradient = torch.ones_like(block.linear.weight)
     torch.manual_seed(0)
     random.seed(0)
-    examine(block)
+    first, register = prepared(block), Tensor.register_hook
+    with first.recording():
+        block(inputs(4))
+    first.examine(Batch(), 4)
     after_one_call = torch.get_rng_state(), random.getstate()
     assert (block.calls, float(block.count), float(block.kept[0]), len(block.values)) == (1, 1.0, 1.0, 2)
     assert block.count._version == 1 and block.linear.weight.grad is gradient and bool((gradient == 1).all())
-    assert block.linear.bias.grad is None
+    assert block.linear.bias.grad is None and not first.values.calls and Tensor.register_hook is register
     torch.manual_seed(0)
     random.seed(0)
     torch.rand(())
@@ -198,10 +236,9 @@ def test_it_leaves_no_trace() -> None:
 
 
 def test_each_kind_of_block_is_examined_and_others_are_not() -> None:
-    blocks = {str(i): Block(RIGHT["nothing"]) for i in range(3)} | {"mixing": Marking()}
-    forward_patch.patch_blocks(list(blocks.values()))
-    first = FirstBatch(blocks=blocks, device=torch.device("cpu"), num_microbatches=4, average=lambda: LATE)
+    blocks = [*(Block(RIGHT["nothing"]) for _ in range(3)), Marking()]
+    first = prepared(*blocks)
     with first.recording():
-        for block in blocks.values():
+        for block in blocks:
             block(inputs(4))
-    assert list(first._calls) == [blocks["0"], blocks["mixing"]]
+    assert list(first.values.calls) == [0, 3] and all(first.values.calls.values())

@@ -158,16 +158,6 @@ def foreign_functions(roots: Iterable[Tensor]) -> list[Any]:
     return [node for node in nodes if node._forward_cls.__module__.partition(".")[0] not in own]
 
 
-def may_change_gradients(roots: Sequence[Tensor]) -> bool:
-    """Whether the backward of `roots` runs code of others: functions, or hooks on leaves."""
-    return bool(foreign_functions(roots)) or any(leaf._backward_hooks for leaf in reachable(roots)[1])
-
-
-def current_node() -> Any:
-    """The node whose backward runs now, in a hook on it."""
-    return torch._C._current_autograd_node()
-
-
 def current_sequence_number() -> int:
     """The calling thread's next autograd sequence number: earlier nodes have smaller ones. 0 without grad mode."""
     node = _PROBE.view(0).grad_fn

@@ -138,14 +138,6 @@ class Holder:
             self.container[key] = value
         self._look()
 
-    def copy_tensors(self) -> None:
-        """Replace the tensors in it by copies, until `undo`: code may change them in place."""
-        if not isinstance(self.container, set):
-            items = self.container.items() if isinstance(self.container, dict | Slots) else enumerate(self.container)
-            for key, value in list(items):
-                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                    self.container[key] = value.detach().clone()
-
     def undo(self) -> None:
         """Restore what was there at the last look."""
         self._fill(self.copy.copy())

@@ -58,7 +58,7 @@ class FirstBatch:
     """whether the step runs in one piece"""
     is_cube: bool = False
     keeps_samples: bool = True
-    """whether blocks have as many samples as the step"""
+    """whether blocks have the step's samples; if not, they are known code, and aren't run again"""
     carriers: Carriers = NO_CARRIERS
     share: Callable[[Findings], list[Findings]] = lambda own: [own]
     """gathers the findings of all ranks of the world"""
@@ -111,15 +111,15 @@ class FirstBatch:
     def _examine_blocks(self, calls: dict[int, Any], found: Findings) -> set[type]:
         """Run one block of each kind; returns the kinds of nodes with functions of others."""
         in_blocks: set[type] = set()
-        for index in [index for index, call in calls.items() if call is not None]:
-            block, samples = self.blocks[index], self._samples if self.keeps_samples else 0
+        for index in [index for index, call in calls.items() if call is not None and self.keeps_samples]:
+            block, name = self.blocks[index], f"{type(self.blocks[index]).__name__} (block {index})"
             with self.carriers.quiet(block), _undone(block, self.device), suppress(Exception):  # it can't run again
-                run = _BlockRun(block, calls.pop(index), samples, self.device, is_cube=self.is_cube)
+                run = _BlockRun(block, calls.pop(index), self._samples, self.device, is_cube=self.is_cube)
                 own = {type(node) for node in graph_boundary.foreign_functions(run.graph()[0])}
                 in_blocks |= own
                 kinds = [run.kind_of_gradients() if own else "", "dependent" * run.is_dependent()]
                 for kind in filter(None, kinds):
-                    found.setdefault(kind, []).append(f"{type(block).__name__} (block {index})")
+                    found.setdefault(kind, []).append(name)
         return in_blocks
 
     def _conclude(self, findings: Sequence[Findings]) -> None:

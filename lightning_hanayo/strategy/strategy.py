@@ -29,6 +29,7 @@ from lightning_hanayo.planner.profile import costs_from
 from lightning_hanayo.plotting.terminal_status import showing
 from lightning_hanayo.runtime.comm.object_collectives import broadcast_object
 from lightning_hanayo.runtime.comm.relay import Relay
+from lightning_hanayo.runtime.generators import SharedGenerators
 from lightning_hanayo.strategy import run_batch
 from lightning_hanayo.strategy.callbacks.averages import ShardingOfCopy
 from lightning_hanayo.strategy.checkpoints.kept_values import KeptValues
@@ -426,9 +427,7 @@ class HanayoStrategy(MeshParallelStrategy):
         get_data_ranks = self._data_ranks if is_shortened else None
         with self._unguarded():
             get_relay = self._pipe_relay if self.topology.pipe > 1 else None
-            return wrap_loader(
-                dataloader, self.pipe_rank, get_relay, get_cube, lambda: self.session.generators, get_data_ranks
-            )
+            return wrap_loader(dataloader, self.pipe_rank, get_relay, get_cube, self._generators, get_data_ranks)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -445,6 +444,9 @@ class HanayoStrategy(MeshParallelStrategy):
 
     def _pipe_relay(self) -> Relay:
         return self.session.pipe_relay
+
+    def _generators(self) -> SharedGenerators:
+        return self.session.generators
 
     def _cube_group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = available(self.groups.cube, "there is a cube group only with a cube").whole
